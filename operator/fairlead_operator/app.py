@@ -200,8 +200,11 @@ class Operator:
         """Start once our kind is served: kopf would wait for it for ever and log nothing."""
         while True:
             try:
-                group = await self._cluster.call("discover", "GET", f"/apis/{GROUP}/{VERSION}")
-                if any(one.get("name") == RESOURCE.plural for one in group.get("resources", ())):
+                discovery = await self._cluster.call("discover", "GET", f"/apis/{GROUP}/{VERSION}")
+                if any(
+                    api_resource.get("name") == RESOURCE.plural
+                    for api_resource in discovery.get("resources", ())
+                ):
                     break
                 log.warning("the InferenceDeployment CRD is not installed: install it; waiting")
             except ApiError as error:

@@ -22,8 +22,8 @@ class Memory(Generic[T]):
         self._values: dict[Key, tuple[str, T]] = {}
 
     def get(self, key: Key, uid: str) -> T | None:
-        held = self._values.get(key)
-        return held[1] if held is not None and held[0] == uid else None
+        entry = self._values.get(key)
+        return entry[1] if entry is not None and entry[0] == uid else None
 
     def put(self, key: Key, uid: str, value: T) -> None:
         self._values[key] = (uid, value)
@@ -41,11 +41,11 @@ class Memo(Generic[T]):
         self._compute = compute
         self._last: dict[Key, tuple[tuple[Any, ...], T]] = {}
 
-    def __call__(self, key: Key, *given: Any) -> T:
-        held = self._last.get(key)
-        if held is None or held[0] != given:
-            held = self._last[key] = given, self._compute(*given)
-        return held[1]
+    def __call__(self, key: Key, *arguments: Any) -> T:
+        entry = self._last.get(key)
+        if entry is None or entry[0] != arguments:
+            entry = self._last[key] = arguments, self._compute(*arguments)
+        return entry[1]
 
     def forget(self, key: Key) -> None:
         self._last.pop(key, None)

@@ -1,4 +1,4 @@
-"""The operator on one screen: observe → decide → render → diff → apply → report, for one resource.
+"""The operator on one screen: observe → decide → apply → report, for one resource.
 
 Level-triggered: the cause of a pass does not matter, and another pass changes nothing. It decides
 from the store; it writes through ``Cluster``, which is fenced by the Lease.
@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -18,21 +18,29 @@ from fairlead_operator.decide import release
 from fairlead_operator.decide.children import claims
 from fairlead_operator.decide.children.allowlists import not_allowed
 from fairlead_operator.decide.children.capacity import PlanError, capacity_of, with_measured
-from fairlead_operator.decide.children.diff import Apply, Conflict, Writes, diff, ours, owner_text
-from fairlead_operator.decide.children.manifests import keeps_weights, render
-from fairlead_operator.decide.children.rollout import choose
+from fairlead_operator.decide.children.diff import (
+    Apply,
+    Conflict,
+    Delete,
+    Writes,
+    diff,
+    is_owned,
+    owner_text,
+)
+from fairlead_operator.decide.children.manifests import Replacement, keeps_weights, render
+from fairlead_operator.decide.children.rollout import Choice, choose
 from fairlead_operator.decide.pods import blockers, downloads, drains
 from fairlead_operator.decide.pods.blockers import Blocker, blocker
-from fairlead_operator.decide.pods.drains import DrainCounts, Drained
+from fairlead_operator.decide.pods.drains import DrainCounts, DrainedRequests
 from fairlead_operator.decide.pods.events import Note, changes, event_about
-from fairlead_operator.decide.pods.observed import Observed
+from fairlead_operator.decide.pods.observed import Snapshot
 from fairlead_operator.decide.pods.probe_results import ProbeResults
 from fairlead_operator.decide.scale.scaling import Scaling, hold, load_of, replicas_of, scale
 from fairlead_operator.decide.scale.state import FIRST_LOOK_SECONDS, ScalingMemory, awaits_probes
 from fairlead_operator.decide.status import (
     Capacity,
     Findings,
-    invalid,
+    invalid_status,
     is_progress,
     reports_generation,
     status_of,
@@ -54,15 +62,58 @@ from fairlead_operator.resource.kinds import (
 )
 from fairlead_operator.resource.resource import InferenceDeployment
 from fairlead_operator.resource.settings import Settings
-from fairlead_operator.upgrades import Upgrades
+from fairlead_operator.upgrades import Target, Upgrades
 
 log = logging.getLogger(__name__)
 
 RESYNC_SECONDS = 20.0
 REFUSED_SECONDS = 10.0
-TURN_SECONDS = 5.0  # between two looks of one that waits for its turn in an upgrade
+TURN_SECONDS = 5.0  # between two passes of a resource that waits for its turn in an upgrade
 PROGRESS_SECONDS = 10.0  # between two writes of a status that tell how far a rollout is
 _REFUSALS = frozenset({400, 403, 422})  # answers that the same write would get again
+
+
+@dataclass(frozen=True, slots=True)
+class _Observation:
+    """One resource at the start of a pass: what the store, the pods and the last pass say of it."""
+
+    key: Key
+    body: Object
+    resource: InferenceDeployment
+    results: ProbeResults
+    memory: ScalingMemory
+    snapshot: Snapshot
+    target: Target
+
+    @property
+    def uid(self) -> str:
+        return self.resource.uid
+
+    @property
+    def status(self) -> Mapping[str, Any]:
+        """The status as it was written last."""
+        return self.body.get("status") or {}
+
+
+@dataclass(frozen=True, slots=True)
+class _Decision:
+    """The writes of a pass and what they follow from. With ``refusals`` nothing is written."""
+
+    drained: DrainedRequests
+    capacity: Capacity
+    scaling: Scaling
+    choice: Choice
+    refusals: Sequence[Blocker]
+    writes: Writes
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """The cluster after the writes. ``scaling``: as decided, if the Deployment has its count."""
+
+    snapshot: Snapshot
+    scaling: Scaling
+    refusals: Sequence[Blocker]
 
 
 class Reconciler:
@@ -81,12 +132,12 @@ class Reconciler:
         self._upgrades = Upgrades(cluster, settings, now)
         self._scaling: Memory[ScalingMemory] = Memory()
         self._drains: Memory[DrainCounts] = Memory()
-        self._met: Memory[release.Met] = Memory()
+        self._ownership: Memory[release.OwnershipMemory] = Memory()
         self._events: Memory[tuple[Note, ...]] = Memory()  # still to be written, oldest first
         # The status that was written last, and what an older CRD left of it.
         self._pruned: Memory[tuple[Object, Object]] = Memory()
         self._reported_at: Memory[float] = Memory()  # the last write of the status
-        self._planned: Memo[Capacity] = Memo(planned_capacity)
+        self._capacity: Memo[Capacity] = Memo(plan_capacity)
         self._writes: Memo[Writes] = Memo(diff)
 
     async def __call__(self, key: Key) -> float | None:
@@ -100,153 +151,208 @@ class Reconciler:
         body = self._cluster.store.get(RESOURCE, key)
         if body is None or body["metadata"].get("deletionTimestamp"):
             self._forget(key)
-            self._met.forget(key)
+            self._ownership.forget(key)
             return None  # the garbage collector deletes the children, by their owner references
-        if (again := await self._left_alone(key, body)) is not None:
+        if (requeue_after := await self._yield_to_owner(key, body)) is not None:
             self._forget(key)
-            return again
+            return requeue_after
         body = self._cluster.store.get(RESOURCE, key) or body  # with the mark
         try:
             resource = self._cluster.store.resource(body)
         except ResourceError as error:
-            refusal = blocker("InvalidSpec", f"{RESOURCE.name}/{key[1]}", str(error))
-            generation = int(body["metadata"].get("generation") or 0)
-            await self._report(
-                body, invalid(generation, refusal, body.get("status") or {}, self._now())
-            )
-            return self._again(body, RESYNC_SECONDS)
+            return await self._refuse(key, body, error)
+        observation = await self._observe(key, body, resource)
+        decision = self._decide(observation)
+        outcome = await self._apply(observation, decision)
+        return await self._report(observation, decision, outcome)
 
+    async def _yield_to_owner(self, key: Key, body: Object) -> float | None:
+        """Leave a resource to the release that serves it: seconds until the next look at it; None
+        where this release serves.
+        """
+        uid, name = str(body["metadata"].get("uid") or ""), self._settings.release
+        status: Mapping[str, Any] = body.get("status") or {}
+        memory = self._ownership.get(key, uid) or release.OwnershipMemory()
+        step = release.decide(status, name, memory, self._clock())
+        memory = step.memory
+        if step.act == "mark":
+            await self._write_status(body, release.with_mark(status, name))
+            stored = self._cluster.store.get(RESOURCE, key) or {}
+            memory = replace(memory, stored=release.is_marked(stored, name))
+        elif step.act in {"challenge", "yield"}:
+            note = release.ownership_note(memory.challenged_owner, name)
+            log.warning("%s/%s: %s", *key, note.message)
+            await self._post_event(body, note)
+            if step.act == "challenge":
+                await self._write_status(body, release.with_challenger(status, name))
+        self._ownership.put(key, uid, memory)
+        return None if step.act in {"serve", "mark"} else step.requeue_after
+
+    async def _refuse(self, key: Key, body: Object, error: ResourceError) -> float:
+        """Report that the spec is invalid: seconds until the next pass."""
+        refusal = blocker("InvalidSpec", f"{RESOURCE.name}/{key[1]}", str(error))
+        generation = int(body["metadata"].get("generation") or 0)
+        status = invalid_status(generation, refusal, body.get("status") or {}, self._now())
+        await self._update_status(body, status)
+        return self._requeue_after(body, RESYNC_SECONDS)
+
+    async def _observe(self, key: Key, body: Object, resource: InferenceDeployment) -> _Observation:
         uid = resource.uid
-        before: Mapping[str, Any] = body.get("status") or {}
         results = self._probed(key, uid) or ProbeResults()
-        memory = self._scaling.get(key, uid) or ScalingMemory.first(before, self._clock())
+        memory = self._scaling.get(key, uid)
+        if memory is None:
+            memory = ScalingMemory.first(body.get("status") or {}, self._clock())
         self._scaling.put(key, uid, memory)
-        seen = observe(self._cluster.store, key, uid)
-        target = await self._upgrades.target(resource, seen.deployment)
-        revision = target.revision
-        drained = self._drained(key, uid, revision, before)
-        planned = with_measurement(
-            self._planned(key, resource, results.config, results.config_error), results
-        )
+        snapshot = observe(self._cluster.store, key, uid)
+        target = await self._upgrades.target(resource, snapshot.deployment)
+        return _Observation(key, body, resource, results, memory, snapshot, target)
+
+    def _decide(self, observation: _Observation) -> _Decision:
+        key, resource, results = observation.key, observation.resource, observation.results
+        snapshot, revision = observation.snapshot, observation.target.revision
+        drained = self._drained_requests(observation)
+        capacity = self._capacity(key, resource, results.config, results.config_error)
+        capacity = with_measurement(capacity, results)
         scaling = scale(
             resource,
-            seen,
-            memory,
+            snapshot,
+            observation.memory,
             results,
-            planned.concurrent_tokens,
+            capacity.concurrent_tokens,
             self._now(),
             self._clock(),
         )
-        choice = choose(resource, seen, revision, scaling.replicas, before, self._now())
-        refusals = not_allowed(resource, self._settings) + claims.never_shared(resource, seen)
-
-        cached = keeps_weights(resource) and bool(seen.serving(revision))
-        wanted = render(
-            resource,
-            self._settings,
-            scaling.replicas,
-            choice.replacement,
-            template=target.template,
-            marks=target.marks,
-            cached=cached,
+        choice = choose(
+            resource, snapshot, revision, scaling.replicas, observation.status, self._now()
         )
-        writes = self._writes(key, wanted, seen.children, uid)
+        refusals = not_allowed(resource, self._settings) + claims.never_shared(resource, snapshot)
+        manifests = self._render(observation, scaling.replicas, choice.replacement)
+        writes = self._writes(key, manifests, snapshot.children, resource.uid)
+        return _Decision(drained, capacity, scaling, choice, refusals, writes)
+
+    async def _apply(self, observation: _Observation, decision: _Decision) -> _Outcome:
+        key, resource, snapshot = observation.key, observation.resource, observation.snapshot
+        refusals, scaling = [*decision.refusals], decision.scaling
         try:
             if not resource.spec.paused and not refusals:
                 # The first of all creations needs no question: the API server refuses it if the
                 # child exists.
-                if seen.children:
-                    await self._make_sure(body, writes)
-                refusals = await self._carry_out(writes)
-                seen = observe(self._cluster.store, key, uid)
+                if snapshot.children:
+                    await self._check_fresh(observation.body, decision.writes)
+                refusals = await self._write_children(decision.writes)
+                snapshot = observe(self._cluster.store, key, resource.uid)
         finally:
             # Also after an error: the Deployment may have been written before it.
-            if not self._commit(key, uid, scaling):
-                scaling = hold(resource, seen, memory)
-        refusals += [_conflict(one) for one in writes.conflicts]
-        if target.turn.held:
+            has_count = self._commit(key, resource.uid, scaling)
+        if not has_count:
+            scaling = hold(resource, snapshot, observation.memory)
+        refusals += [_conflict_blocker(conflict) for conflict in decision.writes.conflicts]
+        turn = observation.target.turn
+        if turn.is_held:
             about = f"{RESOURCE.name}/{resource.name}"
-            refusals.append(blocker("UpgradeHeld", about, target.turn.why))
+            refusals.append(blocker("UpgradeHeld", about, turn.message))
+        return _Outcome(snapshot, scaling, refusals)
 
-        load, load_at = load_of(results, memory.load_at, seen.running_pods(), before, self._clock())
-        findings = Findings(
+    async def _report(
+        self, observation: _Observation, decision: _Decision, outcome: _Outcome
+    ) -> float:
+        """Write Events and the status: seconds until the next pass."""
+        key, uid, body = observation.key, observation.uid, observation.body
+        results, memory = observation.results, observation.memory
+        old, pods = observation.status, outcome.snapshot.running_pods()
+        load, load_at = load_of(results, memory.load_at, pods, old, self._clock())
+        findings = self._findings(observation, decision, outcome, load)
+        await self._write_events(key, uid, body)
+        if awaits_probes(memory, results, self._clock()) and reports_generation(
+            old, observation.resource.generation
+        ):
+            return self._requeue_after(body, FIRST_LOOK_SECONDS)
+        new = status_of(observation.resource, outcome.snapshot, findings, old, self._now())
+        if (delay := self._status_delay(key, uid, old, new)) > 0:
+            return self._requeue_after(body, min(delay, outcome.scaling.requeue_after))
+        await self._update_status(body, new)
+        memory = self._scaling.get(key, uid) or memory
+        self._scaling.put(key, uid, replace(memory, load_at=load_at))
+        if decision.choice.announced_only:
+            return 0.0  # the status has said so: now it may happen
+        interval = min(_interval(observation, outcome), outcome.scaling.requeue_after)
+        return self._requeue_after(body, interval)
+
+    # -- what the four steps do
+
+    def _render(
+        self, observation: _Observation, replicas: int, replacement: Replacement
+    ) -> list[Object]:
+        resource, target = observation.resource, observation.target
+        return render(
+            resource,
+            self._settings,
+            replicas,
+            replacement,
+            template=target.template,
+            marks=target.marks,
+            cached=keeps_weights(resource) and bool(observation.snapshot.serving(target.revision)),
+        )
+
+    def _findings(
+        self,
+        observation: _Observation,
+        decision: _Decision,
+        outcome: _Outcome,
+        load: Mapping[str, int] | None,
+    ) -> Findings:
+        choice, scaling, results = decision.choice, outcome.scaling, observation.results
+        message = choice.message
+        if choice.strategy != "OneByOne":
+            message = observation.target.turn.message or message
+        return Findings(
             served_by=self._settings.release,
             desired=scaling.replicas,
-            revision=revision,
-            strategy=choice.chosen,
-            why=choice.why if choice.chosen == "OneByOne" else target.turn.why or choice.why,
+            revision=observation.target.revision,
+            strategy=choice.strategy,
+            rollout_message=message,
             blockers=judge(
-                resource, seen, results, revision, scaling.replicas, planned, refusals, before
+                observation.resource,
+                outcome.snapshot,
+                results,
+                observation.target.revision,
+                scaling.replicas,
+                decision.capacity,
+                outcome.refusals,
+                observation.status,
             ),
-            capacity=planned,
-            drained=drained,
+            capacity=decision.capacity,
+            drained=decision.drained,
             canaries=results.canaries,
             startups=results.startups,
             load=load,
             autoscaling=scaling.status,
             scaling=scaling.condition,
         )
-        await self._write_events(key, uid, body)
-        if awaits_probes(memory, results, self._clock()) and reports_generation(
-            before, resource.generation
-        ):
-            return self._again(body, FIRST_LOOK_SECONDS)
-        status = status_of(resource, seen, findings, before, self._now())
-        if (held_for := self._held_back(key, uid, before, status)) > 0:
-            return self._again(body, min(held_for, scaling.again))
-        await self._report(body, status)
-        memory = self._scaling.get(key, uid) or memory
-        self._scaling.put(key, uid, replace(memory, load_at=load_at))
-        if choice.announced_only:
-            return 0.0  # the status has said so: now it may happen
-        again = REFUSED_SECONDS if refusals else RESYNC_SECONDS
-        if not (target.turn.allowed or resource.spec.paused):
-            again = TURN_SECONDS
-        return self._again(body, min(again, scaling.again))
-
-    async def _left_alone(self, key: Key, body: Object) -> float | None:
-        """Seconds until the next look at a resource that another release serves; None for one that
-        this release serves.
-        """
-        uid, name = str(body["metadata"].get("uid") or ""), self._settings.release
-        status: Mapping[str, Any] = body.get("status") or {}
-        step = release.decide(status, name, self._met.get(key, uid) or release.Met(), self._clock())
-        met = step.met
-        if step.act == "mark":
-            await self._write_status(body, release.marked(status, name))
-            stored = self._cluster.store.get(RESOURCE, key) or {}
-            met = replace(met, stored=release.is_marked(stored, name))
-        elif step.act in {"ask", "leave"}:
-            note = release.left_alone(met.asked, name)
-            log.warning("%s/%s: %s", *key, note.message)
-            await self._event(body, note)
-            if step.act == "ask":
-                await self._write_status(body, release.asking(status, name))
-        self._met.put(key, uid, met)
-        return None if step.act in {"serve", "mark"} else step.again
 
     def _forget(self, key: Key) -> None:
-        for remembered in (
+        for memory in (
             self._scaling,
             self._drains,
             self._events,
             self._pruned,
             self._reported_at,
         ):
-            remembered.forget(key)
-        for computed in (self._planned, self._writes, self._upgrades):
-            computed.forget(key)
+            memory.forget(key)
+        for memo in (self._capacity, self._writes, self._upgrades):
+            memo.forget(key)
 
     def count_drained(self, key: Key, pod: Object) -> None:
         """Count the requests of a pod that ended, for a resource that had a pass before."""
         uid = str((pod["metadata"].get("labels") or {}).get(UID_LABEL, ""))
-        counts, drained = self._drains.get(key, uid), drains.read(pod)
-        if counts is not None and drained is not None:
-            self._drains.put(key, uid, counts.plus(pod["metadata"]["uid"], drained))
+        counts, requests = self._drains.get(key, uid), drains.read(pod)
+        if counts is not None and requests is not None:
+            self._drains.put(key, uid, counts.plus(pod["metadata"]["uid"], requests))
 
-    def _drained(self, key: Key, uid: str, revision: str, before: Mapping[str, Any]) -> Drained:
+    def _drained_requests(self, observation: _Observation) -> DrainedRequests:
         """The requests that pods drained since this revision became the target."""
-        counts = self._drains.get(key, uid) or DrainCounts.of_status(before)
+        key, uid, revision = observation.key, observation.uid, observation.target.revision
+        counts = self._drains.get(key, uid) or DrainCounts.of_status(observation.status)
         # Every pod that may still change, those that ended included: none is counted twice.
         pods = self._cluster.store.children(POD, key)
         counts = counts.since(revision).of_pods(frozenset(p["metadata"]["uid"] for p in pods))
@@ -263,97 +369,105 @@ class Reconciler:
         return True
 
     async def _write_events(self, key: Key, uid: str, body: Object) -> None:
-        """Those owed. Each is kept until it is written: a pass may end early."""
-        while owed := self._events.get(key, uid):
-            await self._event(body, owed[0])
-            self._events.put(key, uid, owed[1:])
+        """Write the Events of decisions, and forget each once it is written: a pass may end
+        early.
+        """
+        while notes := self._events.get(key, uid):
+            await self._post_event(body, notes[0])
+            self._events.put(key, uid, notes[1:])
 
-    def _again(self, body: Object, after: float) -> float:
-        """At once if the answer to our status write held a newer spec: the watch then delivers
-        nothing newer, and no wake.
+    def _requeue_after(self, body: Object, interval: float) -> float:
+        """Seconds until the next pass: 0 if the answer to our status write held a newer spec, for
+        the watch then delivers nothing newer, and no wake.
         """
         live = self._cluster.store.get(RESOURCE, key_of(body))
         newer = live is not None and live["metadata"].get("generation") != body["metadata"].get(
             "generation"
         )
-        return 0.0 if newer else after
+        return 0.0 if newer else interval
 
-    async def _make_sure(self, body: Object, writes: Writes) -> None:
+    async def _check_fresh(self, body: Object, writes: Writes) -> None:
         """Read again before any write: lists and watches may be behind.
 
         An old resource would undo the user's last change, an old Deployment the autoscaler's last
         count. Raises ApiError (409, Stale) when this pass was decided from either.
         """
-        changed = [(BY_NAME[one.manifest["kind"]], one.manifest) for one in writes.apply if one.uid]
-        to_read = [(RESOURCE, key_of(body))] if writes.apply or writes.delete else []
-        to_read += [(kind, key_of(manifest)) for kind, manifest in changed if kind is DEPLOYMENT]
-        before = [self._cluster.store.get(kind, key) for kind, key in to_read]
-        now = await asyncio.gather(*(self._look(kind, key) for kind, key in to_read))
-        for (kind, key), held, live in zip(to_read, before, now, strict=True):
-            if held is None or live is None or not _same(held, live):
+        objects = [(RESOURCE, key_of(body))] if writes.apply or writes.delete else []
+        manifests = [step.manifest for step in writes.apply if step.uid]
+        objects += [(DEPLOYMENT, key_of(m)) for m in manifests if m["kind"] == DEPLOYMENT.name]
+        cached = [self._cluster.store.get(kind, key) for kind, key in objects]
+        live = await asyncio.gather(*(self._read(kind, key) for kind, key in objects))
+        for (kind, key), old, new in zip(objects, cached, live, strict=True):
+            if old is None or new is None or not _is_same_spec(old, new):
                 raise ApiError(
                     409, "Stale", f"{kind.name}/{key[1]} has changed since it was last seen"
                 )
 
-    async def _carry_out(self, writes: Writes) -> list[Blocker]:
-        """Write. A refusal that a retry cannot change is a blocker; every other error is raised,
-        and retried.
+    async def _write_children(self, writes: Writes) -> list[Blocker]:
+        """Apply and delete. A refusal that a retry cannot change is a blocker; every other error is
+        raised, and retried.
         """
-        refused = []
-        for step in writes.apply:
-            kind = BY_NAME[step.manifest["kind"]]
-            about = f"{kind.name}/{step.manifest['metadata']['name']}"
-            log.info("apply %s: %s", about, step.why)
-            try:
-                if step.first and (live := self._cluster.store.get(kind, key_of(step.manifest))):
-                    await self._cluster.patch(kind, live, step.first)
-                await self._cluster.apply(kind, step.manifest, step.uid)
-            except ApiError as error:
-                if error.code == 409 and step.uid is None:
-                    refused += await self._look_again(step)
-                elif error.code in _REFUSALS:
-                    log.warning("%s is refused: %s", about, error)
-                    code = "QuotaExceeded" if "exceeded quota" in error.message else "WriteRefused"
-                    refused.append(blocker(code, about, error.message))
-                else:
-                    await self._refresh(kind, key_of(step.manifest), error)
-                    raise
-        for gone in writes.delete:
-            kind = BY_NAME[gone.body["kind"]]
-            about = f"{kind.name}/{gone.body['metadata']['name']}"
-            log.info("delete %s: %s", about, gone.why)
-            try:
-                await self._cluster.delete(kind, gone.body)
-            except ApiError as error:
-                if error.code in _REFUSALS:
-                    log.warning("%s is not deleted: %s", about, error)
-                    refused.append(blocker("WriteRefused", about, error.message))
-                    continue
-                await self._refresh(kind, key_of(gone.body), error)
-                raise
-        return refused
+        refusals = []
+        for apply in writes.apply:
+            refusals += await self._apply_child(apply)
+        for delete in writes.delete:
+            refusals += await self._delete_child(delete)
+        return refusals
+
+    async def _apply_child(self, step: Apply) -> list[Blocker]:
+        kind, key = BY_NAME[step.manifest["kind"]], key_of(step.manifest)
+        about = f"{kind.name}/{step.manifest['metadata']['name']}"
+        log.info("apply %s: %s", about, step.reason)
+        try:
+            if step.first and (live := self._cluster.store.get(kind, key)):
+                await self._cluster.patch(kind, live, step.first)
+            await self._cluster.apply(kind, step.manifest, step.uid)
+        except ApiError as error:
+            if error.code == 409 and step.uid is None:
+                return await self._explain_conflict(step)
+            if error.code in _REFUSALS:
+                log.warning("%s is refused: %s", about, error)
+                code = "QuotaExceeded" if "exceeded quota" in error.message else "WriteRefused"
+                return [blocker(code, about, error.message)]
+            await self._refresh(kind, key, error)
+            raise
+        return []
+
+    async def _delete_child(self, step: Delete) -> list[Blocker]:
+        kind = BY_NAME[step.body["kind"]]
+        about = f"{kind.name}/{step.body['metadata']['name']}"
+        log.info("delete %s: %s", about, step.reason)
+        try:
+            await self._cluster.delete(kind, step.body)
+        except ApiError as error:
+            if error.code in _REFUSALS:
+                log.warning("%s is not deleted: %s", about, error)
+                return [blocker("WriteRefused", about, error.message)]
+            await self._refresh(kind, key_of(step.body), error)
+            raise
+        return []
 
     async def _refresh(self, kind: Kind, key: Key, error: ApiError) -> None:
-        """After a conflict the store is behind: read the object, because a watch may not deliver it
+        """Read the object after a conflict, for the store is behind: a watch may not deliver it
         before the next list.
         """
         if error.code == 409:
-            await self._look(kind, key)
+            await self._read(kind, key)
 
-    async def _look(self, kind: Kind, key: Key) -> Object | None:
+    async def _read(self, kind: Kind, key: Key) -> Object | None:
         """One object as the API server has it now; the store takes it."""
         store = self._cluster.store
-        held, asked_at = store.get(kind, key), store.now()
+        cached, asked_at = store.get(kind, key), store.now()
         body = await self._cluster.get(kind, key)
         if body is not None:
             store.take(kind, body, asked_at)
-        elif held is not None:
-            store.deleted(kind, held)
+        elif cached is not None:
+            store.deleted(kind, cached)
         return body
 
-    async def _look_again(self, step: Apply) -> list[Blocker]:
-        """The name of an object to create is taken: by one of ours that was not seen yet, or by a
-        foreign one.
+    async def _explain_conflict(self, step: Apply) -> list[Blocker]:
+        """The blocker for an object to create whose name a foreign one has. Raises ApiError where
+        it is one of ours that was not seen yet, or is gone by now.
         """
         kind = BY_NAME[step.manifest["kind"]]
         meta = step.manifest["metadata"]
@@ -361,12 +475,12 @@ class Reconciler:
         body = await self._cluster.get(kind, (meta["namespace"], meta["name"]))
         if body is None:
             raise ApiError(409, "Conflict", f"{kind.name}/{meta['name']} was created and deleted")
-        if ours(body, meta["ownerReferences"][0]["uid"]):
+        if is_owned(body, meta["ownerReferences"][0]["uid"]):
             self._cluster.store.take(kind, body, asked_at)
             raise ApiError(409, "Stale", f"{kind.name}/{meta['name']} is ours and was not seen yet")
-        return [_conflict(Conflict(kind.name, meta["name"], owner_text(body)))]
+        return [_conflict_blocker(Conflict(kind.name, meta["name"], owner_text(body)))]
 
-    def _held_back(
+    def _status_delay(
         self, key: Key, uid: str, old: Mapping[str, Any], new: Mapping[str, Any]
     ) -> float:
         """Seconds until this status is written, 0 for now. Each step of a rollout changes it, and
@@ -377,14 +491,14 @@ class Reconciler:
             return 0.0
         return reported_at + PROGRESS_SECONDS - self._clock()
 
-    async def _report(self, body: Object, new: Object) -> None:
+    async def _update_status(self, body: Object, new: Object) -> None:
         """Write the status if it differs; before it, an Event for each change of its blockers."""
         old: Mapping[str, Any] = body.get("status") or {}
         key, uid = key_of(body), str(body["metadata"].get("uid") or "")
         if old == new or self._pruned.get(key, uid) == (new, old):
             return
         for note in changes(old, new):
-            await self._event(body, note)
+            await self._post_event(body, note)
         await self._write_status(body, new)
         self._reported_at.put(key, uid, self._clock())
         stored = (self._cluster.store.get(RESOURCE, key) or {}).get("status")
@@ -398,7 +512,7 @@ class Reconciler:
             await self._refresh(RESOURCE, key_of(body), error)
             raise
 
-    async def _event(self, body: Object, note: Note) -> None:
+    async def _post_event(self, body: Object, note: Note) -> None:
         event = event_about(body, note, self._now())
         try:
             await self._cluster.post_event(EVENT, event)
@@ -407,80 +521,100 @@ class Reconciler:
                 raise
 
 
-def _same(held: Object, live: Object) -> bool:
-    """Whether a decision from ``held`` still holds: neither the spec nor the release that serves it
+def _interval(observation: _Observation, outcome: _Outcome) -> float:
+    """Seconds until the next pass where scaling needs none sooner."""
+    if not (observation.target.turn.allowed or observation.resource.spec.paused):
+        return TURN_SECONDS
+    return REFUSED_SECONDS if outcome.refusals else RESYNC_SECONDS
+
+
+def _is_same_spec(old: Object, new: Object) -> bool:
+    """Whether a decision from ``old`` still holds: neither the spec nor the release that serves it
     changed.
     """
-    return release.same_mark(held, live) and all(
-        held["metadata"].get(name) == live["metadata"].get(name) for name in ("uid", "generation")
+    return release.have_same_mark(old, new) and all(
+        old["metadata"].get(name) == new["metadata"].get(name) for name in ("uid", "generation")
     )
 
 
-def _conflict(one: Conflict) -> Blocker:
+def _conflict_blocker(conflict: Conflict) -> Blocker:
     return blocker(
         "Conflict",
-        f"{one.kind}/{one.name}",
-        f"{one.kind} {one.name} exists and belongs to {one.owner}",
+        f"{conflict.kind}/{conflict.name}",
+        f"{conflict.kind} {conflict.name} exists and belongs to {conflict.owner}",
     )
 
 
 def judge(
     resource: InferenceDeployment,
-    seen: Observed,
+    snapshot: Snapshot,
     results: ProbeResults,
     revision: str,
     replicas: int,
-    planned: Capacity,
+    capacity: Capacity,
     refusals: Sequence[Blocker],
-    before: Mapping[str, Any],
+    status: Mapping[str, Any],
 ) -> list[Blocker]:
-    """All blockers at this moment, most important first. ``before``: the status so far."""
+    """All blockers at this moment, most important first. ``status``: as it was written last."""
     about = f"{RESOURCE.name}/{resource.name}"
-    everything = list(refusals)
+    reasons = list(refusals)
     if replicas == 0:
-        return sorted([*everything, blocker("NoReplicas", about, "spec.replicas is 0")])
-    live = seen.deployment
+        return sorted([*reasons, blocker("NoReplicas", about, "spec.replicas is 0")])
+    live = snapshot.deployment
     surging = live is not None and live["spec"]["strategy"]["type"] != "Recreate"
-    everything += blockers.find(
+    reasons += blockers.find(
         revision=revision,
-        pods=seen.pods,
+        pods=snapshot.pods,
         deployment=live,
-        events=seen.events,
+        events=snapshot.events,
         surging=surging,
-        downloads=downloads.messages(results.downloads, seen.pods, before),
+        downloads=downloads.messages(results.downloads, snapshot.pods, status),
     )
-    everything += blockers.of_failed(seen.failed, seen.pods, revision, replicas)
-    everything += claims.not_shared(resource, seen, revision, replicas)
-    serving = seen.serving(revision)
-    body = planned.body
-    if body is not None and body.get("fits") is False and not seen.ready_pods():
-        everything.append(blocker("DoesNotFit", about, str(body.get("message", ""))))
+    reasons += blockers.of_failed(snapshot.failed, snapshot.pods, revision, replicas)
+    reasons += claims.not_shared(resource, snapshot, revision, replicas)
+    body = capacity.body
+    if body is not None and body.get("fits") is False and not snapshot.ready_pods():
+        reasons.append(blocker("DoesNotFit", about, str(body.get("message", ""))))
+    reasons += _canary_blockers(about, snapshot.serving(revision), results, first=not reasons)
+    return sorted(reasons)
+
+
+def _canary_blockers(
+    about: str, serving: Sequence[Object], results: ProbeResults, *, first: bool
+) -> list[Blocker]:
+    """The serving pods whose canary failed. ``first``: nothing else blocks, so that without a token
+    of any pod the resource still starts.
+    """
+    reasons = []
     for pod in serving:
-        if why := results.canary_failures.get(pod["metadata"]["uid"]):
-            everything.append(blocker("CanaryFailed", f"Pod/{pod['metadata']['name']}", why))
-    if not everything and not any(p["metadata"]["uid"] in results.canaries for p in serving):
+        if failure := results.canary_failures.get(pod["metadata"]["uid"]):
+            reasons.append(blocker("CanaryFailed", f"Pod/{pod['metadata']['name']}", failure))
+    is_generating = any(p["metadata"]["uid"] in results.canaries for p in serving)
+    if first and not reasons and not is_generating:
         text = (
             "waiting for the first token of a ready pod"
             if serving
             else "no pod is in the Service's endpoints yet"
         )
-        everything.append(blocker("Starting", about, text))
-    return sorted(everything)
+        reasons.append(blocker("Starting", about, text))
+    return reasons
 
 
-def with_measurement(planned: Capacity, results: ProbeResults) -> Capacity:
+def with_measurement(capacity: Capacity, results: ProbeResults) -> Capacity:
     """The plan beside what a pod measured. Without a plan, what it measured stands alone."""
     if not results.measured:
-        return planned
-    return replace(planned, body=with_measured(planned.body or {}, results.measured))
+        return capacity
+    return replace(capacity, body=with_measured(capacity.body or {}, results.measured))
 
 
-def planned_capacity(
-    resource: InferenceDeployment, config: Mapping[str, Any] | None, why_none: tuple[str, str]
+def plan_capacity(
+    resource: InferenceDeployment, config: Mapping[str, Any] | None, config_error: tuple[str, str]
 ) -> Capacity:
-    """The plan for the model of this config.json. ``why_none``: reason and message without one."""
+    """The plan for the model of this config.json. ``config_error``: reason and message where there
+    is none.
+    """
     if config is None:
-        return Capacity(None, *why_none)
+        return Capacity(None, *config_error)
     try:
         return Capacity(capacity_of(config, resource))
     except PlanError as error:

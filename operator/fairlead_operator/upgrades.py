@@ -5,7 +5,7 @@ Owns the turns that were granted and are not seen in the cluster yet. The rules 
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from importlib.metadata import version
@@ -22,11 +22,11 @@ from fairlead_operator.decide.children.upgrade import (
     Member,
     Turn,
     deadlines_of,
+    decide_turn,
     defaults_hash,
     marks,
-    member,
+    member_of,
     spec_hash,
-    turn,
 )
 from fairlead_operator.decide.release import is_served_by_another
 from fairlead_operator.memory import Memo
@@ -42,7 +42,7 @@ from fairlead_operator.resource.resource import InferenceDeployment
 from fairlead_operator.resource.settings import Settings
 
 WAITING = Turn(allowed=True)
-PAUSED = Turn(allowed=False, why="changed defaults wait until spec.paused is false")
+PAUSED = Turn(allowed=False, message="changed defaults wait until spec.paused is false")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,32 +73,47 @@ class Upgrades:
     async def target(self, resource: InferenceDeployment, live: Object | None) -> Target:
         """The template for this pass. A turn it takes lasts until ``done``."""
         key = (resource.namespace, resource.name)
-        today = self._template(key, resource, self._settings)
-        now = Deadlines.of(resource)
-        own = {
+        template = self._template(key, resource, self._settings)
+        deadlines = Deadlines.of(resource)
+        current_marks = {
             SPEC_MARK: self._spec_hash(key, resource),
             DEFAULTS_MARK: self._defaults,
-            DEADLINES_MARK: f"{now.progress},{now.drain}",
-            REVISION_MARK: str(today["metadata"]["labels"][REVISION_LABEL]),
+            DEADLINES_MARK: f"{deadlines.progress},{deadlines.drain}",
+            REVISION_MARK: str(template["metadata"]["labels"][REVISION_LABEL]),
         }
         if live is None:
-            return Target(today, own)
-        carried = marks(live)
-        if revision_of(live) == today["metadata"]["labels"][REVISION_LABEL]:
-            written = deadlines_of(carried.get(DEADLINES_MARK, ""))
-            kept = {n: carried[n] for n in (TURN_MARK, DEADLINES_MARK) if n in carried and written}
-            if written in {None, now}:
-                return Target(today, own | kept)
-            return Target(pod_template(resource, self._settings, written), own | kept)
-        if carried.get(SPEC_MARK, own[SPEC_MARK]) != own[SPEC_MARK]:
-            return Target(today, own)  # its own spec changed: no turn is needed
-        if carried.get(REVISION_MARK) == own[REVISION_MARK]:
-            return Target(today, own)  # today's was written, and somebody else changed it
-        given, was_ready = (PAUSED, False) if resource.spec.paused else await self._turn(key)
-        if given.allowed:
-            return Target(today, own | ({TURN_MARK: self._defaults} if was_ready else {}), given)
-        kept = {name: carried[name] for name in (*own, TURN_MARK) if name in carried}
-        return Target(live["spec"]["template"], kept, given)
+            return Target(template, current_marks)
+        live_marks = marks(live)
+        if revision_of(live) == current_marks[REVISION_MARK]:
+            return self._same_revision(resource, template, current_marks, live_marks)
+        if live_marks.get(SPEC_MARK, current_marks[SPEC_MARK]) != current_marks[SPEC_MARK]:
+            return Target(template, current_marks)  # its own spec changed: no turn is needed
+        if live_marks.get(REVISION_MARK) == current_marks[REVISION_MARK]:
+            # Today's was written, and somebody else changed it.
+            return Target(template, current_marks)
+        turn, was_ready = (PAUSED, False) if resource.spec.paused else await self._turn(key)
+        if turn.allowed:
+            turn_mark = {TURN_MARK: self._defaults} if was_ready else {}
+            return Target(template, current_marks | turn_mark, turn)
+        names = [name for name in (*current_marks, TURN_MARK) if name in live_marks]
+        return Target(live["spec"]["template"], {name: live_marks[name] for name in names}, turn)
+
+    def _same_revision(
+        self,
+        resource: InferenceDeployment,
+        template: Object,
+        current_marks: dict[str, str],
+        live_marks: Mapping[str, str],
+    ) -> Target:
+        """The template for a Deployment of today's revision: its pods keep their deadlines."""
+        deadlines = deadlines_of(live_marks.get(DEADLINES_MARK, ""))
+        if deadlines is None:
+            return Target(template, current_marks)
+        names = [name for name in (TURN_MARK, DEADLINES_MARK) if name in live_marks]
+        merged_marks = current_marks | {name: live_marks[name] for name in names}
+        if deadlines != Deadlines.of(resource):
+            template = pod_template(resource, self._settings, deadlines)
+        return Target(template, merged_marks)
 
     def done(self, key: Key) -> None:
         """The pass is over: what it wrote can be seen in the cluster."""
@@ -110,18 +125,18 @@ class Upgrades:
 
     async def _turn(self, key: Key) -> tuple[Turn, bool]:
         """The turn, and whether others have to wait until this one is Ready again."""
-        first = turn(key, self._fleet(), self._settings.upgrade_concurrency, self._granted)
-        if not first.allowed:
-            return first, False
+        turn = decide_turn(key, self._fleet(), self._settings.upgrade_concurrency, self._granted)
+        if not turn.allowed:
+            return turn, False
         async with self._granting:
             for namespace in self._settings.namespaces or ("",):
                 bodies, version = await self._cluster.list(DEPLOYMENT, namespace)
                 self._cluster.store.replace(DEPLOYMENT, namespace, bodies, version)
             fleet = self._fleet()
-            given = turn(key, fleet, self._settings.upgrade_concurrency, self._granted)
-            if given.allowed:
+            turn = decide_turn(key, fleet, self._settings.upgrade_concurrency, self._granted)
+            if turn.allowed:
                 self._granted.add(key)
-            return given, any(one.key == key and one.holds for one in fleet)
+            return turn, any(member.key == key and member.holds for member in fleet)
 
     def _fleet(self) -> list[Member]:
         store, now = self._cluster.store, self._now()
@@ -129,5 +144,5 @@ class Upgrades:
         for body in store.all(DEPLOYMENT):
             resource = store.get(RESOURCE, key_of(body))
             if resource is not None and not is_served_by_another(resource, self._settings.release):
-                members.append(member(body, resource, self._defaults, now))
+                members.append(member_of(body, resource, self._defaults, now))
         return members

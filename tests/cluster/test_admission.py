@@ -83,7 +83,7 @@ def test_every_child_is_accepted_and_its_stored_form_shows_no_difference(
         answer = api.apply(manifest, "fairlead-operator", dryRun="All", fieldValidation="Strict")
         stored.append(answer)
     writes = diff(wanted, stored, "00000000-0000-0000-0000-000000000001")
-    assert [(one.manifest["kind"], one.why) for one in writes.apply] == []
+    assert [(one.manifest["kind"], one.reason) for one in writes.apply] == []
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

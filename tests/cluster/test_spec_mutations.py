@@ -65,7 +65,9 @@ def missing(api: Api, namespace: str) -> str:
         or seen["observedGeneration"] != body["metadata"]["generation"]
     ):
         return "the status is about another count"
-    return str([one.why for one in writes.apply] + [one.why for one in writes.delete] or "")[2:-2]
+    reasons = [apply.reason for apply in writes.apply]
+    reasons += [delete.reason for delete in writes.delete]
+    return str(reasons or "")[2:-2]
 
 
 def revert(api: Api, namespace: str, spec: Object) -> None:

@@ -92,8 +92,8 @@ class Store:
     def put(self, kind: Kind, body: Object) -> bool:
         """Take a newer version of an object; False when it is not newer."""
         key, version = key_of(body), version_of(body)
-        held = self.get(kind, key)
-        if held is not None and version <= version_of(held):
+        cached = self.get(kind, key)
+        if cached is not None and version <= version_of(cached):
             return False
         grave = self._graves.get(kind.name, {}).get(key)
         if grave is not None and version < grave[0]:
@@ -127,18 +127,18 @@ class Store:
     def remove(self, kind: Kind, body: Object) -> bool:
         """Take a deletion; False when what is held is newer or another object of that name."""
         key, version = key_of(body), version_of(body)
-        held = self.get(kind, key)
-        if held is not None and version < version_of(held):
+        cached = self.get(kind, key)
+        if cached is not None and version < version_of(cached):
             return False
         self._bury(kind, key, version)
-        return held is not None
+        return cached is not None
 
     def deleted(self, kind: Kind, body: Object) -> None:
         """Take the answer to our own deletion of this version: nothing up to it comes back from an
         old list.
         """
-        held = self.get(kind, key_of(body))
-        if held is None or version_of(held) <= version_of(body):
+        cached = self.get(kind, key_of(body))
+        if cached is None or version_of(cached) <= version_of(body):
             self._bury(kind, key_of(body), version_of(body) + 1)
 
     def listed(self, kind: Kind, namespace: str) -> bool:
@@ -153,11 +153,11 @@ class Store:
         """
         if version < self._listed[kind.name, namespace]:
             return None
-        held = self._objects.get(kind.name, {})
+        objects = self._objects.get(kind.name, {})
         return [
             key
-            for key, wanted in versions.items()
-            if key not in held or version_of(held[key]) < wanted
+            for key, listed_version in versions.items()
+            if key not in objects or version_of(objects[key]) < listed_version
         ]
 
     def replace(
@@ -178,16 +178,16 @@ class Store:
         self._older_since.pop(scope, None)
         self._listed[scope] = version
         self._synced.add(kind.name)
-        seen: set[Key] = set()
+        listed_keys: set[Key] = set()
         for body in bodies:
-            seen.add(key_of(body))
+            listed_keys.add(key_of(body))
             if self.put(kind, body):
                 changed.append(body)
-        for key, held in list(self._objects.get(kind.name, {}).items()):
+        for key, cached in list(self._objects.get(kind.name, {}).items()):
             inside = not namespace or key[0] == namespace
-            if inside and key not in seen and version_of(held) <= version:
+            if inside and key not in listed_keys and version_of(cached) <= version:
                 self._bury(kind, key, version)
-                changed.append(held)
+                changed.append(cached)
         self._sweep(kind)
         return changed
 
@@ -211,12 +211,12 @@ class Store:
         self._graves.setdefault(kind.name, {})[key] = (version, self._clock())
 
     def _drop(self, kind: Kind, key: Key) -> None:
-        held = self._objects.get(kind.name, {}).pop(key, None)
-        if held is None:
+        body = self._objects.get(kind.name, {}).pop(key, None)
+        if body is None:
             return
-        if resource := resource_of(held):
+        if resource := resource_of(body):
             _discard(self._children[kind.name], resource, key)
-        if kind is EVENT and (about := _about(held)):
+        if kind is EVENT and (about := _about(body)):
             _discard(self._about, about, key)
 
     def _sweep(self, kind: Kind) -> None:
@@ -231,8 +231,12 @@ def resource_of(body: Object) -> Key | None:
     """
     meta = body["metadata"]
     controller = controller_of(body)
-    ours = controller is not None and controller.get("kind") == RESOURCE.name
-    name = controller["name"] if controller and ours else (meta.get("labels") or {}).get(NAME_LABEL)
+    is_owned = controller is not None and controller.get("kind") == RESOURCE.name
+    name = (
+        controller["name"]
+        if controller and is_owned
+        else (meta.get("labels") or {}).get(NAME_LABEL)
+    )
     return (meta.get("namespace", ""), name) if name else None
 
 

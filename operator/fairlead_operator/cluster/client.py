@@ -245,12 +245,12 @@ class Cluster:
 
     async def write_lease(self, kind: Kind, key: Key, lease: Object) -> Object:
         """Create or replace the Lease; the one write that needs no Lease."""
-        made: Object
+        answer: Object
         if lease["metadata"].get("resourceVersion"):
-            made = await self.call("lease", "PUT", kind.path(*key), body=lease)
+            answer = await self.call("lease", "PUT", kind.path(*key), body=lease)
         else:
-            made = await self.call("lease", "POST", kind.path(key[0]), body=lease)
-        return made
+            answer = await self.call("lease", "POST", kind.path(key[0]), body=lease)
+        return answer
 
     async def call(
         self,

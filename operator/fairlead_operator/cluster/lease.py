@@ -35,7 +35,7 @@ class LeaseApi(Protocol):
 
 
 @dataclass(slots=True)
-class _Seen:
+class _Observation:
     """A version of the Lease and when this process first saw it."""
 
     version: str
@@ -60,9 +60,9 @@ class Election:
         self._clock, self._now = clock, now
         self._mine: Object | None = None
         self._renewed = float("-inf")
-        self._gained = 0  # how often this process began to hold the Lease, after a lapse too
+        self._terms = 0  # how often this process began to hold the Lease, after a lapse too
         self._attempts: deque[str] = deque(maxlen=ATTEMPTS)  # since the last good answer
-        self._seen: _Seen | None = None
+        self._observation: _Observation | None = None
         self._first = True
         self._warned_of = ""  # the holder
 
@@ -87,17 +87,17 @@ class Election:
         """Hold the Lease or try to until cancelled; ``report`` is called at every change, and after
         a lapse that ended before anyone looked: what was left out in it has to be done now.
         """
-        held, gained = False, 0
+        leading, terms = False, 0
         while True:
             try:
                 await self.step()
             except Exception as error:  # noqa: BLE001 - whatever the API server does, the election goes on
                 log.warning("lease: %s", str(error)[:1024])
-            if (self.holds(), self._gained) != (held, gained):
-                held, gained = self.holds(), self._gained
-                log.info("leading as %s" if held else "no longer leading as %s", self.identity)
-                report(held)
-            await asyncio.sleep(beat if held else min(beat, 2.0))
+            if (self.holds(), self._terms) != (leading, terms):
+                leading, terms = self.holds(), self._terms
+                log.info("leading as %s" if leading else "no longer leading as %s", self.identity)
+                report(leading)
+            await asyncio.sleep(beat if leading else min(beat, 2.0))
 
     async def release(self) -> None:
         """Give the Lease up at the end, so that a standby need not wait for it to expire."""
@@ -127,14 +127,15 @@ class Election:
         """Without a holder, expired by our clock, or our own from before a restart."""
         spec = lease.get("spec") or {}
         version = lease["metadata"]["resourceVersion"]
-        if self._seen is None or self._seen.version != version:
-            self._seen = _Seen(version, self._clock())
+        if self._observation is None or self._observation.version != version:
+            self._observation = _Observation(version, self._clock())
         holder = spec.get("holderIdentity") or ""
         if not holder or (
             holder == self.identity and (self._first or spec.get("renewTime") in self._attempts)
         ):
             return True
-        return self._clock() - self._seen.at > float(spec.get("leaseDurationSeconds") or DURATION)
+        duration = float(spec.get("leaseDurationSeconds") or DURATION)
+        return self._clock() - self._observation.at > duration
 
     async def _write(self, lease: Object | None, began: float) -> None:
         # Unique to the microsecond, so that a write whose answer was lost is recognised as our own.
@@ -158,7 +159,7 @@ class Election:
         body = {"apiVersion": LEASE.api_version, "kind": LEASE.name, "metadata": meta, "spec": spec}
         try:
             mine = await self._api.write_lease(LEASE, self._key, body)
-            self._gained += not self.holds()
+            self._terms += not self.holds()
             self._mine = mine
             self._renewed = began
             self._attempts = deque(

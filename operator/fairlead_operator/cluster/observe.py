@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fairlead_operator.cluster.cache import Store
-from fairlead_operator.decide.pods.observed import Observed
+from fairlead_operator.decide.pods.observed import Snapshot
 from fairlead_operator.resource.kinds import (
     BUDGET,
     CLAIM,
@@ -20,7 +20,7 @@ from fairlead_operator.resource.kinds import (
 )
 
 
-def observe(store: Store, key: Key, uid: str) -> Observed:
+def observe(store: Store, key: Key, uid: str) -> Snapshot:
     children = [
         body
         for kind in (DEPLOYMENT, SERVICE, BUDGET, POLICY, CLAIM)
@@ -39,7 +39,7 @@ def observe(store: Store, key: Key, uid: str) -> Observed:
         for event in store.events_about(uids)
         if event["metadata"].get("namespace", "") == key[0]
     ]
-    return Observed(
+    return Snapshot(
         children=tuple(children),
         pods=tuple(pods),
         slices=tuple(store.children(SLICE, key)),
@@ -55,5 +55,5 @@ def _phase(pod: Object) -> str:
 
 def _last_seen(event: Mapping[str, Any]) -> str:
     series = event.get("series") or {}
-    seen = series.get("lastObservedTime") or event.get("lastTimestamp") or event.get("eventTime")
-    return str(seen or event["metadata"].get("creationTimestamp") or "")
+    stamp = series.get("lastObservedTime") or event.get("lastTimestamp") or event.get("eventTime")
+    return str(stamp or event["metadata"].get("creationTimestamp") or "")

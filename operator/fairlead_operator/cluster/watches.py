@@ -28,10 +28,10 @@ def registry(
     handlers = kopf.OperatorRegistry()
 
     @kopf.on.login(registry=handlers)
-    def login(**given: Any) -> kopf.ConnectionInfo | None:
+    def login(**arguments: Any) -> kopf.ConnectionInfo | None:
         if environ.get("KUBECONFIG"):
-            return kopf.login_with_kubeconfig(**given)
-        return kopf.login_with_service_account(**given)
+            return kopf.login_with_kubeconfig(**arguments)
+        return kopf.login_with_service_account(**arguments)
 
     @kopf.on.startup(registry=handlers)
     def configure(settings: kopf.OperatorSettings, **_: Any) -> None:

@@ -107,10 +107,10 @@ def _policy(
     autoscaling = deployment.spec.autoscaling
     if autoscaling is None:
         raise ResourceError("spec.autoscaling", "must be set: it is the policy to test")
-    most, tokens = deployment.engine.max_requests, int(options.concurrent_tokens)
-    slots = max(1, int(requests_that_fit(most, tokens, typical)))
+    max_requests, tokens = deployment.engine.max_requests, int(options.concurrent_tokens)
+    slots = max(1, int(requests_that_fit(max_requests, tokens, typical)))
     pod = Pod(slots, options.start_seconds, options.prefill_rate, options.decode_rate)
-    target = target_of(autoscaling.target_per_replica, most, tokens, typical)
+    target = target_of(autoscaling.target_per_replica, max_requests, tokens, typical)
     return Policy.of(autoscaling, target), pod
 
 
@@ -133,8 +133,8 @@ def _text(result: Result, policy: Policy) -> str:
     ]
     pods = f"{policy.min_replicas} to {policy.max_replicas} pods"
     target = f"target {policy.target:g} requests a pod, {pods}"
-    if policy.target_why:
-        target += f"\n{policy.target:g} = {policy.target_why}"
+    if policy.target_formula:
+        target += f"\n{policy.target:g} = {policy.target_formula}"
     return "\n".join(
         [target, "", *charts, "", *figures, "", "limited by", *(limit_lines or ["  nothing"])]
     )

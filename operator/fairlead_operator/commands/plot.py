@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from html import escape
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
-WIDTH, HEIGHT, LEFT, TOP = 960, 150, 70, 40
+WIDTH, HEIGHT, MARGIN_LEFT, MARGIN_TOP = 960, 150, 70, 40
 COLOURS = ("#1f5fbf", "#c2410c", "#15803d")
 
 Series = tuple[str, Sequence[float]]
@@ -31,13 +31,15 @@ def _peaks(values: Sequence[float], width: int) -> list[float]:
 
 def svg(title: str, seconds: float, panels: Sequence[Sequence[Series]]) -> str:
     """One panel below the other over the same time; each panel's series share its scale."""
-    parts = [_panel(panel, TOP + i * (HEIGHT + 50), seconds) for i, panel in enumerate(panels)]
-    width, height = LEFT + WIDTH + 20, TOP + len(panels) * (HEIGHT + 50) + 10
+    parts = [
+        _panel(panel, MARGIN_TOP + i * (HEIGHT + 50), seconds) for i, panel in enumerate(panels)
+    ]
+    width, height = MARGIN_LEFT + WIDTH + 20, MARGIN_TOP + len(panels) * (HEIGHT + 50) + 10
     size = f'width="{width}" height="{height}" font-family="sans-serif" font-size="12"'
     head = [
         f'<svg xmlns="http://www.w3.org/2000/svg" {size}>',
         '<rect width="100%" height="100%" fill="white"/>',
-        f'<text x="{LEFT}" y="22" font-size="15">{escape(title)}</text>',
+        f'<text x="{MARGIN_LEFT}" y="22" font-size="15">{escape(title)}</text>',
     ]
     return "\n".join([*head, *parts, "</svg>\n"])
 
@@ -46,12 +48,15 @@ def _panel(panel: Sequence[Series], top: int, seconds: float) -> str:
     highest = max((max(values, default=0.0) for _, values in panel), default=0.0) or 1.0
     bottom = top + HEIGHT
     parts = [
-        f'<rect x="{LEFT}" y="{top}" width="{WIDTH}" height="{HEIGHT}" fill="none" stroke="#bbb"/>',
-        f'<text x="{LEFT - 6}" y="{top + 10}" text-anchor="end">{highest:.4g}</text>',
-        f'<text x="{LEFT - 6}" y="{bottom}" text-anchor="end">0</text>',
-        f'<text x="{LEFT}" y="{bottom + 16}">0 h</text>',
         (
-            f'<text x="{LEFT + WIDTH}" y="{bottom + 16}" text-anchor="end">'
+            f'<rect x="{MARGIN_LEFT}" y="{top}" width="{WIDTH}" height="{HEIGHT}" '
+            'fill="none" stroke="#bbb"/>'
+        ),
+        f'<text x="{MARGIN_LEFT - 6}" y="{top + 10}" text-anchor="end">{highest:.4g}</text>',
+        f'<text x="{MARGIN_LEFT - 6}" y="{bottom}" text-anchor="end">0</text>',
+        f'<text x="{MARGIN_LEFT}" y="{bottom + 16}">0 h</text>',
+        (
+            f'<text x="{MARGIN_LEFT + WIDTH}" y="{bottom + 16}" text-anchor="end">'
             f"{seconds / 3600:.3g} h</text>"
         ),
     ]
@@ -60,13 +65,14 @@ def _panel(panel: Sequence[Series], top: int, seconds: float) -> str:
         peaks = _peaks(values, WIDTH // 2)
         step = WIDTH / max(1, len(peaks) - 1)
         points = " ".join(
-            f"{LEFT + n * step:.1f},{bottom - HEIGHT * v / highest:.1f}"
+            f"{MARGIN_LEFT + n * step:.1f},{bottom - HEIGHT * v / highest:.1f}"
             for n, v in enumerate(peaks)
         )
         parts.append(
             f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.5"/>'
         )
         parts.append(
-            f'<text x="{LEFT + 10 + 220 * i}" y="{top - 6}" fill="{colour}">— {escape(name)}</text>'
+            f'<text x="{MARGIN_LEFT + 10 + 220 * i}" y="{top - 6}" fill="{colour}">'
+            f"— {escape(name)}</text>"
         )
     return "\n".join(parts)

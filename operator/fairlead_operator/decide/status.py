@@ -12,8 +12,8 @@ from typing import Any
 from fairlead_operator.decide.children.claims import mounted_claim
 from fairlead_operator.decide.children.podtemplate import selector
 from fairlead_operator.decide.pods.blockers import NORMAL, Blocker, printable
-from fairlead_operator.decide.pods.drains import Drained
-from fairlead_operator.decide.pods.observed import Observed
+from fairlead_operator.decide.pods.drains import DrainedRequests
+from fairlead_operator.decide.pods.observed import Snapshot
 from fairlead_operator.decide.pods.pod import revision_of_pod
 from fairlead_operator.decide.pods.startup import startup
 from fairlead_operator.resource.kinds import Object
@@ -53,16 +53,16 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """The decisions of one pass and the answers of pods; the store's objects are in Observed."""
+    """The decisions of one pass and the answers of pods; the store's objects are in Snapshot."""
 
     desired: int
     revision: str
     strategy: str
-    why: str
+    rollout_message: str
     served_by: str = ""  # the release
     blockers: Sequence[Blocker] = ()
     capacity: Capacity = field(default_factory=Capacity)
-    drained: Drained = field(default_factory=Drained)
+    drained: DrainedRequests = field(default_factory=DrainedRequests)
     canaries: frozenset[str] = frozenset()  # uids of pods that produced a token
     startups: Mapping[str, Mapping[str, float]] = field(
         default_factory=dict
@@ -74,7 +74,7 @@ class Findings:
 
 def status_of(
     resource: InferenceDeployment,
-    seen: Observed,
+    snapshot: Snapshot,
     findings: Findings,
     previous: Mapping[str, Any],
     now: datetime,
@@ -85,28 +85,28 @@ def status_of(
     stamp = now.strftime("%Y-%m-%dT%H:%M:%SZ")
     blockers = _blockers(findings, previous, stamp)
     serving = [
-        p for p in seen.serving(findings.revision) if p["metadata"]["uid"] in findings.canaries
+        p for p in snapshot.serving(findings.revision) if p["metadata"]["uid"] in findings.canaries
     ]
     current = sorted(
-        {revision_of_pod(p) for p in seen.ready_pods()}, key=lambda r: r == findings.revision
+        {revision_of_pod(p) for p in snapshot.ready_pods()}, key=lambda r: r == findings.revision
     )
-    draining = [p for p in seen.pods if p["metadata"].get("deletionTimestamp")]
+    draining = [p for p in snapshot.pods if p["metadata"].get("deletionTimestamp")]
     status: Object = {
         "observedGeneration": resource.generation,
-        "replicas": len(seen.pods) - len(draining),
+        "replicas": len(snapshot.pods) - len(draining),
         "desiredReplicas": findings.desired,
-        "readyReplicas": len(seen.ready_pods()),
+        "readyReplicas": len(snapshot.ready_pods()),
         "updatedReplicas": sum(
-            revision_of_pod(p) == findings.revision and p not in draining for p in seen.pods
+            revision_of_pod(p) == findings.revision and p not in draining for p in snapshot.pods
         ),
         "drainingReplicas": len(draining),
         "selector": ",".join(f"{k}={v}" for k, v in selector(resource).items()),
         "url": _url(resource),
         "targetRevision": findings.revision,
         "rollout": {
-            "phase": _phase(seen, findings),
+            "phase": _phase(snapshot, findings),
             "strategyChosen": findings.strategy,
-            "why": findings.why,
+            "why": findings.rollout_message,
             "drained": findings.drained.finished,
             "aborted": findings.drained.aborted,
         },
@@ -124,7 +124,7 @@ def status_of(
         status["autoscaling"] = dict(findings.autoscaling)
     if seconds := startup(serving, findings.startups, previous.get("startup") or {}):
         status["startup"] = dict(seconds)
-    facts = _conditions(seen, findings, blockers, serving)
+    facts = _conditions(snapshot, findings, blockers, serving)
     if resource.spec.model.trust_remote_code:
         facts.append(
             (
@@ -134,7 +134,7 @@ def status_of(
                 "spec.model.trustRemoteCode is set; no model's own code is run yet",
             )
         )
-    if claim := mounted_claim(resource, seen.children):
+    if claim := mounted_claim(resource, snapshot.children):
         text = str(claim)
         if claim.known == "Assumed":
             text += ": set modelCache.accessModes if it is another"
@@ -148,12 +148,12 @@ def status_of(
     return status
 
 
-def invalid(
+def invalid_status(
     generation: int, blocker: Blocker, previous: Mapping[str, Any], now: datetime
 ) -> Object:
     """The status of a resource with an invalid spec: the previous one, with the reason first."""
     stamp = now.strftime("%Y-%m-%dT%H:%M:%SZ")
-    kept = {
+    base = {
         k: v
         for k, v in previous.items()
         if k not in {"blockers", "challenger", "conditions", "observedGeneration"}
@@ -167,7 +167,7 @@ def invalid(
         "observedGeneration": generation,
         "lastTransitionTime": _since(previous, "Ready", "False", stamp),
     }
-    return {**kept, "observedGeneration": generation, "blockers": [body], "conditions": [ready]}
+    return {**base, "observedGeneration": generation, "blockers": [body], "conditions": [ready]}
 
 
 def is_progress(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
@@ -178,9 +178,9 @@ def is_progress(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
 
 
 def _without_steps(status: Mapping[str, Any]) -> Object:
-    whole = {k: v for k, v in status.items() if k not in _STEPS | _PARTLY_STEPS}
+    stable_fields = {k: v for k, v in status.items() if k not in _STEPS | _PARTLY_STEPS}
     rollout, scaling = (status.get(name) or {} for name in ("rollout", "autoscaling"))
-    return whole | {
+    return stable_fields | {
         "rollout": {k: v for k, v in rollout.items() if k not in {"drained", "aborted"}},
         "blockers": [b["code"] for b in status.get("blockers") or () if b["code"] not in NORMAL],
         "conditions": [
@@ -192,17 +192,17 @@ def _without_steps(status: Mapping[str, Any]) -> Object:
 
 
 def _conditions(
-    seen: Observed, findings: Findings, blockers: Sequence[Object], serving: Sequence[Object]
+    snapshot: Snapshot, findings: Findings, blockers: Sequence[Object], serving: Sequence[Object]
 ) -> list[tuple[str, str, str, str]]:
     """Type, status, reason and message of every condition."""
     first = blockers[0] if blockers else None
     count = f"{len(serving)} of {findings.desired} pods of revision {findings.revision} serve"
     ready = bool(serving)
     reason, message = (
-        ("Serving", f"{count}; a canary token went through") if ready else _why_not(first)
+        ("Serving", f"{count}; a canary token went through") if ready else _not_ready_reason(first)
     )
-    available = len(seen.ready_pods()) >= findings.desired > 0
-    phase = _phase(seen, findings)
+    available = len(snapshot.ready_pods()) >= findings.desired > 0
+    phase = _phase(snapshot, findings)
     capacity = findings.capacity
     planned = ("Unknown", capacity.reason, capacity.message)
     if capacity.body is not None and "fits" in capacity.body:
@@ -223,44 +223,46 @@ def _conditions(
             "Available",
             "True" if available else "False",
             "EnoughPods" if available else "TooFewPods",
-            f"{len(seen.ready_pods())} of {findings.desired} pods are ready",
+            f"{len(snapshot.ready_pods())} of {findings.desired} pods are ready",
         ),
         ("AutoscalingActive", *findings.scaling),
     ]
 
 
-def _why_not(first: Object | None) -> tuple[str, str]:
+def _not_ready_reason(first: Object | None) -> tuple[str, str]:
     if first is None:
         return "Starting", "waiting for pods of the current revision to serve"
     return first["code"], f"{first['message']} ({first['hint']})"
 
 
-def _phase(seen: Observed, findings: Findings) -> str:
-    pods = [p for p in seen.pods if not p["metadata"].get("deletionTimestamp")]
+def _phase(snapshot: Snapshot, findings: Findings) -> str:
+    pods = [p for p in snapshot.pods if not p["metadata"].get("deletionTimestamp")]
     if findings.desired == 0:
         return "Stopped"
     if any(revision_of_pod(p) != findings.revision for p in pods):
         return "Rolling"
-    return "Complete" if len(seen.serving(findings.revision)) >= findings.desired else "Starting"
+    return (
+        "Complete" if len(snapshot.serving(findings.revision)) >= findings.desired else "Starting"
+    )
 
 
 def _blockers(findings: Findings, previous: Mapping[str, Any], stamp: str) -> list[Object]:
-    return [_blocker_body(one, previous, stamp) for one in findings.blockers][:16]
+    return [_blocker_body(blocker, previous, stamp) for blocker in findings.blockers][:16]
 
 
-def _blocker_body(one: Blocker, previous: Mapping[str, Any], stamp: str) -> Object:
-    same = (
+def _blocker_body(blocker: Blocker, previous: Mapping[str, Any], stamp: str) -> Object:
+    same_blockers = (
         b
         for b in previous.get("blockers") or ()
-        if (b["code"], b.get("object")) == (one.code, one.object)
+        if (b["code"], b.get("object")) == (blocker.code, blocker.object)
     )
-    since = next((b["since"] for b in same), stamp)
+    since = next((b["since"] for b in same_blockers), stamp)
     return {
-        "code": one.code,
+        "code": blocker.code,
         "since": since,
-        "object": one.object,
-        "message": one.message,
-        "hint": one.hint,
+        "object": blocker.object,
+        "message": blocker.message,
+        "hint": blocker.hint,
     }
 
 

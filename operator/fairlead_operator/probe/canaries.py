@@ -49,7 +49,9 @@ class Canaries:
         results = self._results.get(key, owner)
         if results is None:
             return None  # the resource was deleted meanwhile
-        failures = {name: why for name, why in results.canary_failures.items() if name != uid}
+        failures = {
+            name: failure for name, failure in results.canary_failures.items() if name != uid
+        }
         after = replace(
             results,
             canaries=results.canaries if error else results.canaries | {uid},

@@ -88,9 +88,9 @@ class HttpClient:
             return Response(response.status, response.headers.get("Location", ""), bytes(body))
 
 
-def _proxy(url: str, given: Mapping[str, str]) -> str | None:
+def _proxy(url: str, explicit: Mapping[str, str]) -> str | None:
     parts = urlsplit(url)
-    proxies = dict(given) or urllib.request.getproxies_environment()
+    proxies = dict(explicit) or urllib.request.getproxies_environment()
     if _excepted(parts.netloc, proxies):
         return None
     return proxies.get(parts.scheme) or proxies.get("all")

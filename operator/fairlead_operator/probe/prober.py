@@ -17,7 +17,7 @@ from fairlead_operator.cluster.observe import observe
 from fairlead_operator.decide.children.manifests import revision_of
 from fairlead_operator.decide.pods import downloads, startup
 from fairlead_operator.decide.pods.load import SERIES, LoadError, Sample, lines_of, parse, served
-from fairlead_operator.decide.pods.observed import Observed
+from fairlead_operator.decide.pods.observed import Snapshot
 from fairlead_operator.decide.pods.pod import address_of
 from fairlead_operator.decide.pods.probe_results import ProbeResults
 from fairlead_operator.decide.release import is_served_by_another
@@ -65,12 +65,12 @@ class Prober:
             resource = self._store.resource(body)
         except ResourceError:
             return IDLE_SECONDS
-        seen = observe(self._store, key, resource.uid)
+        snapshot = observe(self._store, key, resource.uid)
         # The Deployment's own: in an upgrade it may keep an older template for a while.
-        live = seen.deployment
-        serving = [] if live is None else seen.serving(revision_of(live))
-        fetching = downloads.fetching(seen.pods)
-        before = self._of(resource).of_pods(_uids(seen.pods), _uids(fetching))
+        live = snapshot.deployment
+        serving = [] if live is None else snapshot.serving(revision_of(live))
+        fetching = downloads.fetching(snapshot.pods)
+        before = self._of(resource).of_pods(_uids(snapshot.pods), _uids(fetching))
         self._results.put(key, resource.uid, before)
 
         due = _uids(serving) - before.canaries
@@ -78,8 +78,8 @@ class Prober:
         for uid in due:
             self._send_canary((key, uid))
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._config(resource, seen))
-            for pod in seen.running_pods():
+            group.create_task(self._config(resource, snapshot))
+            for pod in snapshot.running_pods():
                 group.create_task(self._load(resource, pod))
             group.create_task(self._measure(resource, serving))
             group.create_task(self._downloads(resource, fetching))
@@ -134,21 +134,23 @@ class Prober:
             self._learn(resource, measured=measured, measured_of=uid)
 
     async def _downloads(self, resource: InferenceDeployment, fetching: list[Object]) -> None:
-        shown = self._of(resource).downloads
-        now = dict(shown)
+        current = self._of(resource).downloads
+        latest = dict(current)
 
         async def ask(pod: Object) -> None:
             with contextlib.suppress(ScrapeError):
                 progress = downloads.read(await self._pods.progress(address_of(pod)))
                 if progress is not None:
-                    now[pod["metadata"]["uid"]] = progress
+                    latest[pod["metadata"]["uid"]] = progress
 
         await asyncio.gather(*(ask(pod) for pod in fetching))
-        after = downloads.show(shown, now, self._clock() - self._of(resource).downloads_at)
-        if after is not shown:
-            self._learn(resource, downloads=after, downloads_at=self._clock())
+        next_shown = downloads.show(
+            current, latest, self._clock() - self._of(resource).downloads_at
+        )
+        if next_shown is not current:
+            self._learn(resource, downloads=next_shown, downloads_at=self._clock())
 
-    async def _config(self, resource: InferenceDeployment, seen: Observed) -> None:
+    async def _config(self, resource: InferenceDeployment, snapshot: Snapshot) -> None:
         """The model's config.json: shipped, from the hub, or from a pod that has it."""
         model = resource.spec.model
         identity = f"{model.source}@{model.revision}"
@@ -159,14 +161,14 @@ class Prober:
         try:
             config: Mapping[str, Any] | None = await self._hub.config(model.where, model.revision)
         except HubError as error:
-            config = await self._config_of_pods(seen)
+            config = await self._config_of_pods(snapshot)
             if config is None:
                 self._learn(resource, config_error=(error.reason, str(error)))
         if config is not None:
             self._learn(resource, config=config)
 
-    async def _config_of_pods(self, seen: Observed) -> Mapping[str, Any] | None:
-        for pod in seen.pods:
+    async def _config_of_pods(self, snapshot: Snapshot) -> Mapping[str, Any] | None:
+        for pod in snapshot.pods:
             if address_of(pod):
                 try:
                     return await self._pods.model_config(address_of(pod))

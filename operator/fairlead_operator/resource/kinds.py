@@ -48,17 +48,17 @@ class Kind:
         return f"{root}{self.api_version}{scope}/{self.plural}{tail}"
 
 
-_OURS = f"{MANAGED_LABEL}={MANAGED_VALUE}"
+_MANAGED_OBJECTS = f"{MANAGED_LABEL}={MANAGED_VALUE}"
 
 RESOURCE = Kind("InferenceDeployment", f"{GROUP}/{VERSION}", "inferencedeployments")
-DEPLOYMENT = Kind("Deployment", "apps/v1", "deployments", labels=_OURS)
-SERVICE = Kind("Service", "v1", "services", labels=_OURS)
-BUDGET = Kind("PodDisruptionBudget", "policy/v1", "poddisruptionbudgets", labels=_OURS)
-POLICY = Kind("NetworkPolicy", "networking.k8s.io/v1", "networkpolicies", labels=_OURS)
-CLAIM = Kind("PersistentVolumeClaim", "v1", "persistentvolumeclaims", labels=_OURS)
-POD = Kind("Pod", "v1", "pods", labels=_OURS)
+DEPLOYMENT = Kind("Deployment", "apps/v1", "deployments", labels=_MANAGED_OBJECTS)
+SERVICE = Kind("Service", "v1", "services", labels=_MANAGED_OBJECTS)
+BUDGET = Kind("PodDisruptionBudget", "policy/v1", "poddisruptionbudgets", labels=_MANAGED_OBJECTS)
+POLICY = Kind("NetworkPolicy", "networking.k8s.io/v1", "networkpolicies", labels=_MANAGED_OBJECTS)
+CLAIM = Kind("PersistentVolumeClaim", "v1", "persistentvolumeclaims", labels=_MANAGED_OBJECTS)
+POD = Kind("Pod", "v1", "pods", labels=_MANAGED_OBJECTS)
 # The endpoint slice controller copies the Service's labels to its slices.
-SLICE = Kind("EndpointSlice", "discovery.k8s.io/v1", "endpointslices", labels=_OURS)
+SLICE = Kind("EndpointSlice", "discovery.k8s.io/v1", "endpointslices", labels=_MANAGED_OBJECTS)
 QUOTA = Kind("ResourceQuota", "v1", "resourcequotas")
 # Of pods only, and without what every healthy start says; a node autoscaler's Events are Normal.
 _ROUTINE = ("Scheduled", "Pulling", "Pulled", "Created", "Started", "Killing")

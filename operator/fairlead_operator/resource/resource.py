@@ -64,9 +64,9 @@ class InferenceDeployment:
         """
         ignored: list[str] | None = [] if stored else None
         root = mapping(body, "")
-        for key, wanted in (("apiVersion", RESOURCE.api_version), ("kind", RESOURCE.name)):
-            if root.get(key) != wanted:
-                raise ResourceError(key, f"must be {wanted}, not {str(root.get(key))[:60]!r}")
+        for key, value in (("apiVersion", RESOURCE.api_version), ("kind", RESOURCE.name)):
+            if root.get(key) != value:
+                raise ResourceError(key, f"must be {value}, not {str(root.get(key))[:60]!r}")
         meta = mapping(root.get("metadata"), "metadata")
         name = meta.get("name")
         if not isinstance(name, str) or not NAME.fullmatch(name):
@@ -349,13 +349,13 @@ def _check_volumes(spec: Spec) -> None:
         paths.append(mount.mount_path)
 
 
-def _wrong_toleration(one: Toleration) -> str:
+def _wrong_toleration(toleration: Toleration) -> str:
     """What the API server would refuse in a Deployment, with its fix; "" where it would not."""
-    if one.operator == "Exists" and one.value:
+    if toleration.operator == "Exists" and toleration.value:
         return "operator Exists must not have a value: remove the value, or set operator to Equal"
-    if not one.key and one.operator != "Exists":
+    if not toleration.key and toleration.operator != "Exists":
         return "without key must have operator Exists: set the one or the other"
-    if one.toleration_seconds is not None and one.effect != "NoExecute":
+    if toleration.toleration_seconds is not None and toleration.effect != "NoExecute":
         return (
             "tolerationSeconds must have effect NoExecute: set effect, or remove tolerationSeconds"
         )

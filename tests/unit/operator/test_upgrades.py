@@ -106,7 +106,7 @@ def test_a_changed_default_reaches_one_after_another(fleet: Fleet) -> None:
     assert (image(first), image(second)) == (NEXT.runtime_image, SETTINGS.runtime_image)
     assert first.marks[TURN_MARK] == first.marks[DEFAULTS_MARK]
     assert second.marks == marks(fleet.live("b")), "what it carries, as it is"
-    assert second.turn.why == "waits for its turn in the upgrade, after ns/a"
+    assert second.turn.message == "waits for its turn in the upgrade, after ns/a"
     fleet.write("a", first)
     fleet.upgrades.done(("ns", "a"))
     fleet.sync()
@@ -121,7 +121,7 @@ def test_a_turn_lasts_until_the_pass_is_over(fleet: Fleet) -> None:
     assert fleet.target("b").turn.allowed
     fleet.sync()
     waits = fleet.target("a")
-    assert waits.turn.why == "waits for its turn in the upgrade, after ns/b"
+    assert waits.turn.message == "waits for its turn in the upgrade, after ns/b"
     fleet.upgrades.done(("ns", "b"))
     assert fleet.target("a").turn.allowed, "the write of b failed"
 
@@ -132,7 +132,7 @@ def test_before_a_turn_is_given_the_newest_deployments_are_read(fleet: Fleet) ->
     fleet.write("b", replace(rolled, marks=rolled.marks | {TURN_MARK: rolled.marks[DEFAULTS_MARK]}))
     held = fleet.target("a")
     assert (held.turn.allowed, image(held)) == (False, SETTINGS.runtime_image)
-    assert held.turn.why == "waits for its turn in the upgrade, after ns/b"
+    assert held.turn.message == "waits for its turn in the upgrade, after ns/b"
 
 
 def test_what_was_not_ready_takes_no_turn_that_others_wait_for() -> None:
@@ -153,7 +153,7 @@ def test_a_paused_one_keeps_its_pods_and_reads_nothing(fleet: Fleet) -> None:
     target = fleet.target("a")
     assert asked == []
     assert (image(target), target.marks) == (SETTINGS.runtime_image, marks(fleet.live("a")))
-    assert target.turn.why == "changed defaults wait until spec.paused is false"
+    assert target.turn.message == "changed defaults wait until spec.paused is false"
     assert image(fleet.target("b")) == NEXT.runtime_image, "it holds nobody"
 
 

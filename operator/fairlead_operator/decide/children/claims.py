@@ -10,7 +10,7 @@ from typing import Literal
 from fairlead_operator.decide.children.manifests import creates_claim, max_replicas, revision_of
 from fairlead_operator.decide.children.podtemplate import cache_claim
 from fairlead_operator.decide.pods.blockers import Blocker, blocker
-from fairlead_operator.decide.pods.observed import Observed
+from fairlead_operator.decide.pods.observed import Snapshot
 from fairlead_operator.decide.pods.pod import is_ready, revision_of_pod
 from fairlead_operator.resource.kinds import CLAIM, Object
 from fairlead_operator.resource.resource import InferenceDeployment
@@ -48,43 +48,43 @@ def mounted_claim(resource: InferenceDeployment, children: Iterable[Object]) -> 
         name = cache_claim(resource)
     else:
         return None
-    made = creates_claim(resource)
+    is_managed = creates_claim(resource)
     live = next(
         (c for c in children if c["kind"] == CLAIM.name and c["metadata"]["name"] == name), None
     )
-    exists = live is not None or not made
+    exists = live is not None or not is_managed
     if live is not None and (modes := tuple(live["spec"].get("accessModes") or ())):
         return MountedClaim(name, modes, "Observed", exists)
     if cache.access_modes:
         return MountedClaim(name, cache.access_modes, "Declared", exists)
-    if made:
+    if is_managed:
         return MountedClaim(name, ("ReadWriteOnce",), "Declared", exists)
     return MountedClaim(name, ("ReadWriteMany",), "Assumed", exists)
 
 
-def never_shared(resource: InferenceDeployment, seen: Observed) -> list[Blocker]:
+def never_shared(resource: InferenceDeployment, snapshot: Snapshot) -> list[Blocker]:
     """The blocker for a claim still to be made that could not serve all pods: access modes cannot
     be changed later, so nothing is written.
     """
-    claim = mounted_claim(resource, seen.children)
+    claim = mounted_claim(resource, snapshot.children)
     if claim is None or claim.exists or claim.shared or max_replicas(resource) <= 1:
         return []
     return [_not_shared(claim, f"{max_replicas(resource)} pods cannot share it")]
 
 
 def not_shared(
-    resource: InferenceDeployment, seen: Observed, revision: str, replicas: int
+    resource: InferenceDeployment, snapshot: Snapshot, revision: str, replicas: int
 ) -> list[Blocker]:
     """The blocker for pods that wait for a claim which another node has."""
-    claim = mounted_claim(resource, seen.children)
+    claim = mounted_claim(resource, snapshot.children)
     if claim is None or claim.shared or not claim.exists:
         return []
-    current = [p for p in seen.pods if revision_of_pod(p) == revision]
-    if replicas > 1 and len(seen.ready_pods()) < replicas:
+    current = [p for p in snapshot.pods if revision_of_pod(p) == revision]
+    if replicas > 1 and len(snapshot.ready_pods()) < replicas:
         return [_not_shared(claim, f"{replicas} pods share it on one node only")]
     if (
         resource.spec.rollout.strategy == "Surge"
-        and len(current) < len(seen.pods)
+        and len(current) < len(snapshot.pods)
         and not all(is_ready(p) for p in current)
     ):
         hint = "Set rollout.strategy to Auto, or take a claim that several nodes can mount."
@@ -93,13 +93,15 @@ def not_shared(
     return []
 
 
-def no_room_to_surge(resource: InferenceDeployment, seen: Observed, revision: str) -> str:
+def no_room_to_surge(resource: InferenceDeployment, snapshot: Snapshot, revision: str) -> str:
     """Why an extra pod of a rollout might never start; "" where the claim is no obstacle."""
-    claim = mounted_claim(resource, seen.children)
-    live = seen.deployment
+    claim = mounted_claim(resource, snapshot.children)
+    live = snapshot.deployment
     if claim is None or claim.shared or live is None:
         return ""
-    if revision_of(live) == revision and not any(revision_of_pod(p) != revision for p in seen.pods):
+    if revision_of(live) == revision and not any(
+        revision_of_pod(p) != revision for p in snapshot.pods
+    ):
         return ""
     return f"{claim}, an extra pod on another node could not mount it"
 

@@ -51,7 +51,7 @@ class Apply:
 
     manifest: Object
     uid: str | None
-    why: str
+    reason: str
     first: tuple[Object, ...] = ()
 
 
@@ -60,7 +60,7 @@ class Delete:
     """Deletion of exactly this object: its uid and resourceVersion are preconditions."""
 
     body: Object
-    why: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,32 +90,32 @@ def diff(desired: Iterable[Object], observed: Iterable[Object], uid: str) -> Wri
     live = {(body["kind"], body["metadata"]["name"]): body for body in observed}
     applies: list[Apply] = []
     conflicts: list[Conflict] = []
-    wanted = set()
+    desired_identities = set()
     for manifest in desired:
         identity = (manifest["kind"], manifest["metadata"]["name"])
-        wanted.add(identity)
+        desired_identities.add(identity)
         body = live.get(identity)
         if body is None:
             applies.append(Apply(manifest, None, "missing"))
-        elif not ours(body, uid):
+        elif not is_owned(body, uid):
             conflicts.append(Conflict(*identity, owner=owner_text(body)))
         elif body["kind"] not in _WRITE_ONCE and not body["metadata"].get("deletionTimestamp"):
             paths = differences(manifest, body)
             if paths:
-                live_uid, why = body["metadata"]["uid"], ", ".join(paths[:5])
-                applies.append(Apply(manifest, live_uid, why, tuple(collisions(manifest, body))))
+                live_uid, reason = body["metadata"]["uid"], ", ".join(paths[:5])
+                applies.append(Apply(manifest, live_uid, reason, tuple(collisions(manifest, body))))
     deletes = [
         Delete(body, "no longer wanted")
         for identity, body in live.items()
-        if identity not in wanted
+        if identity not in desired_identities
         and body["kind"] not in _WRITE_ONCE
-        and ours(body, uid)
+        and is_owned(body, uid)
         and not body["metadata"].get("deletionTimestamp")
     ]
     return Writes(tuple(applies), tuple(deletes), tuple(conflicts))
 
 
-def ours(body: Object, uid: str) -> bool:
+def is_owned(body: Object, uid: str) -> bool:
     """Whether the object's controller is the resource with this uid, or was until someone removed
     the owner reference.
 
@@ -133,92 +133,97 @@ def ours(body: Object, uid: str) -> bool:
     )
 
 
-def differences(want: Any, live: Any, path: str = "") -> list[str]:
+def differences(desired: Any, live: Any, path: str = "") -> list[str]:
     """Dotted paths where ``live`` lacks or contradicts what we render."""
     name = path.rsplit(".", 1)[-1]
-    if isinstance(want, Mapping):
+    if isinstance(desired, Mapping):
         if not isinstance(live, Mapping):
             return [path]
         if name in _TEXT_MAPS:
-            return [f"{path}.{key}" for key in want if live.get(key) != want[key]]
+            return [f"{path}.{key}" for key in desired if live.get(key) != desired[key]]
         paths = [
             path_below
-            for key in want
+            for key in desired
             for path_below in differences(
-                want[key], live.get(key), f"{path}.{key}" if path else key
+                desired[key], live.get(key), f"{path}.{key}" if path else key
             )
         ]
-        extra = name in _WHOLE_MAPS and set(live) - set(want)
+        extra = name in _WHOLE_MAPS and set(live) - set(desired)
         return paths + ([path] if extra else [])
-    if isinstance(want, Sequence) and not isinstance(want, str):
-        return _list_differences(want, live, path, name)
-    if want == live or (want == "" and live is None):  # the server drops empty strings
+    if isinstance(desired, Sequence) and not isinstance(desired, str):
+        return _list_differences(desired, live, path, name)
+    if desired == live or (desired == "" and live is None):  # the server drops empty strings
         return []
-    if _is_quantity(path) and _same_quantity(want, live):
+    if _is_quantity(path) and _same_quantity(desired, live):
         return []
     return [path]
 
 
-def _list_differences(want: Sequence[Any], live: Any, path: str, name: str) -> list[str]:
-    if not want and not live:
+def _list_differences(desired: Sequence[Any], live: Any, path: str, name: str) -> list[str]:
+    if not desired and not live:
         return []  # the server drops empty lists
     if not isinstance(live, Sequence) or isinstance(live, str):
         return [path]
-    keys = _keys_of(name, want)
+    keys = _keys_of(name, desired)
     if keys is None:
-        if len(want) != len(live):
+        if len(desired) != len(live):
             return [path]
-        pairs = list(zip(want, live, strict=True))
+        pairs = list(zip(desired, live, strict=True))
         return [
             path_below
-            for index, (one, other) in enumerate(pairs)
-            for path_below in differences(one, other, f"{path}[{index}]")
+            for index, (desired_item, live_item) in enumerate(pairs)
+            for path_below in differences(desired_item, live_item, f"{path}[{index}]")
         ]
     paths = []
-    for item in want:
-        match = [other for other in live if _matches(item, other, keys)]
-        label = f"{path}[{item[keys[0]]}]"
-        paths += differences(item, match[0], label) if match else [label]
+    for desired_item in desired:
+        match = [live_item for live_item in live if _matches(desired_item, live_item, keys)]
+        label = f"{path}[{desired_item[keys[0]]}]"
+        paths += differences(desired_item, match[0], label) if match else [label]
     return paths
 
 
-def collisions(want: Any, live: Any, pointer: str = "") -> list[Object]:
+def collisions(desired: Any, live: Any, pointer: str = "") -> list[Object]:
     """JSON patch operations that free the names of our list items: a foreign item with such a name
     is replaced where ours is missing, else removed.
     """
-    if isinstance(want, Mapping) and isinstance(live, Mapping):
+    if isinstance(desired, Mapping) and isinstance(live, Mapping):
         return [
             operation
-            for key in want
-            for operation in collisions(want[key], live.get(key), f"{pointer}/{key}")
+            for key in desired
+            for operation in collisions(desired[key], live.get(key), f"{pointer}/{key}")
             if "/" not in key and "~" not in key
         ]
-    if not isinstance(want, list) or not isinstance(live, list):
+    if not isinstance(desired, list) or not isinstance(live, list):
         return []
     operations: list[Object] = []
-    keys = _keys_of(pointer.rsplit("/", 1)[-1], want)
-    for index, other in enumerate(live):
-        same = [item for item in want if isinstance(item, Mapping) and isinstance(other, Mapping)]
-        named = [item for item in same if "name" in item and item["name"] == other.get("name")]
+    keys = _keys_of(pointer.rsplit("/", 1)[-1], desired)
+    for index, live_item in enumerate(live):
+        same = [
+            item for item in desired if isinstance(item, Mapping) and isinstance(live_item, Mapping)
+        ]
+        named = [item for item in same if "name" in item and item["name"] == live_item.get("name")]
         if not keys or not named:
             continue
-        if _matches(named[0], other, keys):
-            operations += collisions(named[0], other, f"{pointer}/{index}")
-        elif any(_matches(named[0], one, keys) for one in live):
+        if _matches(named[0], live_item, keys):
+            operations += collisions(named[0], live_item, f"{pointer}/{index}")
+        elif any(_matches(named[0], candidate, keys) for candidate in live):
             operations.append({"op": "remove", "path": f"{pointer}/{index}"})
         else:
             operations.append({"op": "replace", "path": f"{pointer}/{index}", "value": named[0]})
     return operations
 
 
-def _keys_of(name: str, want: Sequence[Any]) -> tuple[str, ...] | None:
+def _keys_of(name: str, desired: Sequence[Any]) -> tuple[str, ...] | None:
     return next(
-        (k for k in _MERGE_KEYS.get(name, ()) if want and all(k[0] in item for item in want)), None
+        (k for k in _MERGE_KEYS.get(name, ()) if desired and all(k[0] in item for item in desired)),
+        None,
     )
 
 
-def _matches(item: Mapping[str, Any], other: Mapping[str, Any], keys: tuple[str, ...]) -> bool:
-    return all(other.get(k) == item[k] for k in keys if k in item)
+def _matches(
+    desired_item: Mapping[str, Any], live_item: Mapping[str, Any], keys: tuple[str, ...]
+) -> bool:
+    return all(live_item.get(k) == desired_item[k] for k in keys if k in desired_item)
 
 
 def _is_quantity(path: str) -> bool:
@@ -226,9 +231,9 @@ def _is_quantity(path: str) -> bool:
     return parts[-1] in _QUANTITY_FIELDS or (len(parts) > 1 and parts[-2] in _QUANTITY_PARENTS)
 
 
-def _same_quantity(one: Any, other: Any) -> bool:
+def _same_quantity(desired: Any, live: Any) -> bool:
     try:
-        return Quantity(one).exact == Quantity(other).exact
+        return Quantity(desired).exact == Quantity(live).exact
     except ValueError:
         return False
 

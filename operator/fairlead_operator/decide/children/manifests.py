@@ -182,14 +182,14 @@ def _network_policy(resource: InferenceDeployment, settings: Settings, *, cached
     if settings.admin_peers:
         ports = [{"port": ADMIN_PORT, "protocol": "TCP"}]
         ingress.append({"from": list(settings.admin_peers), "ports": ports})
-    wanted = set(resource.spec.security.egress_ports)
+    egress_ports = set(resource.spec.security.egress_ports)
     if resource.spec.model.where.kind == "hf" and not cached:
-        wanted |= {settings.hub_port, *settings.proxy_ports}
+        egress_ports |= {settings.hub_port, *settings.proxy_ports}
     egress: list[Object] = []
-    if wanted:
+    if egress_ports:
         # Policies see the port behind a Service: some clusters serve DNS on 5353 there.
         names = [{"port": n, "protocol": p} for n in (53, 5353) for p in ("UDP", "TCP")]
-        hosts = [{"port": port, "protocol": "TCP"} for port in sorted(wanted)]
+        hosts = [{"port": port, "protocol": "TCP"} for port in sorted(egress_ports)]
         egress = [{"ports": [*names, *hosts]}]
     spec = {
         "podSelector": {"matchLabels": selector(resource)},

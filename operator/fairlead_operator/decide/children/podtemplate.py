@@ -256,7 +256,7 @@ def _fetch(resource: InferenceDeployment, settings: Settings) -> Object:
     }
 
 
-def _environment(resource: InferenceDeployment, ours: dict[str, str]) -> list[Object]:
+def _environment(resource: InferenceDeployment, variables: dict[str, str]) -> list[Object]:
     """The user's variables, then ours, which replace any of the same name."""
     fixed = {
         "HOME": TMP,
@@ -268,21 +268,21 @@ def _environment(resource: InferenceDeployment, ours: dict[str, str]) -> list[Ob
     names = {
         **{variable.name: variable.value for variable in resource.spec.pod_template.env},
         **fixed,
-        **ours,
+        **variables,
     }
     return [{"name": name, "value": value} for name, value in names.items()]
 
 
 def _resources(resource: InferenceDeployment, *, accelerators: bool) -> Object:
-    wanted = resource.spec.resources
-    limits: dict[str, str] = {"memory": str(wanted.memory)}
-    if accelerators and wanted.accelerator.count:
-        limits[wanted.accelerator.resource_name] = str(wanted.accelerator.count)
+    resources = resource.spec.resources
+    limits: dict[str, str] = {"memory": str(resources.memory)}
+    if accelerators and resources.accelerator.count:
+        limits[resources.accelerator.resource_name] = str(resources.accelerator.count)
     cache = resource.spec.model_cache
     if resource.spec.model.where.kind == "hf" and cache.type == "None" and cache.size:
         # The node counts the cache and what the containers write: the temporary directory.
         limits["ephemeral-storage"] = str(cache.size.value + 2**30)
-    return {"requests": {"cpu": str(wanted.cpu), **limits}, "limits": limits}
+    return {"requests": {"cpu": str(resources.cpu), **limits}, "limits": limits}
 
 
 def _container_security() -> Object:
@@ -335,13 +335,13 @@ def own_cache(resource: InferenceDeployment) -> Object:
     """The emptyDir of a pod that keeps its own download, with modelCache.size as its limit. Unset,
     twice the memory that the weights are loaded into: a download never needs more.
     """
-    size, wanted = resource.spec.model_cache.size, resource.spec.resources
+    size, resources = resource.spec.model_cache.size, resource.spec.resources
     if size:
         return {"sizeLimit": str(size)}
-    accelerator = wanted.accelerator
+    accelerator = resources.accelerator
     memory = accelerator.count * accelerator.memory.value if accelerator.memory else 0
     if accelerator.count == 0:
-        memory = wanted.memory.value
+        memory = resources.memory.value
     return {"sizeLimit": f"{2 * memory / 2**30:.0f}Gi"} if memory >= 2**30 else {}
 
 
@@ -367,16 +367,18 @@ def _mounts(resource: InferenceDeployment, settings: Settings, *, runtime: bool)
 
 
 def _tolerations(resource: InferenceDeployment) -> list[Object]:
-    tolerations: list[Object] = [as_body(one) for one in resource.spec.pod_template.tolerations]
+    tolerations: list[Object] = [
+        as_body(toleration) for toleration in resource.spec.pod_template.tolerations
+    ]
     accelerator = resource.spec.resources.accelerator
     if accelerator.count:
         tolerations.append(
             {"key": accelerator.resource_name, "operator": "Exists", "effect": "NoSchedule"}
         )
-    own = {one.key for one in resource.spec.pod_template.tolerations}
+    tolerated_keys = {toleration.key for toleration in resource.spec.pod_template.tolerations}
     for taint in ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"):
         # Of several tolerations of a taint the shortest counts: the user's may be longer.
-        if taint not in own:
+        if taint not in tolerated_keys:
             toleration = {"key": taint, "operator": "Exists", "effect": "NoExecute"}
             tolerations.append({**toleration, "tolerationSeconds": NODE_LOST_SECONDS})
     return tolerations

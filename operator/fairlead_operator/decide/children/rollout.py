@@ -14,13 +14,13 @@ from typing import Any, Literal
 
 from fairlead_operator.decide.children.claims import no_room_to_surge
 from fairlead_operator.decide.children.manifests import Replacement, revision_of
-from fairlead_operator.decide.pods.observed import Observed
+from fairlead_operator.decide.pods.observed import Snapshot
 from fairlead_operator.decide.pods.pod import can_find_room, revision_of_pod
 from fairlead_operator.resource.fields import Quantity
 from fairlead_operator.resource.kinds import Object
 from fairlead_operator.resource.resource import InferenceDeployment
 
-Chosen = Literal["Surge", "OneByOne", "Recreate"]
+Strategy = Literal["Surge", "OneByOne", "Recreate"]
 ROOM_SECONDS = 60.0  # how long an extra pod may wait for a node
 NODE_SECONDS = 600.0  # the same while a node autoscaler says that a node is coming
 # Reasons of Events by which cluster-autoscaler and Karpenter announce a node for a pod.
@@ -37,20 +37,20 @@ NO_SURGE = "rollout.maxSurge is 0"
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """``replacement`` is for the Deployment now, ``chosen`` and ``why`` are for the status. With
-    ``announced_only`` they run ahead of ``replacement`` by one pass: the status says first that
-    ready pods will go.
+    """``replacement`` is for the Deployment now, ``strategy`` and ``message`` are for the status.
+    With ``announced_only`` they run ahead of ``replacement`` by one pass: the status says first
+    that ready pods will go.
     """
 
     replacement: Replacement
-    chosen: Chosen
-    why: str
+    strategy: Strategy
+    message: str
     announced_only: bool = False
 
 
 def choose(
     resource: InferenceDeployment,
-    seen: Observed,
+    snapshot: Snapshot,
     revision: str,
     replicas: int,
     status: Mapping[str, Any],
@@ -68,43 +68,45 @@ def choose(
         return Choice(surge, "Surge", "rollout.strategy is Surge")
     interruption = "this interrupts the service, it has one replica" if replicas <= 1 else ""
     if rollout.max_surge == 0:
-        most = rollout.max_unavailable
-        effect = interruption or f"{most} pod{'s are' if most > 1 else ' is'} replaced at a time"
+        count = rollout.max_unavailable
+        effect = interruption or f"{count} pod{'s are' if count > 1 else ' is'} replaced at a time"
         return Choice(surge, "OneByOne", f"{NO_SURGE}: {effect}")
-    if not _replaces(seen, revision):
+    if not _replaces(snapshot, revision):
         return Choice(surge, "Surge", "an extra pod comes before an old one goes")
-    before = status.get("rollout") or {}
-    told = str(before.get("why", ""))
-    announced = (
+    rollout_status = status.get("rollout") or {}
+    announcement = str(rollout_status.get("why", ""))
+    is_announced = (
         status.get("targetRevision") == revision
-        and before.get("strategyChosen") == "OneByOne"
-        and not told.startswith(NO_SURGE)
+        and rollout_status.get("strategyChosen") == "OneByOne"
+        and not announcement.startswith(NO_SURGE)
     )
     effect = interruption or "one pod is replaced at a time"
-    if announced:
+    if is_announced:
         # Kept to the end of this rollout: room that comes and goes must not turn it to and fro.
-        why = f"{told.rpartition(': ')[0] or told}: {effect}"
-        if why == told:
-            return Choice(ONE_BY_ONE, "OneByOne", why)
-        return Choice(surge, "OneByOne", why, announced_only=True)
-    shortage = no_room_to_surge(resource, seen, revision)
-    if shortage := shortage or _shortage(resource, seen, revision, now):
+        message = f"{announcement.rpartition(': ')[0] or announcement}: {effect}"
+        if message == announcement:
+            return Choice(ONE_BY_ONE, "OneByOne", message)
+        return Choice(surge, "OneByOne", message, announced_only=True)
+    shortage = no_room_to_surge(resource, snapshot, revision)
+    if shortage := shortage or _shortage(resource, snapshot, revision, now):
         return Choice(surge, "OneByOne", f"{shortage}: {effect}", announced_only=True)
     return Choice(surge, "Surge", "an extra pod comes before an old one goes")
 
 
-def _replaces(seen: Observed, revision: str) -> bool:
+def _replaces(snapshot: Snapshot, revision: str) -> bool:
     """Whether pods of another revision are there, or are about to be replaced."""
-    live = seen.deployment
+    live = snapshot.deployment
     changes = live is not None and revision_of(live) != revision
-    return changes or any(revision_of_pod(p) != revision for p in seen.pods)
+    return changes or any(revision_of_pod(p) != revision for p in snapshot.pods)
 
 
-def _shortage(resource: InferenceDeployment, seen: Observed, revision: str, now: datetime) -> str:
+def _shortage(
+    resource: InferenceDeployment, snapshot: Snapshot, revision: str, now: datetime
+) -> str:
     """Why no extra pod can come; "" while one may still come."""
-    accelerator, live = resource.spec.resources.accelerator, seen.deployment
+    accelerator, live = resource.spec.resources.accelerator, snapshot.deployment
     if accelerator.count and (live is None or revision_of(live) != revision):
-        free = _free_in_quota(seen.quotas, accelerator.resource_name)
+        free = _free_in_quota(snapshot.quotas, accelerator.resource_name)
         if free is not None and free < accelerator.count:
             name = accelerator.resource_name
             return f"the quota leaves {free} {name}, an extra pod needs {accelerator.count}"
@@ -117,19 +119,19 @@ def _shortage(resource: InferenceDeployment, seen: Observed, revision: str, now:
                 and "exceeded quota" in message
             ):
                 return "the namespace's quota has no room for an extra pod"
-    return _unscheduled(resource, seen, revision, now)
+    return _unscheduled(resource, snapshot, revision, now)
 
 
 def _unscheduled(
-    resource: InferenceDeployment, seen: Observed, revision: str, now: datetime
+    resource: InferenceDeployment, snapshot: Snapshot, revision: str, now: datetime
 ) -> str:
     deadline = float(resource.spec.rollout.progress_deadline_seconds)
     coming = {
         (event.get("involvedObject") or {}).get("uid")
-        for event in seen.events
+        for event in snapshot.events
         if event.get("reason") in NODE_IS_COMING
     }
-    for pod in seen.pods:
+    for pod in snapshot.pods:
         if revision_of_pod(pod) != revision or pod["metadata"].get("deletionTimestamp"):
             continue
         for condition in (pod.get("status") or {}).get("conditions") or ():
@@ -153,11 +155,11 @@ def _seconds_since(stamp: Any, pod: Object, now: datetime) -> float:
 
 def _free_in_quota(quotas: Iterable[Object], name: str) -> int | None:
     """What the tightest quota leaves of a resource; None where no quota limits it."""
-    left = []
+    free_counts = []
     for quota in quotas:
         status = quota.get("status") or {}
         hard = (status.get("hard") or {}).get(f"requests.{name}")
         used = (status.get("used") or {}).get(f"requests.{name}", "0")
         if hard is not None:
-            left.append(int(Quantity(hard).exact - Quantity(used).exact))
-    return min(left, default=None)
+            free_counts.append(int(Quantity(hard).exact - Quantity(used).exact))
+    return min(free_counts, default=None)

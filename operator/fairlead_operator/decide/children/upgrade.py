@@ -40,16 +40,16 @@ def spec_hash(resource: InferenceDeployment) -> str:
     """
     spec = resource.spec
     engine = dataclasses.replace(resource.engine, drain_timeout=EngineConfig().drain_timeout)
-    asked = {
+    template_inputs = {
         "image": resource.image,
-        "engine": _asked(engine),
-        "model": _asked(spec.model),
-        "resources": _asked(spec.resources),
-        "modelCache": _asked(spec.model_cache),
-        "security": _asked(spec.security.api_key_secret_ref),
-        "podTemplate": _asked(spec.pod_template),
+        "engine": _strip_defaults(engine),
+        "model": _strip_defaults(spec.model),
+        "resources": _strip_defaults(spec.resources),
+        "modelCache": _strip_defaults(spec.model_cache),
+        "security": _strip_defaults(spec.security.api_key_secret_ref),
+        "podTemplate": _strip_defaults(spec.pod_template),
     }
-    return _digest(asked)
+    return _digest(template_inputs)
 
 
 def defaults_hash(settings: Settings, version: str) -> str:
@@ -59,15 +59,15 @@ def defaults_hash(settings: Settings, version: str) -> str:
     return _digest([image, settings.hub, network, settings.fs_group, version])
 
 
-def _asked(value: Any) -> Any:
+def _strip_defaults(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {
-            f.name: _asked(getattr(value, f.name))
+            f.name: _strip_defaults(getattr(value, f.name))
             for f in dataclasses.fields(value)
             if getattr(value, f.name) != _default(f)
         }
     if isinstance(value, tuple):
-        return [_asked(item) for item in value]
+        return [_strip_defaults(item) for item in value]
     return dict(value) if isinstance(value, Mapping) else value
 
 
@@ -117,15 +117,15 @@ class Turn:
     """
 
     allowed: bool
-    why: str = ""
-    held: bool = False
+    message: str = ""
+    is_held: bool = False
 
 
-def member(deployment: Object, resource: Object, defaults: str, now: datetime) -> Member:
+def member_of(deployment: Object, resource: Object, defaults: str, now: datetime) -> Member:
     """From a Deployment and the body of its resource."""
     status: Mapping[str, Any] = resource.get("status") or {}
     spec: Mapping[str, Any] = resource.get("spec") or {}
-    carried = marks(deployment)
+    live_marks = marks(deployment)
     replicas = deployment["spec"].get("replicas", 1)
     ready = (
         status.get("targetRevision") == revision_of(deployment)
@@ -134,36 +134,40 @@ def member(deployment: Object, resource: Object, defaults: str, now: datetime) -
     )
     return Member(
         key=key_of(deployment),
-        pending=carried.get(DEFAULTS_MARK) != defaults,
+        pending=live_marks.get(DEFAULTS_MARK) != defaults,
         # Without replicas nothing of it rolls, and nothing becomes Ready.
-        takes_turn=carried.get(TURN_MARK) == defaults and replicas > 0,
+        takes_turn=live_marks.get(TURN_MARK) == defaults and replicas > 0,
         ready=ready,
         idle=bool(spec.get("paused")) or not replicas,
         failure="" if ready else _failure(deployment, status, now),
     )
 
 
-def turn(key: Key, fleet: Iterable[Member], concurrency: int, granted: Iterable[Key]) -> Turn:
+def decide_turn(
+    key: Key, fleet: Iterable[Member], concurrency: int, granted: Iterable[Key]
+) -> Turn:
     """Whether ``key`` may roll to the new defaults. ``granted``: turns given but not seen in the
     cluster yet. ``concurrency`` 0: no deployment rolls, each keeps its pods until its spec changes.
     """
-    members = {one.key: one for one in fleet}
+    members = {member.key: member for member in fleet}
     mine = members.get(key)
     if concurrency == 0:
         return Turn(False, "changed defaults wait for a change of the spec (upgrade.concurrency 0)")
-    running = {k for k, one in members.items() if one.takes_turn and not one.ready and k != key}
+    running = {
+        k for k, member in members.items() if member.takes_turn and not member.ready and k != key
+    }
     for name in sorted(running):
         if members[name].failure:
             text = f"{_name(name)} failed with the new defaults ({members[name].failure})"
-            return Turn(False, f"{text}: the others keep their pods", held=True)
+            return Turn(False, f"{text}: the others keep their pods", is_held=True)
     running |= {k for k in granted if k != key}
     if mine is None:
         return Turn(True)
     # The one that asks is pending, also where only the rendering changed and no default did.
     first = sorted(
         k
-        for k, one in members.items()
-        if (one.pending or k == key) and one.holds and k not in running
+        for k, member in members.items()
+        if (member.pending or k == key) and member.holds and k not in running
     )
     if mine.holds:
         free = concurrency - len(running)

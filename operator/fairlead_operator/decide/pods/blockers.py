@@ -229,10 +229,12 @@ def _of_stage(pod: Object, events: Sequence[Object], about: str, progress: str) 
         return [blocker("FetchingWeights", about, message)]
     runtime = runtime_status(pod)
     if runtime.get("started"):
-        told = [str(e.get("message", "")) for e in events if e.get("reason") == "Unhealthy"]
+        messages = [str(e.get("message", "")) for e in events if e.get("reason") == "Unhealthy"]
         # The startup probe fails until the model is loaded, in every start.
-        if failed := [message for message in told if not message.startswith("Startup probe")]:
-            return [blocker("ProbeFailed", about, failed[-1])]
+        if failed_probes := [
+            message for message in messages if not message.startswith("Startup probe")
+        ]:
+            return [blocker("ProbeFailed", about, failed_probes[-1])]
     if "running" in (runtime.get("state") or {}):
         return [blocker("Starting", about, "the runtime loads and tests the model")]
     return [blocker("Starting", about, "the pod is being set up")]
@@ -241,13 +243,13 @@ def _of_stage(pod: Object, events: Sequence[Object], about: str, progress: str) 
 def _unscheduled(pod: Object, about: str, message: str, *, surge_blocked: bool) -> Blocker:
     if missing := _missing(message):
         return blocker(missing, about, message)
-    wanted = {
+    resource_names = {
         name
         for container in (pod.get("spec") or {}).get("containers") or ()
         for name in (container.get("resources") or {}).get("limits") or {}
         if "/" in name
     }
-    if any(f"Insufficient {name}" in message for name in wanted):
+    if any(f"Insufficient {name}" in message for name in resource_names):
         waits = surge_blocked and can_find_room(message)
         return blocker("SurgeBlocked" if waits else "InsufficientAccelerator", about, message)
     return blocker("Unschedulable", about, message)

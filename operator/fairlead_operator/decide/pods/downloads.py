@@ -53,32 +53,32 @@ def fetching(pods: Iterable[Object]) -> list[Object]:
 
 
 def show(
-    shown: Mapping[str, Download], now: Mapping[str, Download], waited: float
+    current: Mapping[str, Download], latest: Mapping[str, Download], waited: float
 ) -> Mapping[str, Download]:
     """What to show from now on, by pod uid; ``shown`` itself where the change is too small or too
     soon.
 
     ``waited``: seconds since the last change of what is shown.
     """
-    if waited < SHOW_SECONDS or {uid: _step(one) for uid, one in shown.items()} == {
-        uid: _step(one) for uid, one in now.items()
+    if waited < SHOW_SECONDS or {uid: _step(download) for uid, download in current.items()} == {
+        uid: _step(download) for uid, download in latest.items()
     }:
-        return shown
-    return dict(now)
+        return current
+    return dict(latest)
 
 
 def messages(
-    shown: Mapping[str, Download], pods: Iterable[Object], before: Mapping[str, Any]
+    downloads: Mapping[str, Download], pods: Iterable[Object], status: Mapping[str, Any]
 ) -> Mapping[str, str]:
     """The blocker's message by pod uid. A pod without an answer yet, as after a restart, keeps its
     message in the status ``before``.
     """
     previous = {
-        str(one.get("object")): str(one.get("message"))
-        for one in before.get("blockers") or ()
-        if one.get("code") == CODE
+        str(blocker.get("object")): str(blocker.get("message"))
+        for blocker in status.get("blockers") or ()
+        if blocker.get("code") == CODE
     }
-    by_uid = {uid: str(download) for uid, download in shown.items()}
+    by_uid = {uid: str(download) for uid, download in downloads.items()}
     for pod in fetching(pods):
         uid, about = pod["metadata"]["uid"], f"Pod/{pod['metadata']['name']}"
         if uid not in by_uid and about in previous:
@@ -86,8 +86,8 @@ def messages(
     return by_uid
 
 
-def _step(one: Download) -> tuple[int, int]:
-    return one.percent // STEP, one.total
+def _step(download: Download) -> tuple[int, int]:
+    return download.percent // STEP, download.total
 
 
 def _size(count: int) -> str:

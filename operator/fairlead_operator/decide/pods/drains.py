@@ -13,20 +13,20 @@ from fairlead_operator.resource.kinds import Object
 LARGEST = 1 << 20  # more requests than a pod runs at a time
 
 
-class Drained(NamedTuple):
+class DrainedRequests(NamedTuple):
     """Requests that ran when their pods were terminated."""
 
     finished: int = 0
     aborted: int = 0
 
-    def plus(self, other: "Drained") -> "Drained":
-        return Drained(self.finished + other.finished, self.aborted + other.aborted)
+    def plus(self, requests: "DrainedRequests") -> "DrainedRequests":
+        return DrainedRequests(self.finished + requests.finished, self.aborted + requests.aborted)
 
 
-NONE_DRAINED = Drained()
+NO_REQUESTS = DrainedRequests()
 
 
-def read(pod: Object) -> Drained | None:
+def read(pod: Object) -> DrainedRequests | None:
     """The counts of a pod that is being deleted and whose runtime has ended; None for any other pod
     and without a valid termination message.
     """
@@ -43,7 +43,7 @@ def read(pod: Object) -> Drained | None:
     good = [
         n for n in counts if isinstance(n, int) and not isinstance(n, bool) and 0 <= n <= LARGEST
     ]
-    return Drained(*good) if len(good) == len(counts) else None
+    return DrainedRequests(*good) if len(good) == len(counts) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,27 +51,27 @@ class DrainCounts:
     """The sum since a revision became the target, and the pods that ended and are in it already."""
 
     revision: str
-    total: Drained = NONE_DRAINED
+    total: DrainedRequests = NO_REQUESTS
     pods: frozenset[str] = frozenset()
 
     @classmethod
     def of_status(cls, status: Mapping[str, Any]) -> "DrainCounts":
         rollout: Mapping[str, Any] = status.get("rollout") or {}
-        counts = Drained(int(rollout.get("drained") or 0), int(rollout.get("aborted") or 0))
+        counts = DrainedRequests(int(rollout.get("drained") or 0), int(rollout.get("aborted") or 0))
         return cls(str(status.get("targetRevision") or ""), counts)
 
-    def plus(self, pod: str, drained: Drained) -> "DrainCounts":
+    def plus(self, pod: str, requests: DrainedRequests) -> "DrainCounts":
         """With one more pod that ended; a pod counts once."""
         if pod in self.pods:
             return self
-        return replace(self, total=self.total.plus(drained), pods=self.pods | {pod})
+        return replace(self, total=self.total.plus(requests), pods=self.pods | {pod})
 
     def since(self, revision: str) -> "DrainCounts":
         """The counts of this revision; another one starts at zero."""
         return (
             self
             if revision == self.revision
-            else replace(self, revision=revision, total=NONE_DRAINED)
+            else replace(self, revision=revision, total=NO_REQUESTS)
         )
 
     def of_pods(self, uids: frozenset[str]) -> "DrainCounts":

@@ -35,20 +35,22 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Note]:
         reason = "Ready" if ready.get("status") == "True" else "Unblocked"
         over = f"{before[0]['code']} is over: {ready.get('message', '')}"
         return [Note(reason, over, str(before[0].get("since")))]
-    codes = {one["code"] for one in before}
+    codes = {blocker["code"] for blocker in before}
     notes = []
-    for index, one in enumerate(now):
-        first = index == 0 and (not before or _identity(before[0]) != _identity(one))
-        if first or one["code"] not in codes:
-            codes.add(one["code"])
-            kind = "Normal" if one["code"] in NORMAL else "Warning"
-            about = f"{one.get('object', '')} {one.get('since', '')}"
-            notes.append(Note(one["code"], f"{one['message']} ({one['hint']})", about, kind))
+    for index, blocker in enumerate(now):
+        first = index == 0 and (not before or _identity(before[0]) != _identity(blocker))
+        if first or blocker["code"] not in codes:
+            codes.add(blocker["code"])
+            kind = "Normal" if blocker["code"] in NORMAL else "Warning"
+            about = f"{blocker.get('object', '')} {blocker.get('since', '')}"
+            notes.append(
+                Note(blocker["code"], f"{blocker['message']} ({blocker['hint']})", about, kind)
+            )
     return notes
 
 
-def _identity(one: Mapping[str, Any]) -> tuple[Any, Any]:
-    return one.get("code"), one.get("object")
+def _identity(blocker: Mapping[str, Any]) -> tuple[Any, Any]:
+    return blocker.get("code"), blocker.get("object")
 
 
 def event_about(resource: Object, note: Note, now: datetime) -> Object:

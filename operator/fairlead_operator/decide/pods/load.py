@@ -127,11 +127,11 @@ def series(
     Parses the lines of these names alone: a whole body takes the library 30 times as long. Raises
     LoadError if one is malformed, or if they are more than any runtime has.
     """
-    wanted = [line for line in lines_of(text, names).split("\n") if line]
-    if len(wanted) > MAX_LINES or any(len(line) > MAX_LINE for line in wanted):
+    lines = [line for line in lines_of(text, names).split("\n") if line]
+    if len(lines) > MAX_LINES or any(len(line) > MAX_LINE for line in lines):
         raise LoadError(f"there are more than {MAX_LINES} series, or one of over {MAX_LINE} bytes")
     try:
-        samples = [_sample(line) for line in wanted]
+        samples = [_sample(line) for line in lines]
     except (ValueError, IndexError, OverflowError):
         raise LoadError("a series is malformed") from None
     for name, labels, value in samples:
@@ -146,8 +146,8 @@ def _sample(line: str) -> tuple[str, Mapping[str, str], float]:
     head, _, value = line.rpartition(" ")
     if "_" not in value and (known := _of_head(head)) is not None:
         return *known, float(value)
-    (name, labels, number, _), *others = _parsed(line)
-    if others:
+    (name, labels, number, _), *more_samples = _parsed(line)
+    if more_samples:
         raise ValueError(line)
     return name, labels, number
 

@@ -7,7 +7,7 @@ from fairlead_operator.resource.kinds import DEPLOYMENT, Object
 
 
 @dataclass(frozen=True, slots=True)
-class Observed:
+class Snapshot:
     """Children by kind; pods carry the uid of the resource."""
 
     children: tuple[Object, ...]
@@ -33,8 +33,8 @@ class Observed:
         """Ready pods of a revision that the Service sends traffic to."""
         uids = {
             (endpoint.get("targetRef") or {}).get("uid")
-            for one in self.slices
-            for endpoint in one.get("endpoints") or ()
+            for endpoint_slice in self.slices
+            for endpoint in endpoint_slice.get("endpoints") or ()
             if (endpoint.get("conditions") or {}).get("ready")
         }
         return [

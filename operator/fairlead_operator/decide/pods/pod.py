@@ -31,8 +31,11 @@ def fetch_status(pod: Object) -> Mapping[str, Any]:
 def container_statuses(pod: Object) -> list[Mapping[str, Any]]:
     """Of every container: the download's and the runtime's first, then those of others."""
     status = pod.get("status") or {}
-    found = [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]
-    return sorted(found, key=is_injected)
+    statuses = [
+        *(status.get("initContainerStatuses") or ()),
+        *(status.get("containerStatuses") or ()),
+    ]
+    return sorted(statuses, key=is_injected)
 
 
 def is_injected(container: Mapping[str, Any]) -> bool:
@@ -66,8 +69,8 @@ def can_find_room(message: str) -> bool:
     """Whether a node would take the unscheduled pod if other pods left it. ``message``: of its
     condition PodScheduled; where the scheduler does not say, one may.
     """
-    told = _HOPELESS.search(message)
-    return told is None or told["nodes"] != told["hopeless"]
+    node_counts = _HOPELESS.search(message)
+    return node_counts is None or node_counts["nodes"] != node_counts["hopeless"]
 
 
 def address_of(pod: Object) -> str:
@@ -76,4 +79,4 @@ def address_of(pod: Object) -> str:
 
 def _status(pod: Object, field: str, name: str) -> Mapping[str, Any]:
     statuses = (pod.get("status") or {}).get(field) or ()
-    return next((one for one in statuses if one.get("name") == name), {})
+    return next((status for status in statuses if status.get("name") == name), {})

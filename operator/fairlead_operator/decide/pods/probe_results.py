@@ -47,10 +47,13 @@ class ProbeResults:
             unresponsive=self.unresponsive & uids,
         )
 
-    def shows_as(self, other: "ProbeResults") -> bool:
+    def shows_as(self, results: "ProbeResults") -> bool:
         """Whether both give the same status, but for the load: scaling reads that at its ticks."""
-        ours, theirs = (replace(one, samples={}, unresponsive=frozenset()) for one in (self, other))
-        return ours == theirs
+        return _without_load(self) == _without_load(results)
+
+
+def _without_load(results: ProbeResults) -> ProbeResults:
+    return replace(results, samples={}, unresponsive=frozenset())
 
 
 def _only(values: Mapping[str, V], uids: frozenset[str]) -> Mapping[str, V]:

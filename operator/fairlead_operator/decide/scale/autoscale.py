@@ -22,7 +22,7 @@ TICK = 5.0  # seconds between two decisions
 UP_PERIOD, DOWN_PERIOD = 15.0, 60.0  # seconds that maxStep applies to
 GAP = FRESH_SECONDS  # seconds without data after which a window starts over
 HOUR = 3600.0
-WHY = 512  # characters of a decision's ``why`` in the status
+WHY_LENGTH = 512  # characters of a decision's ``why`` in the status
 # Turns of the last hour above which the next turn down waits: with the turn up that may follow, an
 # hour has at most 4.
 TURNS = 2
@@ -45,7 +45,7 @@ class Policy:
     down_window: float
     down_step: int
     signal: Signal = "QueueDepth"
-    target_why: str = ""
+    target_formula: str = ""
     target_inputs: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -60,7 +60,7 @@ class Policy:
             down_window=autoscaling.scale_down.stabilization_seconds,
             down_step=autoscaling.scale_down.max_step,
             signal=autoscaling.signal,
-            target_why=target.why,
+            target_formula=target.formula,
             target_inputs=target.inputs,
         )
 
@@ -117,7 +117,7 @@ class Decision:
     replicas: int
     history: History
     clamps: tuple[Clamp, ...]
-    why: str
+    message: str
     inputs: Mapping[str, Any] = field(
         default_factory=dict
     )  # those of the target, from, demand, target, supply, ready, running, fresh, raw
@@ -133,8 +133,8 @@ class Decision:
     def entry(self, at: str) -> dict[str, Any]:
         """An item of ``status.autoscaling.decisions``."""
         clamps = [{"name": c.name, "before": c.before, "after": c.after} for c in self.clamps]
-        why = self.why[:WHY]
-        return {"at": at, "to": self.replicas, **self.inputs, "why": why, "clamps": clamps}
+        message = self.message[:WHY_LENGTH]
+        return {"at": at, "to": self.replicas, **self.inputs, "why": message, "clamps": clamps}
 
 
 class _Answer:
@@ -177,7 +177,7 @@ def decide(
     }
     if not fresh:
         answer = _Answer(supply.current)
-        why = "no fresh metrics: holding"
+        message = "no fresh metrics: holding"
     else:
         # A running pod without a sample may have any load: this tick must not justify shrinking,
         # now or later.
@@ -193,13 +193,13 @@ def decide(
             _limit_up(answer, policy, history, supply, now)
         elif answer.replicas < supply.current:
             _limit_down(answer, policy, history, supply, now, stale=len(fresh) < len(running))
-        arithmetic = f" ({policy.target_why})" if policy.target_why else ""
-        why = f"{demand:g} requests at {policy.target:g} a pod{arithmetic} ask for {raw}"
+        arithmetic = f" ({policy.target_formula})" if policy.target_formula else ""
+        message = f"{demand:g} requests at {policy.target:g} a pod{arithmetic} ask for {raw}"
     _limit_to_bounds(answer, policy)
     if answer.clamps:
-        why += "; " + ", ".join(f"{c.name} {c.before} → {c.after}" for c in answer.clamps)
+        message += "; " + ", ".join(f"{c.name} {c.before} → {c.after}" for c in answer.clamps)
     history = _with_change(history, answer.replicas - supply.current, now)
-    return Decision(answer.replicas, history, tuple(answer.clamps), why, inputs)
+    return Decision(answer.replicas, history, tuple(answer.clamps), message, inputs)
 
 
 def _limit_to_bounds(answer: _Answer, policy: Policy) -> None:
@@ -260,8 +260,8 @@ def _with_demand(history: History, raw: int, now: float, window: float) -> Histo
     last = history.raws[-1][0] if history.raws else None
     if history.since is None or last is None or not 0 <= now - last <= GAP:
         return replace(history, since=now, raws=((now, raw),))
-    kept = tuple(item for item in history.raws if now - item[0] <= window)
-    return replace(history, raws=(*kept, (now, raw)))
+    recent = tuple(item for item in history.raws if now - item[0] <= window)
+    return replace(history, raws=(*recent, (now, raw)))
 
 
 def _with_change(history: History, added: int, now: float) -> History:

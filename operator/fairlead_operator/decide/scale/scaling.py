@@ -12,7 +12,7 @@ from typing import Any
 
 from fairlead_operator.decide.pods.events import Note
 from fairlead_operator.decide.pods.load import Load
-from fairlead_operator.decide.pods.observed import Observed
+from fairlead_operator.decide.pods.observed import Snapshot
 from fairlead_operator.decide.pods.pod import is_deleting, is_ready, is_started
 from fairlead_operator.decide.pods.probe_results import ProbeResults
 from fairlead_operator.decide.scale.autoscale import TICK, Decision, Policy, Supply, decide
@@ -39,12 +39,12 @@ class Scaling:
     replicas: int
     condition: tuple[str, str, str]
     memory: ScalingMemory
-    again: float = 3600.0
+    requeue_after: float = 3600.0
     status: Mapping[str, Any] | None = None
     events: tuple[Note, ...] = ()
 
 
-def hold(resource: InferenceDeployment, seen: Observed, memory: ScalingMemory) -> Scaling:
+def hold(resource: InferenceDeployment, snapshot: Snapshot, memory: ScalingMemory) -> Scaling:
     """No decision: the count is the spec's or, where the operator scales, the Deployment's."""
     policy = resource.spec.autoscaling
     if policy is None or policy.managed_by == "external":
@@ -52,7 +52,7 @@ def hold(resource: InferenceDeployment, seen: Observed, memory: ScalingMemory) -
         text = "an HPA or KEDA writes spec.replicas" if external else "spec.autoscaling is not set"
         fact = ("True", "External", text) if external else ("False", "NotAutoscaled", text)
         return Scaling(resource.spec.replicas, fact, replace(memory, status=None))
-    live = seen.deployment
+    live = snapshot.deployment
     # A Deployment that was deleted returns with the count that it had.
     last = (memory.status or {}).get("desired", resource.spec.replicas)
     count = int(last) if live is None else replicas_of(live)
@@ -63,7 +63,7 @@ def hold(resource: InferenceDeployment, seen: Observed, memory: ScalingMemory) -
 
 def scale(
     resource: InferenceDeployment,
-    seen: Observed,
+    snapshot: Snapshot,
     memory: ScalingMemory,
     results: ProbeResults,
     tokens: int,
@@ -73,33 +73,37 @@ def scale(
     """``clock`` is the monotonic clock that dates samples; ``tokens``: concurrentTokens of one
     pod, 0 while they are not known.
     """
-    held = hold(resource, seen, memory)
-    policy, live = resource.spec.autoscaling, seen.deployment
-    events = _owner_events(resource, seen, memory)
-    remembered = replace(
-        held.memory,
+    baseline = hold(resource, snapshot, memory)
+    policy, live = resource.spec.autoscaling, snapshot.deployment
+    events = _owner_events(resource, snapshot, memory)
+    memory_now = replace(
+        baseline.memory,
         operator_scales=_operator_scales(policy),
         spec_replicas=resource.spec.replicas,
     )
-    held = replace(held, memory=remembered, events=events)
+    baseline = replace(baseline, memory=memory_now, events=events)
     due = clock - memory.decided_at >= TICK * 0.9 and not awaits_probes(memory, results, clock)
     if policy is None or not _operator_scales(policy) or live is None or resource.spec.paused:
-        return held
-    return _tick(resource, policy, seen, held, results, tokens, now, clock) if due else held
+        return baseline
+    return (
+        _tick(resource, policy, snapshot, baseline, results, tokens, now, clock)
+        if due
+        else baseline
+    )
 
 
 def _tick(
     resource: InferenceDeployment,
     policy: Autoscaling,
-    seen: Observed,
-    held: Scaling,
+    snapshot: Snapshot,
+    baseline: Scaling,
     results: ProbeResults,
     tokens: int,
     now: datetime,
     clock: float,
 ) -> Scaling:
-    count, memory, events = held.replicas, held.memory, held.events
-    supply = supply_of(seen, count, resource.spec.rollout.progress_deadline_seconds, now)
+    count, memory, events = baseline.replicas, baseline.memory, baseline.events
+    supply = supply_of(snapshot, count, resource.spec.rollout.progress_deadline_seconds, now)
     samples = (results.samples.get(uid) for uid in supply.running)
     typical = typical_request(s.served for s in samples if s is not None) or memory.typical
     target = target_of(policy.target_per_replica, resource.engine.max_requests, tokens, typical)
@@ -107,7 +111,7 @@ def _tick(
     decision = decide(rules, memory.history, results.samples, supply, clock)
     if decision.replicas != count:
         reason = "ScaledUp" if decision.replicas > count else "ScaledDown"
-        text = f"{count} → {decision.replicas} pods: {decision.why}"
+        text = f"{count} → {decision.replicas} pods: {decision.message}"
         events = (*events, Note(reason, text, now.isoformat()))
     status = {
         "desired": decision.replicas,
@@ -128,7 +132,7 @@ def _tick(
             status=status,
             condition=condition,
         ),
-        again=TICK,
+        requeue_after=TICK,
         status=status,
         events=events,
     )
@@ -156,14 +160,14 @@ def replicas_of(deployment: Object) -> int:
     return int(deployment["spec"].get("replicas", 1))
 
 
-def supply_of(seen: Observed, current: int, deadline: float, now: datetime) -> Supply:
+def supply_of(snapshot: Snapshot, current: int, deadline: float, now: datetime) -> Supply:
     """Running pods past their start by uid, and the number of pods that will be ready: they load
     or wait for a node, are younger than the start-up deadline and not crash-looping.
     """
-    started = [p for p in seen.running_pods() if is_started(p)]
+    started = [p for p in snapshot.running_pods() if is_started(p)]
     ready = sorted(p["metadata"]["uid"] for p in started if is_ready(p))
     unready = sorted(p["metadata"]["uid"] for p in started if not is_ready(p))
-    waiting = [p for p in seen.pods if not is_started(p) and not is_deleting(p)]
+    waiting = [p for p in snapshot.pods if not is_started(p) and not is_deleting(p)]
     starting = [p for p in waiting if _age(p, now) < deadline and not _crashing(p)]
     return Supply(current, tuple(ready), len(starting), tuple(unready))
 
@@ -182,7 +186,7 @@ def load_of(
     uids = [p["metadata"]["uid"] for p in pods]
     samples = [results.samples[uid] for uid in uids if uid in results.samples]
     old: Mapping[str, int] | None = before.get("load")
-    if not any(one.fresh(clock) for one in samples) or clock - load_at < LOAD_SECONDS:
+    if not any(sample.fresh(clock) for sample in samples) or clock - load_at < LOAD_SECONDS:
         return old, load_at
     total = Load(sum(s.load.running for s in samples), sum(s.load.waiting for s in samples))
     new = {"running": round(total.running), "waiting": round(total.waiting)}
@@ -202,10 +206,10 @@ def _operator_scales(policy: Autoscaling | None) -> bool:
 
 
 def _owner_events(
-    resource: InferenceDeployment, seen: Observed, memory: ScalingMemory
+    resource: InferenceDeployment, snapshot: Snapshot, memory: ScalingMemory
 ) -> tuple[Note, ...]:
     """The Event when another party sets the count from now on, or when a scale had no effect."""
-    live, wanted = seen.deployment, resource.spec.replicas
+    live, spec_replicas = snapshot.deployment, resource.spec.replicas
     scales = _operator_scales(resource.spec.autoscaling)
     about = str(resource.generation)
     if live is not None and memory.operator_scales == (not scales):
@@ -213,14 +217,14 @@ def _owner_events(
         if scales:
             text = (
                 f"autoscaling starts from the {count} existing pods; "
-                f"spec.replicas ({wanted}) has no effect now"
+                f"spec.replicas ({spec_replicas}) has no effect now"
             )
             return (Note("ScalingTakenOver", text, about),)
-        text = f"{count} → {wanted} pods: autoscaling is off, spec.replicas counts"
+        text = f"{count} → {spec_replicas} pods: autoscaling is off, spec.replicas counts"
         return (Note("ScalingHandedOver", text, about),)
-    if scales and memory.spec_replicas is not None and memory.spec_replicas != wanted:
+    if scales and memory.spec_replicas is not None and memory.spec_replicas != spec_replicas:
         text = (
-            f"spec.replicas {memory.spec_replicas} → {wanted} has no effect while "
+            f"spec.replicas {memory.spec_replicas} → {spec_replicas} has no effect while "
             "spec.autoscaling is set: set autoscaling.minReplicas and maxReplicas, "
             "or remove spec.autoscaling"
         )

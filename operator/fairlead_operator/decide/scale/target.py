@@ -20,15 +20,15 @@ class Target:
     """``why`` is the arithmetic in words, ``inputs`` its numbers; both empty for a set target."""
 
     requests: float
-    why: str = ""
+    formula: str = ""
     inputs: Mapping[str, Any] = field(default_factory=dict)
 
 
 def typical_request(served: Iterable[Served]) -> float | None:
     """The mean tokens of a request over all pods; None before enough of them have finished."""
     pods = list(served)
-    requests = sum(one.requests for one in pods)
-    return sum(one.tokens for one in pods) / requests if requests >= ENOUGH else None
+    requests = sum(pod.requests for pod in pods)
+    return sum(pod.tokens for pod in pods) / requests if requests >= ENOUGH else None
 
 
 def requests_that_fit(max_requests: int, tokens: int, typical: float | None) -> float:
@@ -47,17 +47,17 @@ def target_of(
     if configured is not None:
         return Target(float(configured))
     if not tokens:
-        why = f"maxRequests {max_requests}: the capacity of a pod is not known"
-        return Target(float(max_requests), why, {"maxRequests": max_requests})
+        formula = f"maxRequests {max_requests}: the capacity of a pod is not known"
+        return Target(float(max_requests), formula, {"maxRequests": max_requests})
     length, source = round(typical or ASSUMED_TOKENS), "measured" if typical else "assumed"
     target = max(1.0, round(SHARE * requests_that_fit(max_requests, tokens, typical), 1))
-    why = (
+    formula = (
         f"{SHARE:g} of min({max_requests} maxRequests, {tokens} concurrent tokens ÷ "
         f"{length} tokens a request, {source})"
     )
     return Target(
         target,
-        why,
+        formula,
         {
             "maxRequests": max_requests,
             "concurrentTokens": tokens,

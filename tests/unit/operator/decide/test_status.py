@@ -12,7 +12,7 @@ from fairlead_operator.decide.children.manifests import SURGE, render
 from fairlead_operator.decide.pods import drains
 from fairlead_operator.decide.pods.blockers import blocker
 from fairlead_operator.decide.pods.load import Load, Sample, Served
-from fairlead_operator.decide.pods.observed import Observed
+from fairlead_operator.decide.pods.observed import Snapshot
 from fairlead_operator.decide.pods.probe_results import ProbeResults
 from fairlead_operator.decide.scale.autoscale import TICK
 from fairlead_operator.decide.scale.scaling import (
@@ -23,7 +23,13 @@ from fairlead_operator.decide.scale.scaling import (
     supply_of,
 )
 from fairlead_operator.decide.scale.state import ScalingMemory, awaits_probes
-from fairlead_operator.decide.status import Capacity, Findings, invalid, is_progress, status_of
+from fairlead_operator.decide.status import (
+    Capacity,
+    Findings,
+    invalid_status,
+    is_progress,
+    status_of,
+)
 from fairlead_operator.memory import Memory
 from fairlead_operator.resource.resource import InferenceDeployment
 from fairlead_operator.resource.settings import Settings
@@ -41,18 +47,20 @@ GPU: Object = {"resources": {"accelerator": {"count": 1}}}
 SCALED: Object = {"autoscaling": {"minReplicas": 1, "maxReplicas": 8, "targetPerReplica": 10}}
 
 
-def seen(*pods: Object, live: Object | None = None, quotas: tuple[Object, ...] = ()) -> Observed:
+def seen(*pods: Object, live: Object | None = None, quotas: tuple[Object, ...] = ()) -> Snapshot:
     ready = [
         {"conditions": {"ready": True}, "targetRef": {"uid": p["metadata"]["uid"]}}
         for p in pods
         if any(c["type"] == "Ready" for c in p["status"]["conditions"])
     ]
     children = (live,) if live else ()
-    return Observed(children, pods, ({"endpoints": ready},), quotas, ())
+    return Snapshot(children, pods, ({"endpoints": ready},), quotas, ())
 
 
 def findings(**given: Any) -> Findings:
-    return Findings(**{"desired": 1, "revision": "new", "strategy": "Surge", "why": "", **given})
+    return Findings(
+        **{"desired": 1, "revision": "new", "strategy": "Surge", "rollout_message": "", **given}
+    )
 
 
 def conditions(status: Object) -> dict[str, tuple[str, str]]:
@@ -72,7 +80,7 @@ def test_ready_needs_an_endpoint_of_the_current_revision_and_a_token() -> None:
     stale = status_of(resource(), seen(old), findings(canaries=canaries(old)), {}, NOW)
     assert conditions(stale)["Ready"][0] == "False", "old pods being up is not Ready"
     assert conditions(stale)["Available"][0] == "True"
-    no_endpoints = Observed((), (new,), (), (), ())
+    no_endpoints = Snapshot((), (new,), (), (), ())
     unlisted = status_of(resource(), no_endpoints, findings(canaries=canaries(new)), {}, NOW)
     assert conditions(unlisted)["Ready"][0] == "False"
 
@@ -230,7 +238,7 @@ def test_only_a_runtimes_own_drain_report_is_counted(body: Object) -> None:
 
 def test_a_resource_with_an_invalid_spec_keeps_its_previous_status() -> None:
     before = status_of(resource(), seen(pod(ready=True)), findings(), {}, NOW)
-    status = invalid(
+    status = invalid_status(
         2, blocker("InvalidSpec", "InferenceDeployment/chat", "spec.x: no such field"), before, NOW
     )
     assert status["readyReplicas"] == 1

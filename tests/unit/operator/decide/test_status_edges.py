@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from fairlead_operator.decide.pods.observed import Observed
+from fairlead_operator.decide.pods.observed import Snapshot
 from fairlead_operator.decide.pods.probe_results import ProbeResults
 from fairlead_operator.decide.scale.autoscale import Decision, History
 from fairlead_operator.decide.scale.scaling import DECISIONS, Scaling, scale
@@ -16,13 +16,13 @@ from support.operator_bodies import Object, deployment, pod, resource
 NOW = datetime(2026, 1, 1, 0, 10, tzinfo=UTC)
 
 
-def seen(*pods: Object, live: Object | None = None) -> Observed:
+def seen(*pods: Object, live: Object | None = None) -> Snapshot:
     ready = [
         {"conditions": {"ready": True}, "targetRef": {"uid": p["metadata"]["uid"]}}
         for p in pods
         if any(c["type"] == "Ready" for c in p["status"]["conditions"])
     ]
-    return Observed((live,) if live else (), pods, ({"endpoints": ready},), (), ())
+    return Snapshot((live,) if live else (), pods, ({"endpoints": ready},), (), ())
 
 
 def status(*pods: Object, desired: int = 1, **spec: Any) -> Object:

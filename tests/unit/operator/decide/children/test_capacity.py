@@ -20,10 +20,10 @@ from fairlead_operator.decide.children.capacity import (
     plan_of,
     with_measured,
 )
-from fairlead_operator.decide.pods.observed import Observed
+from fairlead_operator.decide.pods.observed import Snapshot
 from fairlead_operator.decide.pods.probe_results import ProbeResults
 from fairlead_operator.decide.status import Capacity
-from fairlead_operator.reconcile import judge, planned_capacity, with_measurement
+from fairlead_operator.reconcile import judge, plan_capacity, with_measurement
 from fairlead_operator.resource.resource import InferenceDeployment
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.terms import GIB, DeviceFacts
@@ -188,7 +188,7 @@ def test_what_a_pod_measured_is_shown_without_a_plan() -> None:
     results = ProbeResults(config=QWEN, measured={"numBlocks": 950, "concurrentTokens": 15200})
 
     def shown(idep: InferenceDeployment, config: Mapping[str, Any] | None = QWEN) -> Capacity:
-        return with_measurement(planned_capacity(idep, config, results.config_error), results)
+        return with_measurement(plan_capacity(idep, config, results.config_error), results)
 
     idep = deployment()  # accelerator.memory is unset
     known = shown(idep)
@@ -197,7 +197,7 @@ def test_what_a_pod_measured_is_shown_without_a_plan() -> None:
     assert known.concurrent_tokens == 15200
     gated = shown(idep, None)
     assert (gated.body, gated.reason) == (known.body, "ConfigUnavailable")
-    blockers = judge(idep, Observed((), (), (), (), ()), results, "r", 1, known, [], {})
+    blockers = judge(idep, Snapshot((), (), (), (), ()), results, "r", 1, known, [], {})
     assert [one.code for one in blockers] == ["Starting"]
     planned = shown(deployment(**GPU))
     assert planned.body is not None

@@ -8,7 +8,7 @@ import pytest
 from fairlead_operator.decide.children.claims import mounted_claim, never_shared, not_shared
 from fairlead_operator.decide.children.manifests import SURGE, render
 from fairlead_operator.decide.children.rollout import choose
-from fairlead_operator.decide.pods.observed import Observed
+from fairlead_operator.decide.pods.observed import Snapshot
 from fairlead_operator.decide.status import Findings, status_of
 from support.operator_bodies import SETTINGS, Object, deployment, pod, resource
 
@@ -31,8 +31,8 @@ def live_claim(modes: list[str]) -> Object:
     }
 
 
-def seen(*pods: Object, children: tuple[Object, ...] = ()) -> Observed:
-    return Observed(children=children, pods=pods, slices=(), quotas=(), events=())
+def seen(*pods: Object, children: tuple[Object, ...] = ()) -> Snapshot:
+    return Snapshot(children=children, pods=pods, slices=(), quotas=(), events=())
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,9 @@ def test_a_rollout_over_a_claim_of_one_node_replaces_one_pod_at_a_time() -> None
         (with_modes(SOURCE, ["ReadWriteOncePod"]), "OneByOne"),
     ):
         choice = choose(resource(**spec), around, "new", 1, {}, NOW)
-        assert choice.chosen == chosen
-        assert ("claim" in choice.why) is (chosen == "OneByOne")
+        assert choice.strategy == chosen
+        assert ("claim" in choice.message) is (chosen == "OneByOne")
     settled = seen(pod(ready=True), children=(deployment("new"),))
-    assert choose(resource(**with_modes(NAMED, ONCE)), settled, "new", 1, {}, NOW).chosen == "Surge"
+    assert (
+        choose(resource(**with_modes(NAMED, ONCE)), settled, "new", 1, {}, NOW).strategy == "Surge"
+    )

@@ -147,7 +147,7 @@ def test_an_object_that_lost_its_owner_reference_is_ours_by_labels_and_history(i
     stored, body = unowned(index)
     writes = diff(wanted(), stored, "uid-1")
     assert [one.manifest["kind"] for one in writes.apply] == [body["kind"]]
-    assert (writes.apply[0].uid, writes.apply[0].why) == (
+    assert (writes.apply[0].uid, writes.apply[0].reason) == (
         body["metadata"]["uid"],
         "metadata.ownerReferences",
     )
@@ -273,7 +273,7 @@ def test_a_claim_is_written_once_and_its_data_outlives_every_change() -> None:
         resource(**cached | {"modelCache": {"type": "PVC", "size": "90Gi"}}), SETTINGS, 1, SURGE
     )
     claims = [one for one in first if one["kind"] == "PersistentVolumeClaim"]
-    assert [one.why for one in diff(claims, [], "uid-1").apply] == ["missing"]
+    assert [one.reason for one in diff(claims, [], "uid-1").apply] == ["missing"]
     for index, body in enumerate(first):
         body["metadata"] |= {"uid": f"uid-{index}", "resourceVersion": "7"}
     assert "spec.resources.requests.storage" in differences(grown[0], first[0])

@@ -7,7 +7,7 @@ import pytest
 
 from fairlead_operator.decide.children.manifests import SURGE, keeps_weights, max_replicas, render
 from fairlead_operator.decide.children.rollout import choose
-from fairlead_operator.decide.pods.observed import Observed
+from fairlead_operator.decide.pods.observed import Snapshot
 from support.operator_bodies import SETTINGS, Object, deployment, resource
 
 CACHE: Object = {"model": {"source": "owner/name"}, "modelCache": {"type": "PVC", "size": "50Gi"}}
@@ -122,10 +122,10 @@ def test_an_extra_pod_needs_its_accelerator(used: int, chosen: str) -> None:
             "used": {"requests.nvidia.com/gpu": str(used)},
         }
     }
-    seen = Observed((deployment("old"),), (), (), (quota,), ())
+    seen = Snapshot((deployment("old"),), (), (), (quota,), ())
     one = resource(resources={"accelerator": {"count": 1}})
     choice = choose(one, seen, "new", 1, {}, datetime(2026, 1, 1, tzinfo=UTC))
-    assert choice.chosen == chosen, choice.why
+    assert choice.strategy == chosen, choice.message
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,11 @@ from fairlead_operator.decide.children.upgrade import (
     TURN_MARK,
     Member,
     deadlines_of,
-    member,
+    decide_turn,
+    member_of,
     spec_hash,
-    turn,
 )
-from fairlead_operator.decide.pods.observed import Observed
+from fairlead_operator.decide.pods.observed import Snapshot
 from support.operator_bodies import Object, deployment, event, pod, resource, unscheduled
 
 NOW = datetime(2026, 1, 1, 0, 10, tzinfo=UTC)
@@ -24,9 +24,9 @@ GPU: Object = {"resources": {"accelerator": {"count": 1}}}
 NO_ROOM = "0/1 nodes are available: 1 Insufficient nvidia.com/gpu."
 
 
-def seen(*pods: Object, live: Object | None = None, **more: Any) -> Observed:
+def seen(*pods: Object, live: Object | None = None, **more: Any) -> Snapshot:
     parts: Any = {"slices": (), "quotas": (), "events": (), **more}
-    return Observed(children=(live,) if live else (), pods=pods, **parts)
+    return Snapshot(children=(live,) if live else (), pods=pods, **parts)
 
 
 def quota(hard: str, used: str) -> Object:
@@ -44,12 +44,12 @@ def waiting(seconds: float, message: str = NO_ROOM) -> Object:
     return pod("chat-2", conditions=[{**condition, "lastTransitionTime": since}])
 
 
-def rolling(*pods: Object, replicas: int = 4, **more: Any) -> Observed:
+def rolling(*pods: Object, replicas: int = 4, **more: Any) -> Snapshot:
     old = pod(revision="old", ready=True)
     return seen(old, *pods, live=deployment("new", replicas=replicas), **more)
 
 
-def chosen(found: Observed, status: Object | None = None, **spec: Any) -> Choice:
+def chosen(found: Snapshot, status: Object | None = None, **spec: Any) -> Choice:
     replicas = 1 if found.deployment is None else found.deployment["spec"]["replicas"]
     return choose(resource(**{**GPU, **spec}), found, "new", replicas, status or {}, NOW)
 
@@ -57,10 +57,10 @@ def chosen(found: Observed, status: Object | None = None, **spec: Any) -> Choice
 def test_an_extra_pod_comes_first_and_gets_a_minute_to_find_room() -> None:
     for wait in (0, 59):
         choice = chosen(rolling(waiting(wait)))
-        assert (choice.chosen, choice.replacement.max_surge) == ("Surge", 1)
+        assert (choice.strategy, choice.replacement.max_surge) == ("Surge", 1)
     late = chosen(rolling(waiting(60)))
-    assert late.chosen == "OneByOne"
-    assert late.why == "pod chat-2 found no room for 60 s: one pod is replaced at a time"
+    assert late.strategy == "OneByOne"
+    assert late.message == "pod chat-2 found no room for 60 s: one pod is replaced at a time"
 
 
 def test_the_status_announces_the_fallback_before_it_happens() -> None:
@@ -69,34 +69,34 @@ def test_the_status_announces_the_fallback_before_it_happens() -> None:
     assert first.replacement.max_surge == 1, "nothing has changed yet"
     status = {
         "targetRevision": "new",
-        "rollout": {"strategyChosen": first.chosen, "why": first.why},
+        "rollout": {"strategyChosen": first.strategy, "why": first.message},
     }
     second = chosen(rolling(waiting(61)), status)
-    assert (second.replacement, second.why) == (ONE_BY_ONE, first.why)
+    assert (second.replacement, second.message) == (ONE_BY_ONE, first.message)
     room_again = chosen(rolling(pod(ready=True)), status)
     assert room_again.replacement == ONE_BY_ONE, "kept to the end of the rollout"
     done = seen(pod(ready=True), live=deployment("new"))
-    assert chosen(done, status).chosen == "Surge"
+    assert chosen(done, status).strategy == "Surge"
     stale = chosen(rolling(waiting(61)), {**status, "targetRevision": "older"})
     assert stale.announced_only, "the next revision is announced anew"
 
 
 def test_one_replica_without_room_is_named_an_interruption() -> None:
-    assert "interrupts the service" in chosen(rolling(waiting(60), replicas=1)).why
+    assert "interrupts the service" in chosen(rolling(waiting(60), replicas=1)).message
 
 
 def test_a_rollout_that_becomes_an_interruption_says_so_before_it_goes_on() -> None:
     first = chosen(rolling(waiting(60)))
     status: Object = {
         "targetRevision": "new",
-        "rollout": {"strategyChosen": first.chosen, "why": first.why},
+        "rollout": {"strategyChosen": first.strategy, "why": first.message},
     }
-    assert "one pod is replaced at a time" in first.why
+    assert "one pod is replaced at a time" in first.message
     scaled = chosen(rolling(waiting(90), replicas=1), status)
     assert scaled.announced_only
-    shortage = first.why.partition(": ")[0]
-    assert scaled.why == f"{shortage}: this interrupts the service, it has one replica"
-    status["rollout"]["why"] = scaled.why
+    shortage = first.message.partition(": ")[0]
+    assert scaled.message == f"{shortage}: this interrupts the service, it has one replica"
+    status["rollout"]["why"] = scaled.message
     assert chosen(rolling(waiting(90), replicas=1), status).replacement == ONE_BY_ONE
 
 
@@ -104,18 +104,18 @@ def test_a_node_that_is_coming_is_waited_for() -> None:
     new = waiting(300)
     for reason in ("TriggeredScaleUp", "Nominated"):
         found = rolling(new, events=(event(new, reason, "pod triggered scale-up"),))
-        assert chosen(found).chosen == "Surge"
-        assert chosen(found, rollout={"progressDeadlineSeconds": 240}).chosen == "OneByOne"
+        assert chosen(found).strategy == "Surge"
+        assert chosen(found, rollout={"progressDeadlineSeconds": 240}).strategy == "OneByOne"
     other = rolling(new, events=(event(new, "FailedScheduling", "no"),))
-    assert chosen(other).chosen == "OneByOne"
+    assert chosen(other).strategy == "OneByOne"
     late = waiting(600)
     found = rolling(late, events=(event(late, "Nominated", "nominated"),))
-    assert chosen(found).chosen == "OneByOne"
+    assert chosen(found).strategy == "OneByOne"
 
 
 def test_fewer_old_pods_are_no_help_to_a_pod_that_fits_no_node() -> None:
     message = "0/3 nodes are available: 3 node(s) didn't match Pod's node affinity/selector."
-    assert chosen(rolling(waiting(3600, message))).chosen == "Surge"
+    assert chosen(rolling(waiting(3600, message))).strategy == "Surge"
 
 
 def test_old_pods_stay_where_no_node_has_what_the_new_ones_want() -> None:
@@ -124,31 +124,31 @@ def test_old_pods_stay_where_no_node_has_what_the_new_ones_want() -> None:
         "0/2 nodes are available: 2 Insufficient example.com/npu. no new claims to deallocate, "
         "preemption: 0/2 nodes are available: {} Preemption is not helpful for scheduling."
     )
-    assert chosen(rolling(waiting(3600, told.format("2")))).chosen == "Surge"
+    assert chosen(rolling(waiting(3600, told.format("2")))).strategy == "Surge"
     one_is_full = told.format("1 No preemption victims found for incoming pod, 1")
-    assert chosen(rolling(waiting(3600, one_is_full))).chosen == "OneByOne"
+    assert chosen(rolling(waiting(3600, one_is_full))).strategy == "OneByOne"
     other_order = told.format("1")[:-1] + ", 1 No preemption victims found for incoming pod."
-    assert chosen(rolling(waiting(3600, other_order))).chosen == "OneByOne"
+    assert chosen(rolling(waiting(3600, other_order))).strategy == "OneByOne"
 
 
 def test_a_quota_without_room_counts_at_once() -> None:
     full = seen(live=deployment("old"), quotas=(quota("4", "4"), quota("9", "1")))
     choice = chosen(full)
-    assert choice.chosen == "OneByOne"
-    assert choice.why.startswith("the quota leaves 0 nvidia.com/gpu, an extra pod needs 1")
+    assert choice.strategy == "OneByOne"
+    assert choice.message.startswith("the quota leaves 0 nvidia.com/gpu, an extra pod needs 1")
     free = seen(live=deployment("old"), quotas=(quota("4", "3"),))
-    assert chosen(free).chosen == "Surge"
+    assert chosen(free).strategy == "Surge"
     live = deployment("new")
     live["status"]["conditions"] = [
         {"type": "ReplicaFailure", "status": "True", "message": "exceeded quota: cpu"}
     ]
     refused = seen(pod(revision="old", ready=True), live=live)
-    assert chosen(refused).chosen == "OneByOne"
+    assert chosen(refused).strategy == "OneByOne"
 
 
 def test_surge_waits_and_recreate_happens_only_where_asked_for() -> None:
     stuck = rolling(waiting(9999))
-    assert chosen(stuck, rollout={"strategy": "Surge"}).chosen == "Surge"
+    assert chosen(stuck, rollout={"strategy": "Surge"}).strategy == "Surge"
     assert chosen(stuck, rollout={"strategy": "Recreate"}).replacement == RECREATE
     limits = chosen(rolling(), rollout={"maxSurge": 2, "maxUnavailable": 1}).replacement
     assert (limits.max_surge, limits.max_unavailable) == (2, 1)
@@ -156,28 +156,28 @@ def test_surge_waits_and_recreate_happens_only_where_asked_for() -> None:
 
 def test_without_an_extra_pod_the_limits_are_the_spec_s_own() -> None:
     choice = chosen(rolling(), rollout={"maxSurge": 0, "maxUnavailable": 2})
-    assert choice.chosen == "OneByOne"
-    assert choice.why == "rollout.maxSurge is 0: 2 pods are replaced at a time"
+    assert choice.strategy == "OneByOne"
+    assert choice.message == "rollout.maxSurge is 0: 2 pods are replaced at a time"
     assert not choice.announced_only, "the next pass would come at once, for ever"
     assert choice.replacement.body()["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 2}
 
 
 def test_once_the_spec_allows_an_extra_pod_none_is_taken_before_it_comes() -> None:
     first = chosen(rolling(), rollout={"maxSurge": 0, "maxUnavailable": 1})
-    rollout = {"strategyChosen": first.chosen, "why": first.why}
+    rollout = {"strategyChosen": first.strategy, "why": first.message}
     second = chosen(rolling(), {"targetRevision": "new", "rollout": rollout})
-    assert (second.chosen, second.replacement.max_unavailable) == ("Surge", 0)
+    assert (second.strategy, second.replacement.max_unavailable) == ("Surge", 0)
 
 
 def test_what_the_user_asked_for_is_named_an_interruption_too() -> None:
     in_place = chosen(rolling(replicas=1), rollout={"maxSurge": 0, "maxUnavailable": 1})
-    assert "interrupts the service" in in_place.why
-    assert "interrupts the service" in chosen(rolling(), rollout={"strategy": "Recreate"}).why
+    assert "interrupts the service" in in_place.message
+    assert "interrupts the service" in chosen(rolling(), rollout={"strategy": "Recreate"}).message
 
 
 def test_an_interruption_is_named_for_one_replica_alone() -> None:
     two = chosen(rolling(waiting(60), replicas=2))
-    assert two.why.endswith(": one pod is replaced at a time")
+    assert two.message.endswith(": one pod is replaced at a time")
 
 
 def test_only_a_new_pod_that_stays_unscheduled_shows_a_shortage() -> None:
@@ -188,15 +188,15 @@ def test_only_a_new_pod_that_stays_unscheduled_shows_a_shortage() -> None:
     old = waiting(3600)
     old["metadata"]["labels"]["serving.fairlead.dev/revision"] = "old"
     for one in (scheduled, deleting, old):
-        assert chosen(rolling(one)).chosen == "Surge"
+        assert chosen(rolling(one)).strategy == "Surge"
 
 
 def test_a_pod_s_age_is_its_wait_where_its_condition_has_no_time() -> None:
     stuck = waiting(0)
     del stuck["status"]["conditions"][0]["lastTransitionTime"]
-    assert chosen(rolling(stuck)).chosen == "OneByOne", "created ten minutes ago"
+    assert chosen(rolling(stuck)).strategy == "OneByOne", "created ten minutes ago"
     del stuck["metadata"]["creationTimestamp"]
-    assert chosen(rolling(stuck)).chosen == "Surge"
+    assert chosen(rolling(stuck)).strategy == "Surge"
 
 
 @pytest.mark.parametrize(
@@ -210,28 +210,28 @@ def test_a_pod_s_age_is_its_wait_where_its_condition_has_no_time() -> None:
 def test_only_a_quota_s_refusal_is_a_shortage(kind: str, status: str, message: str) -> None:
     live = deployment("new")
     live["status"]["conditions"] = [{"type": kind, "status": status, "message": message}]
-    assert chosen(seen(pod(revision="old", ready=True), live=live)).chosen == "Surge"
+    assert chosen(seen(pod(revision="old", ready=True), live=live)).strategy == "Surge"
 
 
 def test_a_refusal_of_the_last_revision_says_nothing_of_the_next() -> None:
     live = deployment("old")
     refusal = {"type": "ReplicaFailure", "status": "True", "message": "exceeded quota: cpu"}
     live["status"]["conditions"] = [refusal]
-    assert chosen(seen(pod(revision="old", ready=True), live=live)).chosen == "Surge"
+    assert chosen(seen(pod(revision="old", ready=True), live=live)).strategy == "Surge"
 
 
 def test_quotas_that_do_not_limit_the_accelerator_or_are_not_needed_say_nothing() -> None:
     other: Object = {"status": {"hard": {"requests.cpu": "1"}, "used": {"requests.cpu": "1"}}}
     unused: Object = {"status": {"hard": {"requests.nvidia.com/gpu": "1"}}}
     for quotas in ((), (other,), (unused,), ({},)):
-        assert chosen(seen(live=deployment("old"), quotas=quotas)).chosen == "Surge"
+        assert chosen(seen(live=deployment("old"), quotas=quotas)).strategy == "Surge"
     full = quota("0", "0")
     found = seen(live=deployment("old"), quotas=(full,))
-    assert chosen(found).chosen == "OneByOne"
+    assert chosen(found).strategy == "OneByOne"
     on_cpu: Object = {"resources": {"accelerator": {"count": 0}}}
-    assert choose(resource(**on_cpu), found, "new", 1, {}, NOW).chosen == "Surge"
+    assert choose(resource(**on_cpu), found, "new", 1, {}, NOW).strategy == "Surge"
     taken = seen(pod(revision="old", ready=True), live=deployment("new"), quotas=(full,))
-    assert chosen(taken).chosen == "Surge", "the extra pod is there and holds what is used"
+    assert chosen(taken).strategy == "Surge", "the extra pod is there and holds what is used"
 
 
 # -- turns
@@ -252,7 +252,7 @@ def one(name: str, **more: Any) -> Member:
 def allowed(fleet: list[Member], concurrency: int = 1, granted: tuple[str, ...] = ()) -> set[str]:
     given = {("ns", name) for name in granted}
     keys = [m.key for m in fleet if m.pending]
-    return {k[1] for k in keys if turn(k, fleet, concurrency, given).allowed}
+    return {k[1] for k in keys if decide_turn(k, fleet, concurrency, given).allowed}
 
 
 def test_deployments_roll_one_after_another() -> None:
@@ -269,31 +269,31 @@ def test_deployments_roll_one_after_another() -> None:
 
 def test_a_turn_that_is_not_seen_in_the_cluster_yet_counts() -> None:
     fleet = [one("a"), one("b")]
-    assert turn(("ns", "a"), fleet, 1, ()).allowed
-    waits = turn(("ns", "a"), fleet, 1, {("ns", "b")})
-    assert (waits.allowed, waits.held) == (False, False)
-    assert waits.why == "waits for its turn in the upgrade, after ns/b"
-    assert turn(("ns", "a"), fleet, 2, {("ns", "b")}).allowed
+    assert decide_turn(("ns", "a"), fleet, 1, ()).allowed
+    waits = decide_turn(("ns", "a"), fleet, 1, {("ns", "b")})
+    assert (waits.allowed, waits.is_held) == (False, False)
+    assert waits.message == "waits for its turn in the upgrade, after ns/b"
+    assert decide_turn(("ns", "a"), fleet, 2, {("ns", "b")}).allowed
 
 
 def test_a_deployment_that_is_not_there_yet_needs_no_turn() -> None:
     rolls = one("a", pending=False, takes_turn=True, ready=False)
-    assert turn(("ns", "new"), [rolls], 1, ()).allowed
-    assert not turn(("ns", "new"), [rolls], 0, ()).allowed
+    assert decide_turn(("ns", "new"), [rolls], 1, ()).allowed
+    assert not decide_turn(("ns", "new"), [rolls], 0, ()).allowed
 
 
 def test_what_was_not_ready_waits_for_the_ready_ones_that_roll() -> None:
     rolls = one("c", pending=False, takes_turn=True, ready=False)
-    waits = turn(("ns", "a"), [one("a", ready=False), rolls], 1, ())
+    waits = decide_turn(("ns", "a"), [one("a", ready=False), rolls], 1, ())
     assert not waits.allowed
-    assert waits.why == "waits until the Ready ones are upgraded, now ns/c"
+    assert waits.message == "waits until the Ready ones are upgraded, now ns/c"
 
 
 def test_the_first_that_fails_holds_the_rest() -> None:
     failed = one("a", pending=False, takes_turn=True, ready=False, failure="CrashLoop")
-    verdict = turn(("ns", "b"), [failed, one("b")], 5, ())
-    assert (verdict.allowed, verdict.held) == (False, True)
-    assert "ns/a failed with the new defaults (CrashLoop)" in verdict.why
+    verdict = decide_turn(("ns", "b"), [failed, one("b")], 5, ())
+    assert (verdict.allowed, verdict.is_held) == (False, True)
+    assert "ns/a failed with the new defaults (CrashLoop)" in verdict.message
 
 
 def test_what_was_not_ready_or_is_idle_rolls_last_and_holds_nobody() -> None:
@@ -306,7 +306,7 @@ def test_what_was_not_ready_or_is_idle_rolls_last_and_holds_nobody() -> None:
 def fleet_member(status: Object, **annotations: str) -> Member:
     live = deployment("new")
     live["metadata"]["annotations"] = annotations
-    return member(live, {"spec": {}, "status": status}, "d1", NOW)
+    return member_of(live, {"spec": {}, "status": status}, "d1", NOW)
 
 
 def test_a_deployment_is_judged_by_its_marks_and_its_own_status() -> None:
@@ -334,14 +334,14 @@ def test_a_deployment_is_judged_by_its_marks_and_its_own_status() -> None:
 
 def test_a_deployment_without_pods_is_idle_and_so_is_a_paused_one() -> None:
     def idle(spec: Object, replicas: int) -> bool:
-        return member(deployment(replicas=replicas), {"spec": spec}, "d1", NOW).idle
+        return member_of(deployment(replicas=replicas), {"spec": spec}, "d1", NOW).idle
 
     assert idle({"paused": True}, 1)
     assert idle({}, 0)
     assert not idle({}, 1)
     unset = deployment()
     del unset["spec"]["replicas"]
-    assert not member(unset, {"spec": {}}, "d1", NOW).idle, "one by default"
+    assert not member_of(unset, {"spec": {}}, "d1", NOW).idle, "one by default"
 
 
 @pytest.mark.parametrize(
@@ -357,13 +357,13 @@ def test_a_rollout_past_its_deadline_failed_unless_it_is_ready_after_all(
 ) -> None:
     live = deployment("new")
     live["status"]["conditions"] = [{"type": kind, "reason": reason, "status": "False"}]
-    assert member(live, {}, "d1", NOW).failure == failure
+    assert member_of(live, {}, "d1", NOW).failure == failure
     ready = {
         "targetRevision": "new",
         "rollout": {"phase": "Complete"},
         "conditions": [{"type": "Ready", "status": "True"}],
     }
-    assert member(live, {"status": ready}, "d1", NOW).failure == ""
+    assert member_of(live, {"status": ready}, "d1", NOW).failure == ""
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fairlead_operator.decide.pods.blockers import NORMAL, Blocker, find
-from fairlead_operator.decide.pods.observed import Observed
+from fairlead_operator.decide.pods.observed import Snapshot
 from fairlead_operator.decide.pods.probe_results import ProbeResults
 from fairlead_operator.decide.status import Capacity
 from fairlead_operator.reconcile import judge
@@ -114,7 +114,7 @@ def judged(*pods: Object, replicas: int = 1, **results: Any) -> list[tuple[str, 
         for p in pods
         if any(c["type"] == "Ready" for c in p["status"]["conditions"])
     ]
-    seen = Observed((deployment(),), pods, ({"endpoints": endpoints},), (), ())
+    seen = Snapshot((deployment(),), pods, ({"endpoints": endpoints},), (), ())
     planned = results.pop("planned", Capacity())
     found = judge(resource(), seen, ProbeResults(**results), "new", replicas, planned, (), {})
     return [(one.code, one.message) for one in found]

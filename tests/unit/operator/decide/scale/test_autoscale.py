@@ -197,7 +197,7 @@ def test_after_a_restart_growing_is_immediate() -> None:
 def test_without_data_it_holds(known: dict[str, Sample]) -> None:
     decision = decide(POLICY, History(), known, Supply(5, names(5)), 1000.0)
     assert decision.replicas == 5
-    assert "no fresh metrics" in decision.why
+    assert "no fresh metrics" in decision.message
 
 
 def test_old_data_alone_moves_nothing_either_way() -> None:
@@ -264,7 +264,7 @@ def test_every_limit_is_recorded_with_before_and_after() -> None:
     entry = decision.entry("2026-01-01T00:00:00Z")
     assert (entry["from"], entry["to"], entry["raw"], entry["supply"]) == (6, 7, 50, 6)
     assert entry["clamps"][0] == {"name": "maxReplicas", "before": 50, "after": 8}
-    assert "5000 requests at 100 a pod ask for 50; maxReplicas 50 → 8" in decision.why
+    assert "5000 requests at 100 a pod ask for 50; maxReplicas 50 → 8" in decision.message
 
 
 def test_where_a_bound_decides_no_other_limit_is_named_and_nothing_changes_with_time() -> None:
@@ -314,7 +314,7 @@ def test_an_unset_target_is_what_a_pod_holds_of_typical_requests(
     )
     policy = Policy.of(autoscaling, target)
     limits = Policy(1, 8, target.requests, 0.1, 7, 3, 9, 2)
-    assert dataclasses.replace(policy, target_why="", target_inputs={}) == limits
+    assert dataclasses.replace(policy, target_formula="", target_inputs={}) == limits
 
 
 def test_a_typical_request_is_the_mean_of_all_pods_once_a_hundred_have_finished() -> None:
@@ -335,7 +335,7 @@ def test_each_decision_shows_the_arithmetic_of_its_target() -> None:
     )
     unknown = Policy.of(Autoscaling(), target_of(None, 256, 0, None))
     decision = decide(unknown, History(), samples({"a": 600}, 0), Supply(1, ("a",)), 0)
-    assert "at 256 a pod (maxRequests 256: the capacity of a pod is not known)" in decision.why
+    assert "at 256 a pod (maxRequests 256: the capacity of a pod is not known)" in decision.message
 
 
 POLICIES = st.builds(
