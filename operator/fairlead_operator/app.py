@@ -36,7 +36,7 @@ from fairlead_operator.resource.kinds import (
     Kind,
     Object,
     key_of,
-    watched,
+    watched_kinds,
 )
 from fairlead_operator.resource.settings import Settings
 from fairlead_operator.workqueue import WorkQueue
@@ -71,7 +71,7 @@ class Operator:
             metrics,
             environ,
         )
-        self._kinds = watched(claims=settings.create_model_cache)
+        self._kinds = watched_kinds(claims=settings.create_model_cache)
         self._store = Store()
         self._gone: frozenset[str] = frozenset()  # namespaces that the last lists did not find
 
@@ -134,7 +134,7 @@ class Operator:
             return None
         with self._metrics.duration.time():
             try:
-                again = await self._reconciler(key)
+                requeue_after = await self._reconciler(key)
             except FencedError:
                 return None
             except Exception as error:
@@ -144,7 +144,7 @@ class Operator:
                     log.exception("a pass failed", extra={"key": str(key)})
                 raise
         self._metrics.reconciles.labels("ok").inc()
-        return again
+        return requeue_after
 
     def _may_work(self) -> bool:
         """Taking over wakes every key, and so does the end of the first lists."""
@@ -214,11 +214,11 @@ class Operator:
 
     async def _relist(self, watches: Watches) -> None:
         while True:
-            good, gone = await self._list_all()
+            is_complete, gone = await self._list_all()
             watches.leave_out(gone)
-            if good:
+            if is_complete:
                 self._health.ready = True
-            await asyncio.sleep(RELIST_SECONDS if good else RELIST_RETRY_SECONDS)
+            await asyncio.sleep(RELIST_SECONDS if is_complete else RELIST_RETRY_SECONDS)
 
     async def _list_all(self) -> tuple[bool, frozenset[str]]:
         """Whether everything was listed, and the namespaces in which every kind is refused.
@@ -244,30 +244,30 @@ class Operator:
         self._gone = gone
         return failed <= gone, gone
 
-    async def _compared(self, kind: Kind, namespace: str) -> tuple[list[Object], int]:
+    async def _newest_list(self, kind: Kind, namespace: str) -> tuple[list[Object], int]:
         """The list as it is now. Watches cover what is held well, so that only versions are
         listed, and whole objects are read where they differ.
         """
-        if not self._store.listed(kind, namespace):
+        if not self._store.has_list(kind, namespace):
             return await self._cluster.list(kind, namespace)
         versions, version = await self._cluster.versions(kind, namespace)
-        differing = self._store.differing(kind, namespace, versions, version)
-        if differing is None or len(differing) > READ_SINGLY:
+        stale_keys = self._store.stale_keys(kind, namespace, versions, version)
+        if stale_keys is None or len(stale_keys) > READ_SINGLY:
             return await self._cluster.list(kind, namespace)
-        read = {key: await self._cluster.listed(kind, key) for key in differing}
+        read = {key: await self._cluster.list_one(kind, key) for key in stale_keys}
         bodies = [read[k] if k in read else self._store.get(kind, k) for k in versions]
         return [body for body in bodies if body is not None], version
 
     async def _list(self, kind: Kind, namespace: str) -> ApiError | None:
         try:
-            bodies, version = await self._compared(kind, namespace)
+            bodies, version = await self._newest_list(kind, namespace)
         except ApiError as error:
             self._metrics.errors.labels("list").inc()
             return error
-        was = self._store.synced(self._kinds)
+        was_synced = self._store.synced(self._kinds)
         for body in self._store.replace(kind, namespace, bodies, version):
             self._wake_for(kind, body)
-        if not was and self._store.synced(self._kinds):
+        if not was_synced and self._store.synced(self._kinds):
             self._wake_all()
         return None
 

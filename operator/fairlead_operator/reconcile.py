@@ -16,7 +16,7 @@ from fairlead_operator.cluster.client import Cluster
 from fairlead_operator.cluster.observe import observe
 from fairlead_operator.decide import release
 from fairlead_operator.decide.children import claims
-from fairlead_operator.decide.children.allowlists import not_allowed
+from fairlead_operator.decide.children.allowlists import allowlist_blockers
 from fairlead_operator.decide.children.capacity import PlanError, capacity_of, with_measured
 from fairlead_operator.decide.children.diff import (
     Apply,
@@ -117,17 +117,19 @@ class _Outcome:
 
 
 class Reconciler:
-    """``__call__`` is the work of the queue. ``probed``: the prober's results, by key and uid."""
+    """Work of the queue: ``__call__`` is one pass over one resource. ``results_of``: the prober's
+    results, by key and uid.
+    """
 
     def __init__(
         self,
         cluster: Cluster,
-        probed: Callable[[Key, str], ProbeResults | None],
+        results_of: Callable[[Key, str], ProbeResults | None],
         settings: Settings,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._cluster, self._probed, self._settings = cluster, probed, settings
+        self._cluster, self._results_of, self._settings = cluster, results_of, settings
         self._now, self._clock = now, clock
         self._upgrades = Upgrades(cluster, settings, now)
         self._scaling: Memory[ScalingMemory] = Memory()
@@ -145,7 +147,7 @@ class Reconciler:
         try:
             return await self._pass(key)
         finally:
-            self._upgrades.done(key)
+            self._upgrades.finish(key)
 
     async def _pass(self, key: Key) -> float | None:
         body = self._cluster.store.get(RESOURCE, key)
@@ -198,7 +200,7 @@ class Reconciler:
 
     async def _observe(self, key: Key, body: Object, resource: InferenceDeployment) -> _Observation:
         uid = resource.uid
-        results = self._probed(key, uid) or ProbeResults()
+        results = self._results_of(key, uid) or ProbeResults()
         memory = self._scaling.get(key, uid)
         if memory is None:
             memory = ScalingMemory.first(body.get("status") or {}, self._clock())
@@ -225,7 +227,9 @@ class Reconciler:
         choice = choose(
             resource, snapshot, revision, scaling.replicas, observation.status, self._now()
         )
-        refusals = not_allowed(resource, self._settings) + claims.never_shared(resource, snapshot)
+        refusals = allowlist_blockers(resource, self._settings) + claims.new_claim_blockers(
+            resource, snapshot
+        )
         manifests = self._render(observation, scaling.replicas, choice.replacement)
         writes = self._writes(key, manifests, snapshot.children, resource.uid)
         return _Decision(drained, capacity, scaling, choice, refusals, writes)
@@ -462,7 +466,7 @@ class Reconciler:
         if body is not None:
             store.take(kind, body, asked_at)
         elif cached is not None:
-            store.deleted(kind, cached)
+            store.mark_deleted(kind, cached)
         return body
 
     async def _explain_conflict(self, step: Apply) -> list[Blocker]:
@@ -570,8 +574,8 @@ def judge(
         surging=surging,
         downloads=downloads.messages(results.downloads, snapshot.pods, status),
     )
-    reasons += blockers.of_failed(snapshot.failed, snapshot.pods, revision, replicas)
-    reasons += claims.not_shared(resource, snapshot, revision, replicas)
+    reasons += blockers.failed_pod_blockers(snapshot.failed, snapshot.pods, revision, replicas)
+    reasons += claims.claim_blockers(resource, snapshot, revision, replicas)
     body = capacity.body
     if body is not None and body.get("fits") is False and not snapshot.ready_pods():
         reasons.append(blocker("DoesNotFit", about, str(body.get("message", ""))))

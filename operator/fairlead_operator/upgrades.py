@@ -71,7 +71,7 @@ class Upgrades:
         self._granting = asyncio.Lock()
 
     async def target(self, resource: InferenceDeployment, live: Object | None) -> Target:
-        """The template for this pass. A turn it takes lasts until ``done``."""
+        """The template for this pass. A turn it takes lasts until ``finish``."""
         key = (resource.namespace, resource.name)
         template = self._template(key, resource, self._settings)
         deadlines = Deadlines.of(resource)
@@ -115,7 +115,7 @@ class Upgrades:
             template = pod_template(resource, self._settings, deadlines)
         return Target(template, merged_marks)
 
-    def done(self, key: Key) -> None:
+    def finish(self, key: Key) -> None:
         """The pass is over: what it wrote can be seen in the cluster."""
         self._granted.discard(key)
 

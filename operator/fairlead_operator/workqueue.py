@@ -102,10 +102,10 @@ class WorkQueue(Generic[K]):
                     await self._rescheduled.wait()
 
     async def _serve(self, key: K) -> None:
-        again: float | None = None
+        requeue_after: float | None = None
         failure: Exception | None = None
         try:
-            again = await self._work(key)
+            requeue_after = await self._work(key)
         except Exception as error:  # noqa: BLE001 - one resource's failure must not stop the others
             failure = error
         woken_for = self._active.pop(key)
@@ -113,8 +113,8 @@ class WorkQueue(Generic[K]):
             self._back_off(key, failure)
             return
         self._failures.pop(key, None)
-        if again is not None:
-            self.wake(key, again)
+        if requeue_after is not None:
+            self.wake(key, requeue_after)
         if woken_for is not None:
             self.wake(key, woken_for - self._clock())
 

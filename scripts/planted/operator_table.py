@@ -8,7 +8,7 @@ LOAD_TESTS = ("unit/operator/decide/pods/test_load.py",)
 BUGS = (
     PackageBug(
         "a timestamp is taken for the value",
-        "fairlead_operator.decide.pods.load:_of_head",
+        "fairlead_operator.decide.pods.load:_parse_head",
         "if number == 0 and timestamp is None else None",
         "if number is not None else None",
         LOAD_TESTS,
@@ -22,21 +22,21 @@ BUGS = (
     ),
     PackageBug(
         "the first failed mount is reported, not the last",
-        "fairlead_operator.decide.pods.blockers:_of_pod",
+        "fairlead_operator.decide.pods.blockers:_pod_blockers",
         "mounts[-1]",
         "mounts[0]",
         ("unit/operator/decide/pods/test_blocker_codes.py",),
     ),
     PackageBug(
         "a quota that needs a request is not named",
-        "fairlead_operator.decide.pods.blockers:_of_deployment",
+        "fairlead_operator.decide.pods.blockers:_deployment_blockers",
         'if "exceeded quota" in message or "must specify" in message',
         'if "exceeded quota" in message',
         ("unit/operator/decide/pods/test_blocker_codes.py",),
     ),
     PackageBug(
         "quota and refusal are swapped",
-        "fairlead_operator.decide.pods.blockers:_of_deployment",
+        "fairlead_operator.decide.pods.blockers:_deployment_blockers",
         (
             '                "QuotaExceeded"\n'
             '                if "exceeded quota" in message or "must specify" in message\n'
@@ -174,8 +174,8 @@ BUGS = (
     PackageBug(
         "failures are never forgotten",
         "fairlead_operator.workqueue:WorkQueue._serve",
-        "        self._failures.pop(key, None)\n        if again is not None:",
-        "        if again is not None:",
+        "        self._failures.pop(key, None)\n        if requeue_after is not None:",
+        "        if requeue_after is not None:",
         ("unit/operator/test_workqueue.py",),
     ),
     PackageBug(
@@ -216,8 +216,8 @@ BUGS = (
     PackageBug(
         "a model's claim is mounted in no container",
         "fairlead_operator.decide.children.podtemplate:_mounts",
-        'if runtime and spec.model.where.kind == "pvc":',
-        'if not runtime and spec.model.where.kind == "pvc":',
+        'if runtime and spec.model.origin.kind == "pvc":',
+        'if not runtime and spec.model.origin.kind == "pvc":',
         ("unit/operator/decide/children/test_manifest_edges.py",),
     ),
     PackageBug(
@@ -293,7 +293,7 @@ BUGS = (
     PackageBug(
         "a node that is coming is not waited for",
         "fairlead_operator.decide.children.rollout:_unscheduled",
-        "patience = min(deadline, NODE_SECONDS) if expected else ROOM_SECONDS",
+        "patience = min(deadline, NODE_SECONDS) if is_nominated else ROOM_SECONDS",
         "patience = ROOM_SECONDS",
         ("unit/operator/decide/children/test_rollout.py",),
     ),
@@ -355,7 +355,7 @@ BUGS = (
     ),
     PackageBug(
         "a turn lasts for ever",
-        "fairlead_operator.upgrades:Upgrades.done",
+        "fairlead_operator.upgrades:Upgrades.finish",
         "        self._granted.discard(key)\n",
         "        pass\n",
         ("unit/operator/test_upgrades.py",),
@@ -426,8 +426,8 @@ BUGS = (
     PackageBug(
         "a list ends with its first page",
         "fairlead_operator.cluster.client:Cluster._pages",
-        'if not (more := answer["metadata"].get("continue")):',
-        'if more := answer["metadata"].get("continue"):',
+        'if not (continue_token := answer["metadata"].get("continue")):',
+        'if continue_token := answer["metadata"].get("continue"):',
         ("unit/operator/cluster/test_client.py",),
     ),
     PackageBug(
@@ -460,7 +460,7 @@ BUGS = (
     ),
     PackageBug(
         "a deletion that was undone brings the object back",
-        "fairlead_operator.cluster.cache:Store.deleted",
+        "fairlead_operator.cluster.cache:Store.mark_deleted",
         "if cached is None or version_of(cached) <= version_of(body):",
         "if False:",
         ("unit/operator/cluster/test_store.py",),
@@ -474,7 +474,7 @@ BUGS = (
     ),
     PackageBug(
         "an object of the listed version is read again",
-        "fairlead_operator.cluster.cache:Store.differing",
+        "fairlead_operator.cluster.cache:Store.stale_keys",
         "version_of(objects[key]) < listed_version",
         "version_of(objects[key]) <= listed_version",
         ("unit/operator/cluster/test_store.py",),
@@ -488,14 +488,14 @@ BUGS = (
     ),
     PackageBug(
         "a lease of another is free at once",
-        "fairlead_operator.cluster.lease:Election._free",
+        "fairlead_operator.cluster.lease:Election._is_free",
         "self._observation.at > duration",
         "self._observation.at >= 0",
         ("unit/operator/cluster/test_lease.py",),
     ),
     PackageBug(
         "a Lease read again is new each time",
-        "fairlead_operator.cluster.lease:Election._free",
+        "fairlead_operator.cluster.lease:Election._is_free",
         "if self._observation is None or self._observation.version != version:",
         "if True:",
         ("unit/operator/cluster/test_lease.py",),
@@ -552,7 +552,7 @@ BUGS = (
     PackageBug(
         "a failed canary is due again",
         "fairlead_operator.probe.prober:Prober.__call__",
-        "canaries_due=due - before.canary_failures.keys()",
+        "canaries_due=due - previous.canary_failures.keys()",
         "canaries_due=due",
         ("unit/operator/probe/test_prober.py",),
     ),
@@ -566,7 +566,7 @@ BUGS = (
     PackageBug(
         "a canary is sent again after it went through",
         "fairlead_operator.probe.canaries:Canaries.__call__",
-        " or uid in before.canaries:",
+        " or uid in previous.canaries:",
         ":",
         ("unit/operator/probe/test_prober.py",),
     ),
@@ -685,7 +685,7 @@ BUGS = (
     PackageBug(
         "the end of the last blocker is silent",
         "fairlead_operator.decide.pods.events:changes",
-        "    if before and not now:",
+        "    if old_blockers and not new_blockers:",
         "    if False:",
         ("unit/operator/decide/pods/test_events.py",),
     ),

@@ -50,7 +50,7 @@ class Store:
         self._listed: dict[tuple[str, str], int] = {}
         self._older_since: dict[tuple[str, str], float] = {}  # the first of several older lists
         self._synced: set[str] = set()
-        self._parsed: Memo[InferenceDeployment] = Memo(_parse)
+        self._resources: Memo[InferenceDeployment] = Memo(_parse)
 
     def get(self, kind: Kind, key: Key) -> Object | None:
         return self._objects.get(kind.name, {}).get(key)
@@ -59,7 +59,7 @@ class Store:
         """A body of our kind as a value. Raises ResourceError."""
         meta = body["metadata"]
         identity = {name: meta.get(name) for name in ("name", "namespace", "uid", "generation")}
-        return self._parsed(key_of(body), {**body, "metadata": identity, "status": None})
+        return self._resources(key_of(body), {**body, "metadata": identity, "status": None})
 
     def all(self, kind: Kind) -> list[Object]:
         return list(self._objects.get(kind.name, {}).values())
@@ -100,7 +100,7 @@ class Store:
             # The same version is taken: an object that only lost our label still exists.
             return False
         self._drop(kind, key)
-        self._objects.setdefault(kind.name, {})[key] = trimmed(kind, body)
+        self._objects.setdefault(kind.name, {})[key] = trim(kind, body)
         if resource := resource_of(body):
             self._children.setdefault(kind.name, {}).setdefault(resource, set()).add(key)
         if kind is EVENT and (about := _about(body)):
@@ -133,7 +133,7 @@ class Store:
         self._bury(kind, key, version)
         return cached is not None
 
-    def deleted(self, kind: Kind, body: Object) -> None:
+    def mark_deleted(self, kind: Kind, body: Object) -> None:
         """Take the answer to our own deletion of this version: nothing up to it comes back from an
         old list.
         """
@@ -141,11 +141,11 @@ class Store:
         if cached is None or version_of(cached) <= version_of(body):
             self._bury(kind, key_of(body), version_of(body) + 1)
 
-    def listed(self, kind: Kind, namespace: str) -> bool:
+    def has_list(self, kind: Kind, namespace: str) -> bool:
         """Whether a whole list was taken before."""
         return (kind.name, namespace) in self._listed
 
-    def differing(
+    def stale_keys(
         self, kind: Kind, namespace: str, versions: Mapping[Key, int], version: int
     ) -> list[Key] | None:
         """Objects of a list of versions that are not held as new; None if the list is older than
@@ -207,7 +207,7 @@ class Store:
     def _bury(self, kind: Kind, key: Key, version: int) -> None:
         self._drop(kind, key)
         if kind is RESOURCE:
-            self._parsed.forget(key)
+            self._resources.forget(key)
         self._graves.setdefault(kind.name, {})[key] = (version, self._clock())
 
     def _drop(self, kind: Kind, key: Key) -> None:
@@ -254,7 +254,7 @@ def _discard(index: dict[K, set[Key]], entry: K, key: Key) -> None:
         del index[entry]
 
 
-def trimmed(kind: Kind, body: Object) -> Object:
+def trim(kind: Kind, body: Object) -> Object:
     """Without the fields that no decision reads, and with the kind that items of a list lack.
 
     ``managedFields``, often the larger half of an object, keeps the managers that applied it.
@@ -276,18 +276,18 @@ def trimmed(kind: Kind, body: Object) -> Object:
             for name in ("initContainerStatuses", "containerStatuses")
             if name in status
         }
-    interned: Object = _interned(slim)
+    interned: Object = _intern(slim)
     return interned
 
 
-def _interned(value: Any) -> Any:
+def _intern(value: Any) -> Any:
     """The same JSON with each text once in memory: objects of one kind have the same keys, and
     those of one resource the same names and labels. It halves the memory of a fleet.
     """
     if isinstance(value, dict):
-        return {sys.intern(key): _interned(item) for key, item in value.items()}
+        return {sys.intern(key): _intern(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_interned(item) for item in value]
+        return [_intern(item) for item in value]
     return sys.intern(value) if type(value) is str else value
 
 

@@ -16,7 +16,7 @@ import aiohttp
 from kubernetes.aio.client import ApiClient, Configuration
 from kubernetes.aio.config import load_incluster_config, load_kube_config
 
-from fairlead_operator.cluster.cache import Store, trimmed
+from fairlead_operator.cluster.cache import Store, trim
 from fairlead_operator.errors import ApiError, FencedError
 from fairlead_operator.metrics import Metrics
 from fairlead_operator.resource.kinds import (
@@ -105,7 +105,7 @@ class Cluster:
         bodies: list[Object] = []
         version = 0
         async for items, at in self._pages(kind, namespace, PAGE, JSON):
-            bodies += [trimmed(kind, body) for body in items]
+            bodies += [trim(kind, body) for body in items]
             version = version or at
         return bodies, version
 
@@ -120,14 +120,14 @@ class Cluster:
             version = version or at
         return versions, version
 
-    async def listed(self, kind: Kind, key: Key) -> Object | None:
+    async def list_one(self, kind: Kind, key: Key) -> Object | None:
         """One object as ``list`` returns it. It is asked for as a list of its name: of the objects
         that the operator only looks at, the chart grants no other right.
         """
         namespace, name = key
         async for items, _ in self._pages(kind, namespace, PAGE, JSON, f"metadata.name={name}"):
             for body in items:
-                return trimmed(kind, body)
+                return trim(kind, body)
         return None
 
     async def _pages(
@@ -136,8 +136,8 @@ class Cluster:
         """The pages of one list, all of the same version, and that version. ``fields`` selects in
         addition to the kind's own selectors.
         """
-        both = ",".join(selector for selector in (kind.fields, fields) if selector)
-        selectors = {"labelSelector": kind.labels, "fieldSelector": both}
+        field_selector = ",".join(selector for selector in (kind.fields, fields) if selector)
+        selectors = {"labelSelector": kind.labels, "fieldSelector": field_selector}
         query = {name: text for name, text in selectors.items() if text} | {"limit": str(limit)}
         while True:
             answer = await self.call("list", "GET", kind.path(namespace), query, accept=accept)
@@ -146,9 +146,9 @@ class Cluster:
             if not isinstance(items, list) or not version:
                 raise ApiError(200, "BadAnswer", f"the answer for {kind.plural} is not a list")
             yield items, version
-            if not (more := answer["metadata"].get("continue")):
+            if not (continue_token := answer["metadata"].get("continue")):
                 return
-            query["continue"] = more
+            query["continue"] = continue_token
 
     async def get(self, kind: Kind, key: Key) -> Object | None:
         try:
@@ -179,14 +179,14 @@ class Cluster:
     async def patch(self, kind: Kind, body: Object, operations: Sequence[Object]) -> None:
         """A JSON patch of exactly the version that was read."""
         meta = body["metadata"]
-        exactly = {
+        precondition = {
             "op": "test",
             "path": "/metadata/resourceVersion",
             "value": meta["resourceVersion"],
         }
         path = kind.path(meta["namespace"], meta["name"])
         query = {"fieldManager": MANAGER}
-        await self.call("apply", "PATCH", path, query, [exactly, *operations], JSON_PATCH)
+        await self.call("apply", "PATCH", path, query, [precondition, *operations], JSON_PATCH)
 
     async def delete(self, kind: Kind, body: Object) -> None:
         """Delete exactly the version that was read; a changed object gives 409.
@@ -195,8 +195,8 @@ class Cluster:
         twice.
         """
         meta = body["metadata"]
-        exactly = {"uid": meta["uid"], "resourceVersion": meta["resourceVersion"]}
-        options = {"preconditions": exactly, "propagationPolicy": "Background"}
+        preconditions = {"uid": meta["uid"], "resourceVersion": meta["resourceVersion"]}
+        options = {"preconditions": preconditions, "propagationPolicy": "Background"}
         try:
             await self.call(
                 "delete", "DELETE", kind.path(meta["namespace"], meta["name"]), body=options
@@ -204,7 +204,7 @@ class Cluster:
         except ApiError as error:
             if error.code != 404:
                 raise
-        self.store.deleted(kind, body)
+        self.store.mark_deleted(kind, body)
 
     async def set_status(self, resource: Object, status: Object) -> None:
         """Replace the status of exactly the version that was read; a changed resource gives 409.

@@ -77,7 +77,7 @@ class Election:
             await self._write(self._mine, began)
             return
         lease = await self._api.get(LEASE, self._key)
-        if lease is None or self._free(lease):
+        if lease is None or self._is_free(lease):
             await self._write(lease, began)
         else:
             self._warn_of_another_release(lease)
@@ -123,7 +123,7 @@ class Election:
             self._serves,
         )
 
-    def _free(self, lease: Object) -> bool:
+    def _is_free(self, lease: Object) -> bool:
         """Without a holder, expired by our clock, or our own from before a restart."""
         spec = lease.get("spec") or {}
         version = lease["metadata"]["resourceVersion"]

@@ -71,7 +71,7 @@ def read_resource(file: str) -> Any:
 
 
 def _config(config_path: str | None, deployment: InferenceDeployment) -> Mapping[str, Any]:
-    source = deployment.spec.model.where
+    source = deployment.spec.model.origin
     if config_path is not None:
         text = _read_config(Path(config_path))
     elif source.kind == "demo":

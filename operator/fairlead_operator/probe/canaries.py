@@ -36,10 +36,10 @@ class Canaries:
         key, uid = pod_key
         body = self._store.get(RESOURCE, key)
         owner = "" if body is None else body["metadata"]["uid"]
-        before = self._results.get(key, owner)
+        previous = self._results.get(key, owner)
         running = observe(self._store, key, owner).running_pods()
         pod = next((p for p in running if p["metadata"]["uid"] == uid), None)
-        if before is None or pod is None or uid in before.canaries:
+        if previous is None or pod is None or uid in previous.canaries:
             return None  # the prober asks again when the pod serves again
         error = ""
         try:
@@ -52,13 +52,13 @@ class Canaries:
         failures = {
             name: failure for name, failure in results.canary_failures.items() if name != uid
         }
-        after = replace(
+        next_results = replace(
             results,
             canaries=results.canaries if error else results.canaries | {uid},
             canary_failures={**failures, uid: error} if error else failures,
             canaries_due=results.canaries_due - {uid},
         )
-        self._results.put(key, owner, after)
-        if not after.shows_as(results):
+        self._results.put(key, owner, next_results)
+        if not next_results.shows_as(results):
             self._wake(key)
         return RETRY_SECONDS if error else None

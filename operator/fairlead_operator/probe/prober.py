@@ -16,7 +16,14 @@ from fairlead_operator.cluster.cache import Store
 from fairlead_operator.cluster.observe import observe
 from fairlead_operator.decide.children.manifests import revision_of
 from fairlead_operator.decide.pods import downloads, startup
-from fairlead_operator.decide.pods.load import SERIES, LoadError, Sample, lines_of, parse, served
+from fairlead_operator.decide.pods.load import (
+    SERIES,
+    LoadError,
+    Sample,
+    lines_of,
+    parse,
+    parse_served,
+)
 from fairlead_operator.decide.pods.observed import Snapshot
 from fairlead_operator.decide.pods.pod import address_of
 from fairlead_operator.decide.pods.probe_results import ProbeResults
@@ -70,11 +77,11 @@ class Prober:
         live = snapshot.deployment
         serving = [] if live is None else snapshot.serving(revision_of(live))
         fetching = downloads.fetching(snapshot.pods)
-        before = self._of(resource).of_pods(_uids(snapshot.pods), _uids(fetching))
-        self._results.put(key, resource.uid, before)
+        previous = self._of(resource).of_pods(_uids(snapshot.pods), _uids(fetching))
+        self._results.put(key, resource.uid, previous)
 
-        due = _uids(serving) - before.canaries
-        self._learn(resource, canaries_due=due - before.canary_failures.keys())
+        due = _uids(serving) - previous.canaries
+        self._learn(resource, canaries_due=due - previous.canary_failures.keys())
         for uid in due:
             self._send_canary((key, uid))
         async with asyncio.TaskGroup() as group:
@@ -85,7 +92,7 @@ class Prober:
             group.create_task(self._downloads(resource, fetching))
         self._learn(resource, complete=True)
         results = self._of(resource)
-        if not results.shows_as(before):
+        if not results.shows_as(previous):
             self._wake(key)
         if any(p["metadata"]["uid"] not in results.downloads for p in fetching):
             return RETRY_SECONDS
@@ -120,7 +127,7 @@ class Prober:
         results = self._of(resource)
         self._learn(
             resource,
-            samples={**results.samples, uid: Sample(load, self._clock(), served(text, name))},
+            samples={**results.samples, uid: Sample(load, self._clock(), parse_served(text, name))},
             startups={**results.startups, uid: parts},
         )
 
@@ -159,7 +166,7 @@ class Prober:
         if self._of(resource).config is not None:
             return
         try:
-            config: Mapping[str, Any] | None = await self._hub.config(model.where, model.revision)
+            config: Mapping[str, Any] | None = await self._hub.config(model.origin, model.revision)
         except HubError as error:
             config = await self._config_of_pods(snapshot)
             if config is None:

@@ -70,7 +70,7 @@ WATCHED = (RESOURCE, DEPLOYMENT, SERVICE, BUDGET, POLICY, POD, SLICE, QUOTA, EVE
 BY_NAME: Mapping[str, Kind] = {kind.name: kind for kind in (*WATCHED, CLAIM, LEASE)}
 
 
-def watched(*, claims: bool) -> tuple[Kind, ...]:
+def watched_kinds(*, claims: bool) -> tuple[Kind, ...]:
     """The kinds to watch; claims only where the chart's ``modelCache.create`` grants the verbs."""
     return (*WATCHED, CLAIM) if claims else WATCHED
 

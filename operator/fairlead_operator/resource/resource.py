@@ -254,7 +254,7 @@ RULES: tuple[Rule, ...] = (
     ),
     (
         "spec.model.revision",
-        lambda s, _: bool(s.model.revision) and s.model.where.kind != "hf",
+        lambda s, _: bool(s.model.revision) and s.model.origin.kind != "hf",
         (
             "model.revision is for a hub model, demo:, pvc:// and file:// have no revisions: "
             "remove it"

@@ -82,19 +82,22 @@ class Settings:
     @property
     def proxies(self) -> dict[str, str]:
         """By scheme, as urllib has them."""
-        named = {"http": self.http_proxy, "https": self.https_proxy, "no": self.no_proxy}
-        return {name: value for name, value in named.items() if value}
+        proxies = {"http": self.http_proxy, "https": self.https_proxy, "no": self.no_proxy}
+        return {name: value for name, value in proxies.items() if value}
 
     @property
     def proxy_environment(self) -> dict[str, str]:
         """In both spellings, as libraries read one or the other."""
-        named = {
+        variables = {
             "HTTP_PROXY": self.http_proxy,
             "HTTPS_PROXY": self.https_proxy,
             "NO_PROXY": self.no_proxy,
         }
         return {
-            spelt: value for name, value in named.items() for spelt in (name, name.lower()) if value
+            spelt: value
+            for name, value in variables.items()
+            for spelt in (name, name.lower())
+            if value
         }
 
     @property

@@ -71,7 +71,7 @@ class Model:
     trust_remote_code: bool = False
 
     @property
-    def where(self) -> Source:
+    def origin(self) -> Source:
         return Source.parse(self.source)
 
 

@@ -333,7 +333,7 @@ def test_the_notes_name_the_served_namespaces_and_a_resource_in_one_of_them(
     assert "kubectl wait -n home " in rest
     body = yaml.safe_load(rest.split("\n  YAML\n")[0])
     body["metadata"] |= {"namespace": "home", "uid": "u"}
-    assert InferenceDeployment.from_body(body).spec.model.where.kind == "demo"
+    assert InferenceDeployment.from_body(body).spec.model.origin.kind == "demo"
     (upgrade,) = re.findall(r"^ *(kubectl apply --server-side .*)$", notes, re.MULTILINE)
     assert upgrade in (CHART.parents[1] / "docs" / "install.md").read_text()
 

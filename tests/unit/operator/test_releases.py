@@ -190,7 +190,9 @@ def test_a_release_that_missed_the_change_of_the_mark_writes_nothing(
 ) -> None:
     first.sync()
     cluster.server.put({**cluster.body, "status": cluster.status | {"servedBy": "two"}})
-    first.store.deleted(DEPLOYMENT, first.store.all(DEPLOYMENT)[0])  # it wants to write it again
+    first.store.mark_deleted(
+        DEPLOYMENT, first.store.all(DEPLOYMENT)[0]
+    )  # it wants to write it again
     with pytest.raises(ApiError, match="has changed since"):
         first.look(sync=False)
     assert cluster.server.writes[-1][1][0] != DEPLOYMENT.plural

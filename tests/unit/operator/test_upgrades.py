@@ -108,7 +108,7 @@ def test_a_changed_default_reaches_one_after_another(fleet: Fleet) -> None:
     assert second.marks == marks(fleet.live("b")), "what it carries, as it is"
     assert second.turn.message == "waits for its turn in the upgrade, after ns/a"
     fleet.write("a", first)
-    fleet.upgrades.done(("ns", "a"))
+    fleet.upgrades.finish(("ns", "a"))
     fleet.sync()
     assert not fleet.target("b").turn.allowed, "until the first is Ready"
     fleet.become_ready("a")
@@ -122,7 +122,7 @@ def test_a_turn_lasts_until_the_pass_is_over(fleet: Fleet) -> None:
     fleet.sync()
     waits = fleet.target("a")
     assert waits.turn.message == "waits for its turn in the upgrade, after ns/b"
-    fleet.upgrades.done(("ns", "b"))
+    fleet.upgrades.finish(("ns", "b"))
     assert fleet.target("a").turn.allowed, "the write of b failed"
 
 
@@ -159,7 +159,7 @@ def test_a_paused_one_keeps_its_pods_and_reads_nothing(fleet: Fleet) -> None:
 
 def test_one_that_was_scaled_to_nothing_after_its_turn_holds_nobody(fleet: Fleet) -> None:
     fleet.write("a", fleet.target("a"))
-    fleet.upgrades.done(("ns", "a"))
+    fleet.upgrades.finish(("ns", "a"))
     fleet.sync()
     assert not fleet.target("b").turn.allowed
     live = fleet.live("a")

@@ -11,7 +11,7 @@ from fairlead_operator.resource.resource import InferenceDeployment
 from fairlead_operator.resource.settings import Settings
 
 
-def not_allowed(resource: InferenceDeployment, settings: Settings) -> list[Blocker]:
+def allowlist_blockers(resource: InferenceDeployment, settings: Settings) -> list[Blocker]:
     """One blocker per refused field; each names the field, the value and the chart's value that
     would allow it.
     """
@@ -73,5 +73,5 @@ def _keys(
     field: str, chart_value: str, keys: Iterable[str], allows: Callable[[str], bool]
 ) -> list[tuple[str, str, bool, str]]:
     """Foreign selectors match pods by their labels, and agents act on annotations."""
-    refused = ", ".join(key[:80] for key in sorted(keys) if not allows(key))
-    return [(field, refused, not refused, chart_value)]
+    refused_keys = ", ".join(key[:80] for key in sorted(keys) if not allows(key))
+    return [(field, refused_keys, not refused_keys, chart_value)]

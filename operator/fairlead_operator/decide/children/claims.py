@@ -41,7 +41,7 @@ class MountedClaim:
 
 def mounted_claim(resource: InferenceDeployment, children: Iterable[Object]) -> MountedClaim | None:
     """The claim with the weights; None where no pod mounts one."""
-    cache, source = resource.spec.model_cache, resource.spec.model.where
+    cache, source = resource.spec.model_cache, resource.spec.model.origin
     if source.kind == "pvc":
         name = source.claim
     elif source.kind == "hf" and cache.type == "PVC":
@@ -62,17 +62,17 @@ def mounted_claim(resource: InferenceDeployment, children: Iterable[Object]) -> 
     return MountedClaim(name, ("ReadWriteMany",), "Assumed", exists)
 
 
-def never_shared(resource: InferenceDeployment, snapshot: Snapshot) -> list[Blocker]:
+def new_claim_blockers(resource: InferenceDeployment, snapshot: Snapshot) -> list[Blocker]:
     """The blocker for a claim still to be made that could not serve all pods: access modes cannot
     be changed later, so nothing is written.
     """
     claim = mounted_claim(resource, snapshot.children)
     if claim is None or claim.exists or claim.shared or max_replicas(resource) <= 1:
         return []
-    return [_not_shared(claim, f"{max_replicas(resource)} pods cannot share it")]
+    return [_share_blocker(claim, f"{max_replicas(resource)} pods cannot share it")]
 
 
-def not_shared(
+def claim_blockers(
     resource: InferenceDeployment, snapshot: Snapshot, revision: str, replicas: int
 ) -> list[Blocker]:
     """The blocker for pods that wait for a claim which another node has."""
@@ -81,7 +81,7 @@ def not_shared(
         return []
     current = [p for p in snapshot.pods if revision_of_pod(p) == revision]
     if replicas > 1 and len(snapshot.ready_pods()) < replicas:
-        return [_not_shared(claim, f"{replicas} pods share it on one node only")]
+        return [_share_blocker(claim, f"{replicas} pods share it on one node only")]
     if (
         resource.spec.rollout.strategy == "Surge"
         and len(current) < len(snapshot.pods)
@@ -93,7 +93,7 @@ def not_shared(
     return []
 
 
-def no_room_to_surge(resource: InferenceDeployment, snapshot: Snapshot, revision: str) -> str:
+def surge_obstacle(resource: InferenceDeployment, snapshot: Snapshot, revision: str) -> str:
     """Why an extra pod of a rollout might never start; "" where the claim is no obstacle."""
     claim = mounted_claim(resource, snapshot.children)
     live = snapshot.deployment
@@ -106,5 +106,5 @@ def no_room_to_surge(resource: InferenceDeployment, snapshot: Snapshot, revision
     return f"{claim}, an extra pod on another node could not mount it"
 
 
-def _not_shared(claim: MountedClaim, effect: str) -> Blocker:
+def _share_blocker(claim: MountedClaim, effect: str) -> Blocker:
     return blocker("ClaimNotShared", f"{CLAIM.name}/{claim.name}", f"{claim}: {effect}")

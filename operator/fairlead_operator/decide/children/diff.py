@@ -198,18 +198,22 @@ def collisions(desired: Any, live: Any, pointer: str = "") -> list[Object]:
     operations: list[Object] = []
     keys = _keys_of(pointer.rsplit("/", 1)[-1], desired)
     for index, live_item in enumerate(live):
-        same = [
+        mappings = [
             item for item in desired if isinstance(item, Mapping) and isinstance(live_item, Mapping)
         ]
-        named = [item for item in same if "name" in item and item["name"] == live_item.get("name")]
-        if not keys or not named:
+        namesakes = [
+            item for item in mappings if "name" in item and item["name"] == live_item.get("name")
+        ]
+        if not keys or not namesakes:
             continue
-        if _matches(named[0], live_item, keys):
-            operations += collisions(named[0], live_item, f"{pointer}/{index}")
-        elif any(_matches(named[0], candidate, keys) for candidate in live):
+        if _matches(namesakes[0], live_item, keys):
+            operations += collisions(namesakes[0], live_item, f"{pointer}/{index}")
+        elif any(_matches(namesakes[0], candidate, keys) for candidate in live):
             operations.append({"op": "remove", "path": f"{pointer}/{index}"})
         else:
-            operations.append({"op": "replace", "path": f"{pointer}/{index}", "value": named[0]})
+            operations.append(
+                {"op": "replace", "path": f"{pointer}/{index}", "value": namesakes[0]}
+            )
     return operations
 
 

@@ -101,7 +101,7 @@ def max_replicas(resource: InferenceDeployment) -> int:
 
 def creates_claim(resource: InferenceDeployment) -> bool:
     """Only where there is something to download."""
-    cache, source = resource.spec.model_cache, resource.spec.model.where
+    cache, source = resource.spec.model_cache, resource.spec.model.origin
     return cache.type == "PVC" and not cache.claim_name and source.kind == "hf"
 
 
@@ -183,7 +183,7 @@ def _network_policy(resource: InferenceDeployment, settings: Settings, *, cached
         ports = [{"port": ADMIN_PORT, "protocol": "TCP"}]
         ingress.append({"from": list(settings.admin_peers), "ports": ports})
     egress_ports = set(resource.spec.security.egress_ports)
-    if resource.spec.model.where.kind == "hf" and not cached:
+    if resource.spec.model.origin.kind == "hf" and not cached:
         egress_ports |= {settings.hub_port, *settings.proxy_ports}
     egress: list[Object] = []
     if egress_ports:

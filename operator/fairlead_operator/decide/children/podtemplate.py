@@ -66,7 +66,7 @@ def cache_claim(resource: InferenceDeployment) -> str:
 
 def model_argument(resource: InferenceDeployment) -> str:
     """The MODEL argument of the pod's commands."""
-    source = resource.spec.model.where
+    source = resource.spec.model.origin
     if source.kind == "demo":
         return "demo:"
     if source.kind == "hf":
@@ -151,7 +151,7 @@ def _pod_spec(resource: InferenceDeployment, settings: Settings) -> Object:
         "volumes": _volumes(resource, settings),
         "tolerations": _tolerations(resource),
     }
-    if spec.model.where.kind == "hf":
+    if spec.model.origin.kind == "hf":
         pod["initContainers"] = [_fetch(resource, settings)]
     node_selector = dict(extra.node_selector)
     secrets = (*(secret.name for secret in extra.image_pull_secrets), *settings.image_pull_secrets)
@@ -176,7 +176,7 @@ def _pod_spec(resource: InferenceDeployment, settings: Settings) -> Object:
 def _volume_group(resource: InferenceDeployment, settings: Settings) -> Object:
     """The group that owns a claim's files: without one only root could write to a new claim."""
     extra, cache = resource.spec.pod_template, resource.spec.model_cache
-    cached = resource.spec.model.where.kind == "hf" and cache.type == "PVC"
+    cached = resource.spec.model.origin.kind == "hf" and cache.type == "PVC"
     if not settings.fs_group or not (
         cached or any(v.persistent_volume_claim for v in extra.volumes)
     ):
@@ -279,7 +279,7 @@ def _resources(resource: InferenceDeployment, *, accelerators: bool) -> Object:
     if accelerators and resources.accelerator.count:
         limits[resources.accelerator.resource_name] = str(resources.accelerator.count)
     cache = resource.spec.model_cache
-    if resource.spec.model.where.kind == "hf" and cache.type == "None" and cache.size:
+    if resource.spec.model.origin.kind == "hf" and cache.type == "None" and cache.size:
         # The node counts the cache and what the containers write: the temporary directory.
         limits["ephemeral-storage"] = str(cache.size.value + 2**30)
     return {"requests": {"cpu": str(resources.cpu), **limits}, "limits": limits}
@@ -296,7 +296,7 @@ def _container_security() -> Object:
 
 def _volumes(resource: InferenceDeployment, settings: Settings) -> list[Object]:
     spec = resource.spec
-    source = spec.model.where
+    source = spec.model.origin
     shared = {"medium": "Memory", "sizeLimit": str(spec.resources.shared_memory)}
     volumes: list[Object] = [
         {"name": "tmp", "emptyDir": {"sizeLimit": "1Gi"}},
@@ -350,12 +350,12 @@ def _mounts(resource: InferenceDeployment, settings: Settings, *, runtime: bool)
     mounts: list[Object] = [{"name": "tmp", "mountPath": TMP}]
     if runtime:
         mounts.append({"name": "shm", "mountPath": SHM})
-    if spec.model.where.kind == "hf":
+    if spec.model.origin.kind == "hf":
         # The runtime only reads what `fetch` wrote.
         mounts.append(
             {"name": "models", "mountPath": HUB_HOME} | ({"readOnly": True} if runtime else {})
         )
-    if runtime and spec.model.where.kind == "pvc":
+    if runtime and spec.model.origin.kind == "pvc":
         mounts.append({"name": "model", "mountPath": CLAIM_ROOT, "readOnly": True})
     if runtime and spec.security.api_key_secret_ref.name:
         mounts.append({"name": "api-keys", "mountPath": KEYS, "readOnly": True})

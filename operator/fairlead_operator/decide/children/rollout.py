@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Literal
 
-from fairlead_operator.decide.children.claims import no_room_to_surge
+from fairlead_operator.decide.children.claims import surge_obstacle
 from fairlead_operator.decide.children.manifests import Replacement, revision_of
 from fairlead_operator.decide.pods.observed import Snapshot
 from fairlead_operator.decide.pods.pod import can_find_room, revision_of_pod
@@ -87,7 +87,7 @@ def choose(
         if message == announcement:
             return Choice(ONE_BY_ONE, "OneByOne", message)
         return Choice(surge, "OneByOne", message, announced_only=True)
-    shortage = no_room_to_surge(resource, snapshot, revision)
+    shortage = surge_obstacle(resource, snapshot, revision)
     if shortage := shortage or _shortage(resource, snapshot, revision, now):
         return Choice(surge, "OneByOne", f"{shortage}: {effect}", announced_only=True)
     return Choice(surge, "Surge", "an extra pod comes before an old one goes")
@@ -126,7 +126,7 @@ def _unscheduled(
     resource: InferenceDeployment, snapshot: Snapshot, revision: str, now: datetime
 ) -> str:
     deadline = float(resource.spec.rollout.progress_deadline_seconds)
-    coming = {
+    nominated_uids = {
         (event.get("involvedObject") or {}).get("uid")
         for event in snapshot.events
         if event.get("reason") in NODE_IS_COMING
@@ -140,10 +140,10 @@ def _unscheduled(
             message = str(condition.get("message", ""))
             if not (_NO_ROOM.search(message) and can_find_room(message)):
                 continue  # no node would ever take it, even with fewer old pods
-            expected = pod["metadata"]["uid"] in coming
-            patience = min(deadline, NODE_SECONDS) if expected else ROOM_SECONDS
-            waited = _seconds_since(condition.get("lastTransitionTime"), pod, now)
-            if waited >= patience:
+            is_nominated = pod["metadata"]["uid"] in nominated_uids
+            patience = min(deadline, NODE_SECONDS) if is_nominated else ROOM_SECONDS
+            wait = _seconds_since(condition.get("lastTransitionTime"), pod, now)
+            if wait >= patience:
                 return f"pod {pod['metadata']['name']} found no room for {patience:.0f} s"
     return ""
 

@@ -158,10 +158,10 @@ def find(
     pods = list(pods)
     current = [p for p in pods if revision_of_pod(p) == revision and not is_deleting(p)]
     older = any(revision_of_pod(p) != revision for p in pods)
-    reasons = _of_deployment(deployment)
+    reasons = _deployment_blockers(deployment)
     for pod in current:
         progress = (downloads or {}).get(pod["metadata"]["uid"], "")
-        reasons += _of_pod(
+        reasons += _pod_blockers(
             pod, [e for e in events if _about(e, pod)], progress, surge_blocked=surging and older
         )
     if older and not reasons and not current:
@@ -175,7 +175,7 @@ def _about(event: Object, pod: Object) -> bool:
     return bool(about.get("uid") == pod["metadata"].get("uid"))
 
 
-def _of_deployment(deployment: Object | None) -> list[Blocker]:
+def _deployment_blockers(deployment: Object | None) -> list[Blocker]:
     if deployment is None:
         return []
     about = f"Deployment/{deployment['metadata']['name']}"
@@ -197,7 +197,7 @@ def _of_deployment(deployment: Object | None) -> list[Blocker]:
     return reasons
 
 
-def _of_pod(
+def _pod_blockers(
     pod: Object, events: Sequence[Object], progress: str, *, surge_blocked: bool
 ) -> list[Blocker]:
     about = f"Pod/{pod['metadata']['name']}"
@@ -214,16 +214,18 @@ def _of_pod(
     containers = container_statuses(pod)
     for container in containers:
         moving = container.get("name") != FETCH or bool(progress)
-        if reason := _of_container(container, about, moving=moving):
+        if reason := _container_blocker(container, about, moving=moving):
             return [reason]
     mounts = [e for e in events if e.get("reason") in {"FailedMount", "FailedAttachVolume"}]
     if mounts and not any(c.get("started") for c in containers):
         message = str(mounts[-1].get("message", ""))
-        return [blocker(_missing(message) or "VolumePending", about, message)]
-    return _of_stage(pod, events, about, progress)
+        return [blocker(_missing_code(message) or "VolumePending", about, message)]
+    return _stage_blockers(pod, events, about, progress)
 
 
-def _of_stage(pod: Object, events: Sequence[Object], about: str, progress: str) -> list[Blocker]:
+def _stage_blockers(
+    pod: Object, events: Sequence[Object], about: str, progress: str
+) -> list[Blocker]:
     if "running" in (fetch_status(pod).get("state") or {}):
         message = progress or "the init container downloads the weights"
         return [blocker("FetchingWeights", about, message)]
@@ -241,7 +243,7 @@ def _of_stage(pod: Object, events: Sequence[Object], about: str, progress: str) 
 
 
 def _unscheduled(pod: Object, about: str, message: str, *, surge_blocked: bool) -> Blocker:
-    if missing := _missing(message):
+    if missing := _missing_code(message):
         return blocker(missing, about, message)
     resource_names = {
         name
@@ -255,7 +257,7 @@ def _unscheduled(pod: Object, about: str, message: str, *, surge_blocked: bool) 
     return blocker("Unschedulable", about, message)
 
 
-def _missing(message: str) -> str:
+def _missing_code(message: str) -> str:
     if re.search(r'persistentvolumeclaim "[^"]+" not found', message, re.IGNORECASE):
         return "VolumeMissing"
     if "unbound immediate PersistentVolumeClaims" in message:
@@ -271,7 +273,7 @@ def _missing(message: str) -> str:
     return ""
 
 
-def _of_container(container: Mapping[str, Any], about: str, *, moving: bool) -> Blocker | None:
+def _container_blocker(container: Mapping[str, Any], about: str, *, moving: bool) -> Blocker | None:
     """The fault of one container. ``moving``: a container that runs again after a failure has
     passed the point where it failed; otherwise the failure remains the reason.
     """
@@ -284,21 +286,21 @@ def _of_container(container: Mapping[str, Any], about: str, *, moving: bool) -> 
             "ImagePullBackOff", about, message or f"{reason}: {container.get('image', '')}"
         )
     if reason in _CONFIG:
-        return blocker(_missing(message) or "CrashLoop", about, message or reason)
-    ended = state.get("terminated")
-    if not ended and reason == "CrashLoopBackOff":
-        ended = (container.get("lastState") or {}).get("terminated") or {}
-    if not ended and not (container.get("started") and moving):
-        ended = (container.get("lastState") or {}).get("terminated")
-    if ended is not None and ended.get("exitCode", 1) != 0:
+        return blocker(_missing_code(message) or "CrashLoop", about, message or reason)
+    terminated = state.get("terminated")
+    if not terminated and reason == "CrashLoopBackOff":
+        terminated = (container.get("lastState") or {}).get("terminated") or {}
+    if not terminated and not (container.get("started") and moving):
+        terminated = (container.get("lastState") or {}).get("terminated")
+    if terminated is not None and terminated.get("exitCode", 1) != 0:
         if injected:
-            return _of_injected(container, ended, about)
+            return _injected_blocker(container, terminated, about)
         loops = reason == "CrashLoopBackOff" or container.get("restartCount", 0) >= LOOP
-        return _of_end(ended, about, loops=loops)
+        return _end_blocker(terminated, about, loops=loops)
     return None
 
 
-def _of_injected(
+def _injected_blocker(
     container: Mapping[str, Any], terminated: Mapping[str, Any], about: str
 ) -> Blocker:
     """The end of a container that others put into the pod: its message has no code of the runtime,
@@ -310,25 +312,25 @@ def _of_injected(
     return blocker("CrashLoop", about, f"{message}: {text}" if text else message, hint)
 
 
-def _of_end(ended: Mapping[str, Any], about: str, *, loops: bool) -> Blocker:
+def _end_blocker(terminated: Mapping[str, Any], about: str, *, loops: bool) -> Blocker:
     """``loops``: the container ended repeatedly."""
-    if ended.get("reason") == "OOMKilled":
+    if terminated.get("reason") == "OOMKilled":
         return blocker(
             "OutOfMemory",
             about,
             "the kernel ended the container: it used more than its memory limit",
         )
-    text = str(ended.get("message") or "")
+    text = str(terminated.get("message") or "")
     message_of_runtime = termination(text)
     if message_of_runtime is not None:
         code, message, hint = message_of_runtime
         return blocker(code, about, message, hint)
-    exit_code = ended.get("exitCode", "?")
+    exit_code = terminated.get("exitCode", "?")
     code = "CrashLoop" if loops else "ProcessKilled" if exit_code == KILLED else "ProcessEnded"
     return blocker(code, about, f"exit code {exit_code}" + (f": {text}" if text else ""))
 
 
-def of_failed(
+def failed_pod_blockers(
     failed: Iterable[Object], pods: Iterable[Object], revision: str, replicas: int
 ) -> list[Blocker]:
     """Of the newest pod that its node ended or refused, while a pod is missing or not ready.
@@ -338,9 +340,11 @@ def of_failed(
     current = [p for p in pods if revision_of_pod(p) == revision and not is_deleting(p)]
     if sum(is_ready(p) for p in current) >= replicas:
         return []
-    ended = [p for p in failed if revision_of_pod(p) == revision and p["status"].get("reason")]
+    failed_pods = [
+        p for p in failed if revision_of_pod(p) == revision and p["status"].get("reason")
+    ]
     since = max((_created(p) for p in current if is_ready(p)), default="")
-    newest = max((p for p in ended if _created(p) >= since), key=_created, default=None)
+    newest = max((p for p in failed_pods if _created(p) >= since), key=_created, default=None)
     if newest is None:
         return []
     reason, message = newest["status"]["reason"], str(newest["status"].get("message", ""))

@@ -40,10 +40,10 @@ def read(pod: Object) -> DrainedRequests | None:
     if not isinstance(line, dict) or line.get("code") != "Drained":
         return None
     counts = [line.get("finished"), line.get("aborted")]
-    good = [
+    valid_counts = [
         n for n in counts if isinstance(n, int) and not isinstance(n, bool) and 0 <= n <= LARGEST
     ]
-    return DrainedRequests(*good) if len(good) == len(counts) else None
+    return DrainedRequests(*valid_counts) if len(valid_counts) == len(counts) else None
 
 
 @dataclass(frozen=True, slots=True)

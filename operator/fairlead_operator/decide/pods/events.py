@@ -27,18 +27,20 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Note]:
     One for the first blocker when it changes, for every other whose code is new, and for the end of
     the last.
     """
-    before, now = old.get("blockers") or (), new.get("blockers") or ()
-    if before and not now:
+    old_blockers, new_blockers = old.get("blockers") or (), new.get("blockers") or ()
+    if old_blockers and not new_blockers:
         ready: Mapping[str, Any] = next(
             (c for c in new.get("conditions") or () if c["type"] == "Ready"), {}
         )
         reason = "Ready" if ready.get("status") == "True" else "Unblocked"
-        over = f"{before[0]['code']} is over: {ready.get('message', '')}"
-        return [Note(reason, over, str(before[0].get("since")))]
-    codes = {blocker["code"] for blocker in before}
+        over = f"{old_blockers[0]['code']} is over: {ready.get('message', '')}"
+        return [Note(reason, over, str(old_blockers[0].get("since")))]
+    codes = {blocker["code"] for blocker in old_blockers}
     notes = []
-    for index, blocker in enumerate(now):
-        first = index == 0 and (not before or _identity(before[0]) != _identity(blocker))
+    for index, blocker in enumerate(new_blockers):
+        first = index == 0 and (
+            not old_blockers or _identity(old_blockers[0]) != _identity(blocker)
+        )
         if first or blocker["code"] not in codes:
             codes.add(blocker["code"])
             kind = "Normal" if blocker["code"] in NORMAL else "Warning"

@@ -53,7 +53,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedRequests:
     """The requests that a pod has finished, and their prompt and output tokens."""
 
     requests: float = 0.0
@@ -66,7 +66,7 @@ class Sample:
 
     load: Load
     at: float
-    served: Served = Served()
+    served: ServedRequests = ServedRequests()
 
     def fresh(self, now: float) -> bool:
         """Younger than 15 s, and not from the future: a clock that jumps back makes none fresh."""
@@ -97,18 +97,18 @@ def parse(text: str, model: str = "") -> Load:
     return load
 
 
-def served(text: str, model: str = "") -> Served:
+def parse_served(text: str, model: str = "") -> ServedRequests:
     """The requests that the pod's histograms of lengths have seen; none where one is doubtful."""
     values = dict.fromkeys(LENGTHS, 0.0)
     try:
         for name, _, number in series(text, LENGTHS, model):
             values[name] += number
     except LoadError:
-        return Served()
+        return ServedRequests()
     prompt, prompts, output, outputs = values.values()
     if not all(0 <= number < math.inf for number in values.values()) or prompts != outputs:
-        return Served()
-    return Served(outputs, prompt + output)
+        return ServedRequests()
+    return ServedRequests(outputs, prompt + output)
 
 
 def lines_of(text: str, names: Iterable[str]) -> str:
@@ -144,25 +144,25 @@ def _sample(line: str) -> tuple[str, Mapping[str, str], float]:
     it most, so that is kept. Raises ValueError, IndexError or OverflowError.
     """
     head, _, value = line.rpartition(" ")
-    if "_" not in value and (known := _of_head(head)) is not None:
+    if "_" not in value and (known := _parse_head(head)) is not None:
         return *known, float(value)
-    (name, labels, number, _), *more_samples = _parsed(line)
+    (name, labels, number, _), *more_samples = _parse_line(line)
     if more_samples:
         raise ValueError(line)
     return name, labels, number
 
 
 @functools.lru_cache(maxsize=10_000)  # eight heads for each model; at most 1,000 bytes each
-def _of_head(head: str) -> tuple[str, Mapping[str, str]] | None:
+def _parse_head(head: str) -> tuple[str, Mapping[str, str]] | None:
     """Name and labels, if a value alone may follow: None for a line that ends with a timestamp."""
     try:
-        ((name, labels, number, timestamp),) = _parsed(f"{head} 0")
+        ((name, labels, number, timestamp),) = _parse_line(f"{head} 0")
     except (ValueError, IndexError, OverflowError):
         return None
     return (name, labels) if number == 0 and timestamp is None else None
 
 
-def _parsed(line: str) -> list[tuple[str, Mapping[str, str], float, object]]:
+def _parse_line(line: str) -> list[tuple[str, Mapping[str, str], float, object]]:
     # Here, because `fairlead backtest` reads no metrics and runs without this library.
     from prometheus_client.parser import text_string_to_metric_families
 

@@ -38,19 +38,19 @@ def read(text: str, model: str = "") -> Mapping[str, float]:
 def startup(
     serving: Sequence[Object],
     measured: Mapping[str, Mapping[str, float]],
-    before: Mapping[str, Any],
+    previous: Mapping[str, Any],
 ) -> Mapping[str, Any]:
     """The newest serving pod's start. ``measured``: what ``read`` returned, by pod uid.
     ``before`` stays until that is known.
     """
     if not serving:
-        return before
+        return previous
     pod = max(
         serving,
         key=lambda p: (str(p["metadata"].get("creationTimestamp", "")), p["metadata"]["name"]),
     )
     if pod["metadata"]["uid"] not in measured:
-        return before
+        return previous
     return {**_outside(pod), **measured[pod["metadata"]["uid"]]}
 
 

@@ -138,10 +138,12 @@ def _tick(
     )
 
 
-def _decisions(before: Mapping[str, Any], decision: Decision, now: datetime) -> list[Any]:
+def _decisions(
+    autoscaling_status: Mapping[str, Any], decision: Decision, now: datetime
+) -> list[Any]:
     """The last decisions, newest first; one that repeats the last adds none."""
-    decisions = list(before.get("decisions") or ())
-    last = (decisions[0]["to"], before.get("limitedBy", "")) if decisions else None
+    decisions = list(autoscaling_status.get("decisions") or ())
+    last = (decisions[0]["to"], autoscaling_status.get("limitedBy", "")) if decisions else None
     if last != (decision.replicas, decision.limited_by):
         decisions.insert(0, decision.entry(now.strftime("%Y-%m-%dT%H:%M:%SZ")))
     return decisions[:DECISIONS]
@@ -176,7 +178,7 @@ def load_of(
     results: ProbeResults,
     load_at: float,
     pods: Iterable[Object],
-    before: Mapping[str, Any],
+    status: Mapping[str, Any],
     clock: float,
 ) -> tuple[Mapping[str, int] | None, float]:
     """``status.load``, the sum over running pods, and when it was written last: both as before
@@ -185,7 +187,7 @@ def load_of(
     """
     uids = [p["metadata"]["uid"] for p in pods]
     samples = [results.samples[uid] for uid in uids if uid in results.samples]
-    old: Mapping[str, int] | None = before.get("load")
+    old: Mapping[str, int] | None = status.get("load")
     if not any(sample.fresh(clock) for sample in samples) or clock - load_at < LOAD_SECONDS:
         return old, load_at
     total = Load(sum(s.load.running for s in samples), sum(s.load.waiting for s in samples))

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fairlead_operator.decide.pods.load import Load, Sample, Served
+from fairlead_operator.decide.pods.load import Load, Sample, ServedRequests
 from fairlead_operator.decide.scale.autoscale import TICK, History, Policy, Supply, decide
 
 COLUMNS = ("t", "arrivals", "prompt_tokens", "output_tokens")
@@ -92,13 +92,13 @@ class Result:
         """
         turns: list[tuple[float, float]] = []
         direction, last = 0, 0.0
-        for before, after in itertools.pairwise(self.rows):
-            step = after.replicas - before.replicas
+        for row, next_row in itertools.pairwise(self.rows):
+            step = next_row.replicas - row.replicas
             if step == 0:
                 continue
             if direction and (step > 0) != (direction > 0):
-                turns.append((last, after.t))
-            direction, last = step, after.t
+                turns.append((last, next_row.t))
+            direction, last = step, next_row.t
         return turns
 
     def most_turns_an_hour(self) -> int:
@@ -199,11 +199,11 @@ def read_trace(lines: Iterable[str], pod: Pod) -> list[Bucket]:
     return [_bucket(arrivals.get(tick, 0.0), seconds.get(tick, 0.0)) for tick in ticks]
 
 
-def served_in(lines: Iterable[str]) -> Served:
+def served_in(lines: Iterable[str]) -> ServedRequests:
     """The requests of a trace and their tokens, as the pods' histograms would count them."""
     rows = list(_rows(lines))
     tokens = sum(count * (prompt + output) for _, count, prompt, output in rows)
-    return Served(sum(count for _, count, _, _ in rows), tokens)
+    return ServedRequests(sum(count for _, count, _, _ in rows), tokens)
 
 
 def _rows(lines: Iterable[str]) -> Iterator[tuple[float, float, float, float]]:

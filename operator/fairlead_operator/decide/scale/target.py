@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fairlead_operator.decide.pods.load import Served
+from fairlead_operator.decide.pods.load import ServedRequests
 
 SHARE = 0.8  # of what fits into a pod
 ENOUGH = 100  # finished requests whose mean length is trusted
@@ -24,7 +24,7 @@ class Target:
     inputs: Mapping[str, Any] = field(default_factory=dict)
 
 
-def typical_request(served: Iterable[Served]) -> float | None:
+def typical_request(served: Iterable[ServedRequests]) -> float | None:
     """The mean tokens of a request over all pods; None before enough of them have finished."""
     pods = list(served)
     requests = sum(pod.requests for pod in pods)

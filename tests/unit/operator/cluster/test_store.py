@@ -61,8 +61,8 @@ def test_only_what_is_not_held_as_new_differs_from_a_list_of_versions() -> None:
     store = Store()
     store.replace(DEPLOYMENT, "", [child("same", 5), child("newer", 6), child("held", 9)], 10)
     listed = {("ns", name): at for name, at in (("same", 5), ("newer", 7), ("held", 8), ("new", 8))}
-    assert store.differing(DEPLOYMENT, "", listed, 11) == [("ns", "newer"), ("ns", "new")]
-    assert store.differing(DEPLOYMENT, "", listed, 9) is None, "an older list is read whole"
+    assert store.stale_keys(DEPLOYMENT, "", listed, 11) == [("ns", "newer"), ("ns", "new")]
+    assert store.stale_keys(DEPLOYMENT, "", listed, 9) is None, "an older list is read whole"
 
 
 def test_deletions_are_remembered_for_a_while_only() -> None:
@@ -89,7 +89,7 @@ def test_after_a_minute_of_older_lists_etcd_was_restored_and_the_list_counts() -
     now = 0.0
     store = Store(clock=lambda: now)
     store.replace(DEPLOYMENT, "", [child("a", 80), child("gone", 90)], 100)
-    store.deleted(DEPLOYMENT, child("b", 95))
+    store.mark_deleted(DEPLOYMENT, child("b", 95))
     restored = [child("a", 8), child("b", 9)]
     for at in (1.0, 20.0, 60.0):
         now = at
@@ -114,13 +114,13 @@ def test_one_newer_list_among_older_ones_proves_that_versions_did_not_go_back() 
 def test_what_we_deleted_does_not_come_back_from_the_list_it_was_in() -> None:
     store = Store()
     store.replace(DEPLOYMENT, "", [child("a", 8)], 10)
-    store.deleted(DEPLOYMENT, child("a", 8))
+    store.mark_deleted(DEPLOYMENT, child("a", 8))
     assert version(store, "a") is None
     assert store.replace(DEPLOYMENT, "", [child("a", 8)], 10) == []
     assert version(store, "a") is None
-    store.deleted(DEPLOYMENT, child("a", 8))
+    store.mark_deleted(DEPLOYMENT, child("a", 8))
     assert store.put(DEPLOYMENT, child("a", 12)), "made anew, or kept by somebody's finalizer"
-    store.deleted(DEPLOYMENT, child("a", 8))
+    store.mark_deleted(DEPLOYMENT, child("a", 8))
     assert version(store, "a") == 12, "the answer to an old deletion"
 
 
@@ -136,7 +136,7 @@ def test_what_is_read_by_its_name_exists_though_a_newer_list_lacks_it() -> None:
     assert version(store, "a") == 8
     assert not store.put(DEPLOYMENT, child("a", 7))
     asked_at, now = store.now(), 2.0
-    store.deleted(DEPLOYMENT, child("a", 9))
+    store.mark_deleted(DEPLOYMENT, child("a", 9))
     assert not store.take(DEPLOYMENT, child("a", 9), asked_at)
     assert version(store, "a") is None
 

@@ -11,7 +11,7 @@ import pytest
 from fairlead_operator.decide.children.manifests import SURGE, render
 from fairlead_operator.decide.pods import drains
 from fairlead_operator.decide.pods.blockers import blocker
-from fairlead_operator.decide.pods.load import Load, Sample, Served
+from fairlead_operator.decide.pods.load import Load, Sample, ServedRequests
 from fairlead_operator.decide.pods.observed import Snapshot
 from fairlead_operator.decide.pods.probe_results import ProbeResults
 from fairlead_operator.decide.scale.autoscale import TICK
@@ -323,7 +323,7 @@ def test_without_data_it_holds_and_the_condition_says_so() -> None:
 
 def test_the_typical_request_is_measured_by_the_pods_and_kept_when_they_are_replaced() -> None:
     one = pod(ready=True)
-    sample = Sample(Load(10, 0), 100.0, Served(200, 200 * 512))
+    sample = Sample(Load(10, 0), 100.0, ServedRequests(200, 200 * 512))
     old = ProbeResults(samples={"uid-of-chat-1": sample})
     body, spec = seen(one, live=deployment(replicas=1)), resource(autoscaling={})
     first = scale(spec, body, FIRST, old, 10_240, NOW, 100.0)

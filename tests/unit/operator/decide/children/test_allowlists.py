@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fairlead_operator.decide.children.allowlists import not_allowed
+from fairlead_operator.decide.children.allowlists import allowlist_blockers
 from support.operator_bodies import SETTINGS, resource
 
 OPEN = replace(
@@ -53,11 +53,11 @@ CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
 
 @pytest.mark.parametrize(("path", "chart_value", "spec"), CASES, ids=[case[0] for case in CASES])
 def test_a_field_needs_its_allow_list(path: str, chart_value: str, spec: dict[str, Any]) -> None:
-    (refusal,) = not_allowed(resource(**spec), SETTINGS)
+    (refusal,) = allowlist_blockers(resource(**spec), SETTINGS)
     assert refusal.code == "NotAllowed"
     assert refusal.message.startswith(f"spec.{path}: ")
     assert f"({chart_value})" in refusal.message
-    assert not_allowed(resource(**spec), OPEN) == []
+    assert allowlist_blockers(resource(**spec), OPEN) == []
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_a_field_needs_its_allow_list(path: str, chart_value: str, spec: dict[st
 )
 def test_keys_for_bookkeeping_need_no_list(key: str) -> None:
     assert (
-        not_allowed(
+        allowlist_blockers(
             resource(podTemplate={"labels": {key: "x"}, "annotations": {key: "x"}}), SETTINGS
         )
         == []
@@ -87,16 +87,19 @@ def test_keys_for_bookkeeping_need_no_list(key: str) -> None:
     ],
 )
 def test_a_key_that_selectors_may_use_needs_a_list_that_matches_it_whole(key: str) -> None:
-    (refusal,) = not_allowed(resource(podTemplate={"labels": {key: "x", "team": "y"}}), OPEN)
+    (refusal,) = allowlist_blockers(resource(podTemplate={"labels": {key: "x", "team": "y"}}), OPEN)
     assert f"spec.podTemplate.labels: {key} is not allowed" in refusal.message
 
 
 def test_an_annotation_list_allows_no_label() -> None:
     settings = replace(SETTINGS, allowed_annotations=("app",))
-    assert not_allowed(resource(podTemplate={"annotations": {"app": "x"}}), settings) == []
-    assert len(not_allowed(resource(podTemplate={"labels": {"app": "x"}}), settings)) == 1
-    assert len(not_allowed(resource(podTemplate={"labels": {"description": "x"}}), settings)) == 1
+    assert allowlist_blockers(resource(podTemplate={"annotations": {"app": "x"}}), settings) == []
+    assert len(allowlist_blockers(resource(podTemplate={"labels": {"app": "x"}}), settings)) == 1
+    assert (
+        len(allowlist_blockers(resource(podTemplate={"labels": {"description": "x"}}), settings))
+        == 1
+    )
 
 
 def test_a_resource_without_these_fields_is_allowed() -> None:
-    assert not_allowed(resource(), SETTINGS) == []
+    assert allowlist_blockers(resource(), SETTINGS) == []

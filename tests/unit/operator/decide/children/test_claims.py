@@ -5,7 +5,11 @@ from typing import Any
 
 import pytest
 
-from fairlead_operator.decide.children.claims import mounted_claim, never_shared, not_shared
+from fairlead_operator.decide.children.claims import (
+    claim_blockers,
+    mounted_claim,
+    new_claim_blockers,
+)
 from fairlead_operator.decide.children.manifests import SURGE, render
 from fairlead_operator.decide.children.rollout import choose
 from fairlead_operator.decide.pods.observed import Snapshot
@@ -94,16 +98,16 @@ def test_the_claim_has_its_modes_and_storage_class() -> None:
     ],
 )
 def test_a_claim_that_could_not_serve_all_pods_is_not_made(spec: Object, *, blocked: bool) -> None:
-    found = never_shared(resource(**spec), seen())
+    found = new_claim_blockers(resource(**spec), seen())
     assert [b.code for b in found] == ["ClaimNotShared"] * blocked
     assert all("modelCache.accessModes" in b.hint for b in found)
-    assert not never_shared(resource(**spec), seen(children=(live_claim(ONCE),)))
+    assert not new_claim_blockers(resource(**spec), seen(children=(live_claim(ONCE),)))
 
 
 def test_pods_that_wait_for_a_claim_of_another_node_are_explained() -> None:
     def codes(*pods: Object, replicas: int = 2, **spec: Any) -> list[str]:
         one = resource(**with_modes(NAMED, ONCE), **spec)
-        return [b.code for b in not_shared(one, seen(*pods), "new", replicas)]
+        return [b.code for b in claim_blockers(one, seen(*pods), "new", replicas)]
 
     ready, waiting = pod(ready=True), pod("chat-2")
     assert codes(ready, waiting) == ["ClaimNotShared"]
@@ -111,7 +115,7 @@ def test_pods_that_wait_for_a_claim_of_another_node_are_explained() -> None:
     old = pod("chat-3", revision="old", ready=True)
     assert codes(waiting, old, replicas=1, rollout={"strategy": "Surge"}) == ["SurgeBlocked"]
     assert codes(waiting, old, replicas=1) == []
-    assert not not_shared(resource(**NAMED), seen(ready, waiting), "new", 2)
+    assert not claim_blockers(resource(**NAMED), seen(ready, waiting), "new", 2)
 
 
 def test_a_rollout_over_a_claim_of_one_node_replaces_one_pod_at_a_time() -> None:

@@ -218,14 +218,14 @@ def failed(name: str, reason: str, created: str) -> Object:
 def test_a_pod_that_its_node_ended_or_refused_is_named_while_one_is_missing() -> None:
     evicted = failed("chat-0", "Evicted", "2026-01-01T00:00:00Z")
     refused = failed("chat-9", "UnexpectedAdmissionError", "2026-01-01T00:00:05Z")
-    (newest,) = blockers.of_failed([evicted, refused], [pod()], "new", 1)
+    (newest,) = blockers.failed_pod_blockers([evicted, refused], [pod()], "new", 1)
     assert (newest.code, newest.object) == ("NodeRefused", "Pod/chat-9")
-    (only,) = blockers.of_failed([evicted], [pod()], "new", 1)
+    (only,) = blockers.failed_pod_blockers([evicted], [pod()], "new", 1)
     assert only.code == "Evicted"
     assert "low on ephemeral-storage" in only.message
     assert "modelCache.size" in only.hint
-    assert not blockers.of_failed([evicted], [pod(ready=True)], "new", 1)
-    assert not blockers.of_failed([evicted], [pod()], "newer", 1)
+    assert not blockers.failed_pod_blockers([evicted], [pod(ready=True)], "new", 1)
+    assert not blockers.failed_pod_blockers([evicted], [pod()], "newer", 1)
     later = pod("chat-2", ready=True)
     later["metadata"]["creationTimestamp"] = "2026-01-01T00:01:00Z"
-    assert not blockers.of_failed([evicted], [later, pod()], "new", 2)
+    assert not blockers.failed_pod_blockers([evicted], [later, pod()], "new", 2)

@@ -9,9 +9,9 @@ from fairlead_operator.decide.pods.load import (
     Load,
     LoadError,
     Sample,
-    Served,
+    ServedRequests,
     parse,
-    served,
+    parse_served,
 )
 from fairlead_runtime.metric_names import RUNNING, WAITING
 
@@ -131,12 +131,12 @@ vllm:request_generation_tokens_sum{engine="0",model_name="demo"} 80.0
 
 
 def test_the_lengths_of_finished_requests_are_summed_over_engines() -> None:
-    assert served(GOOD + LENGTHS, "demo") == Served(4, 480)
+    assert parse_served(GOOD + LENGTHS, "demo") == ServedRequests(4, 480)
     both = LENGTHS + LENGTHS.replace('engine="0"', 'engine="1"')
-    assert served(both, "demo") == Served(8, 960)
-    assert served(LENGTHS, "other") == served(GOOD, "demo") == Served()
+    assert parse_served(both, "demo") == ServedRequests(8, 960)
+    assert parse_served(LENGTHS, "other") == parse_served(GOOD, "demo") == ServedRequests()
 
 
 @pytest.mark.parametrize("value", ["NaN", "-1", "+Inf", "3.0", "null"])
 def test_a_doubtful_length_counts_as_none(value: str) -> None:
-    assert served(LENGTHS.replace("} 4.0", f"}} {value}", 1), "demo") == Served()
+    assert parse_served(LENGTHS.replace("} 4.0", f"}} {value}", 1), "demo") == ServedRequests()

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from fairlead_operator.decide.pods.load import Load, Sample, Served
+from fairlead_operator.decide.pods.load import Load, Sample, ServedRequests
 from fairlead_operator.decide.scale.autoscale import (
     DEMAND,
     HOUR,
@@ -319,8 +319,13 @@ def test_an_unset_target_is_what_a_pod_holds_of_typical_requests(
 
 def test_a_typical_request_is_the_mean_of_all_pods_once_a_hundred_have_finished() -> None:
     assert typical_request([]) is None
-    assert typical_request([Served(99, 99 * 300)]) is None
-    assert typical_request([Served(90, 90 * 100), Served(10, 10 * 1100), Served()]) == 200
+    assert typical_request([ServedRequests(99, 99 * 300)]) is None
+    assert (
+        typical_request(
+            [ServedRequests(90, 90 * 100), ServedRequests(10, 10 * 1100), ServedRequests()]
+        )
+        == 200
+    )
 
 
 def test_each_decision_shows_the_arithmetic_of_its_target() -> None:
