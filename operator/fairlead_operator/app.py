@@ -1,4 +1,4 @@
-"""Everything that runs in the process. It ends by a signal alone, whatever the API server answers.
+"""The tasks of the operator process. It ends by a signal alone, whatever the API server answers.
 
 Owns the parts' lifetimes. kopf's watches make reactions quick; the steady re-list through our own
 client makes them certain: a change that no watch delivers is seen ``RELIST_SECONDS`` later.
@@ -147,7 +147,9 @@ class Operator:
         return requeue_after
 
     def _may_work(self) -> bool:
-        """Taking over wakes every key, and so does the end of the first lists."""
+        """Whether this process may act: it holds the Lease, and every kind was listed. Taking over
+        wakes every key, and so does the end of the first lists.
+        """
         return self._election.holds() and self._store.synced(self._kinds)
 
     async def _probe(self, work: Callable[[K], Awaitable[float | None]], key: K) -> float | None:
@@ -163,12 +165,14 @@ class Operator:
             self._wake(key_of(body))
 
     def _wake(self, key: Key, after: float | None = None) -> None:
-        """Decide and probe soon. Without news, each goes on at its own interval."""
+        """Make a resource due in both queues, to decide and to probe. Without news, each queue goes
+        on at its own interval.
+        """
         self._queue.wake(key, after)
         self._probes.wake(key, after)
 
     def _from_watch(self) -> Callable[[Kind, bool, Object], None]:
-        """Hands objects from kopf's thread to this loop's."""
+        """A callback that hands objects from kopf's thread to this loop's."""
         loop = asyncio.get_running_loop()
 
         def deliver(kind: Kind, deleted: bool, body: Object) -> None:
@@ -245,8 +249,8 @@ class Operator:
         return failed <= gone, gone
 
     async def _newest_list(self, kind: Kind, namespace: str) -> tuple[list[Object], int]:
-        """The list as it is now. Watches cover what is held well, so that only versions are
-        listed, and whole objects are read where they differ.
+        """The list as the API server has it now. Watches keep the store current, so that only
+        versions are listed, and whole objects are read where they differ.
         """
         if not self._store.has_list(kind, namespace):
             return await self._cluster.list(kind, namespace)

@@ -12,4 +12,4 @@ class ApiError(Exception):
 
 
 class FencedError(Exception):
-    """A write was attempted while this process does not hold the Lease."""
+    """A write that was attempted while this process does not hold the Lease."""

@@ -14,7 +14,9 @@ STALE_SECONDS = 30.0
 
 
 class Health:
-    """The event loop reports that it runs (``beat``) and has listed the cluster (``ready``)."""
+    """The state of the event loop, which reports that it runs (``beat``) and has listed the cluster
+    (``ready``).
+    """
 
     def __init__(
         self, registry: CollectorRegistry, clock: Callable[[], float] = time.monotonic

@@ -1,5 +1,5 @@
-"""What the process remembers of resources between passes: one immutable value per resource and
-kind of memory.
+"""The process's memory of resources between passes: one immutable value per resource and kind of
+memory.
 
 Each ``Memory`` has one owner, which replaces the values; others get its ``get`` alone. The prober
 owns the results of its probes, the reconciler what scaling, the counts of drained requests and the

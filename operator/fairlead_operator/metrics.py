@@ -4,7 +4,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 
 class Metrics:
-    """One set per process; each test creates its own."""
+    """The metrics of one process; each test creates its own."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()

@@ -198,6 +198,8 @@ class Reconciler:
         await self._update_status(body, status)
         return self._requeue_after(body, RESYNC_SECONDS)
 
+    # -- the four steps of a pass
+
     async def _observe(self, key: Key, body: Object, resource: InferenceDeployment) -> _Observation:
         uid = resource.uid
         results = self._results_of(key, uid) or ProbeResults()
@@ -227,9 +229,8 @@ class Reconciler:
         choice = choose(
             resource, snapshot, revision, scaling.replicas, observation.status, self._now()
         )
-        refusals = allowlist_blockers(resource, self._settings) + claims.new_claim_blockers(
-            resource, snapshot
-        )
+        refusals = allowlist_blockers(resource, self._settings)
+        refusals += claims.new_claim_blockers(resource, snapshot)
         manifests = self._render(observation, scaling.replicas, choice.replacement)
         writes = self._writes(key, manifests, snapshot.children, resource.uid)
         return _Decision(drained, capacity, scaling, choice, refusals, writes)
@@ -282,7 +283,7 @@ class Reconciler:
         interval = min(_interval(observation, outcome), outcome.scaling.requeue_after)
         return self._requeue_after(body, interval)
 
-    # -- what the four steps do
+    # -- parts of the steps
 
     def _render(
         self, observation: _Observation, replicas: int, replacement: Replacement

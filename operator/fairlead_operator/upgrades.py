@@ -47,7 +47,9 @@ PAUSED = Turn(allowed=False, message="changed defaults wait until spec.paused is
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What the Deployment should hold now. ``turn``: why it may, or may not yet, be today's."""
+    """The template that the Deployment should hold now. ``turn``: why it may, or may not yet, be
+    today's.
+    """
 
     template: Object
     marks: dict[str, str] = field(default_factory=dict)
@@ -60,7 +62,7 @@ class Target:
 
 
 class Upgrades:
-    """One for all resources of an operator."""
+    """The turns of all resources of an operator."""
 
     def __init__(self, cluster: Cluster, settings: Settings, now: Callable[[], datetime]) -> None:
         self._cluster, self._settings, self._now = cluster, settings, now
@@ -116,7 +118,7 @@ class Upgrades:
         return Target(template, merged_marks)
 
     def finish(self, key: Key) -> None:
-        """The pass is over: what it wrote can be seen in the cluster."""
+        """Take note that the pass is over: what it wrote can be seen in the cluster."""
         self._granted.discard(key)
 
     def forget(self, key: Key) -> None:

@@ -21,7 +21,7 @@ FIRST_WAIT, LONGEST_WAIT = 0.5, 10.0
 
 
 class WorkQueue(Generic[K]):
-    """``work(key)`` returns the seconds after which the key is due again, or None."""
+    """A queue of keys. ``work(key)`` returns the seconds until the key is due again, or None."""
 
     def __init__(
         self,

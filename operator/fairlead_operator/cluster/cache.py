@@ -125,7 +125,7 @@ class Store:
         return self.put(kind, body)
 
     def remove(self, kind: Kind, body: Object) -> bool:
-        """Take a deletion; False when what is held is newer or another object of that name."""
+        """Take a deletion; False when the cached object is newer, or another of that name."""
         key, version = key_of(body), version_of(body)
         cached = self.get(kind, key)
         if cached is not None and version < version_of(cached):
@@ -142,14 +142,14 @@ class Store:
             self._bury(kind, key_of(body), version_of(body) + 1)
 
     def has_list(self, kind: Kind, namespace: str) -> bool:
-        """Whether a whole list was taken before."""
+        """Whether a whole list of this kind was taken before."""
         return (kind.name, namespace) in self._listed
 
     def stale_keys(
         self, kind: Kind, namespace: str, versions: Mapping[Key, int], version: int
     ) -> list[Key] | None:
-        """Objects of a list of versions that are not held as new; None if the list is older than
-        one taken before, and must be read whole.
+        """Keys of the objects that a list of versions has newer than the store; None if the list is
+        older than one taken before, and must be read whole.
         """
         if version < self._listed[kind.name, namespace]:
             return None
@@ -255,7 +255,8 @@ def _discard(index: dict[K, set[Key]], entry: K, key: Key) -> None:
 
 
 def trim(kind: Kind, body: Object) -> Object:
-    """Without the fields that no decision reads, and with the kind that items of a list lack.
+    """A copy without the fields that no decision reads, and with the kind that items of a list
+    lack.
 
     ``managedFields``, often the larger half of an object, keeps the managers that applied it.
     """
@@ -281,7 +282,7 @@ def trim(kind: Kind, body: Object) -> Object:
 
 
 def _intern(value: Any) -> Any:
-    """The same JSON with each text once in memory: objects of one kind have the same keys, and
+    """A copy of JSON with each text once in memory: objects of one kind have the same keys, and
     those of one resource the same names and labels. It halves the memory of a fleet.
     """
     if isinstance(value, dict):

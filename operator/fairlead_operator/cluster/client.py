@@ -62,7 +62,7 @@ class Pace:
 
 
 async def api_client(environ: Mapping[str, str] = os.environ) -> ApiClient:
-    """From KUBECONFIG if set, else from the pod's service account. Raises SettingsError."""
+    """A client from KUBECONFIG, else from the pod's service account. Raises SettingsError."""
     configuration, file = Configuration(), environ.get("KUBECONFIG")
     try:
         if file:

@@ -43,7 +43,9 @@ class _Observation:
 
 
 class Election:
-    """``step`` is one read and at most one write; ``holds`` is the fence of every other write."""
+    """Leader election: ``step`` is one read and at most one write; ``holds`` is the fence of every
+    other write.
+    """
 
     def __init__(
         self,
@@ -108,7 +110,9 @@ class Election:
         await self._api.write_lease(LEASE, self._key, {**lease, "spec": spec})
 
     def _warn_of_another_release(self, lease: Object) -> None:
-        """Once per holder: an operator of another scope keeps this one from serving its own."""
+        """Warn once per holder that an operator of another scope keeps this one from serving its
+        own.
+        """
         holder = str((lease.get("spec") or {}).get("holderIdentity") or "")
         serves = (lease["metadata"].get("annotations") or {}).get(SERVES)
         if serves in {None, self._serves} or holder == self._warned_of:
@@ -124,7 +128,9 @@ class Election:
         )
 
     def _is_free(self, lease: Object) -> bool:
-        """Without a holder, expired by our clock, or our own from before a restart."""
+        """Whether the Lease can be taken: it has no holder, is expired by our clock, or is our own
+        from before a restart.
+        """
         spec = lease.get("spec") or {}
         version = lease["metadata"]["resourceVersion"]
         if self._observation is None or self._observation.version != version:

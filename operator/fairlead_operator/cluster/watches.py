@@ -24,7 +24,7 @@ Deliver = Callable[[Kind, bool, Object], None]  # kind, deleted, object
 def registry(
     kinds: Sequence[Kind], environ: Mapping[str, str], deliver: Deliver
 ) -> kopf.OperatorRegistry:
-    """One handler per kind, without logs. ``deliver`` is called in kopf's thread."""
+    """A registry with a handler per kind, without logs. ``deliver`` is called in kopf's thread."""
     handlers = kopf.OperatorRegistry()
 
     @kopf.on.login(registry=handlers)
@@ -52,8 +52,8 @@ def _observer(kind: Kind, deliver: Deliver) -> Callable[..., Any]:
 
 
 class _NoCopies(kopf.DiffBaseStorage):
-    """Keeps nothing of an object. kopf compares each with its last version for handlers that are
-    not used here, and the copy for it takes most of the time that an event takes.
+    """A storage that keeps nothing of an object. kopf compares each with its last version for
+    handlers that are not used here, and the copy for it takes most of the time that an event takes.
     """
 
     def build(self, **_: Any) -> kopf.BodyEssence:
@@ -150,8 +150,8 @@ class Watches:
             loop.close()
 
     async def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Like ``kopf.operator``, but ends within seconds: kopf waits for the tasks of a broken
-        watch.
+        """Watch as ``kopf.operator`` does, but end within seconds: kopf waits for the tasks of a
+        broken watch.
         """
         stop = asyncio.Event()  # a threading.Event would hold a thread of the loop for ever
         self._stop = functools.partial(loop.call_soon_threadsafe, stop.set)

@@ -31,7 +31,7 @@ from fairlead_operator.resource.resource import InferenceDeployment
 
 
 def main(args: Sequence[str]) -> int:
-    """0: done. 2: the trace or the policy cannot be used."""
+    """Exit code 0: done. 2: the trace or the policy cannot be used."""
     options = _parser().parse_args(list(args))
     try:
         deployment = InferenceDeployment.from_body(read_resource(options.policy))

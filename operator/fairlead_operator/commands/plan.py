@@ -24,7 +24,7 @@ CONFIG_BYTES = 1 << 20
 
 
 def main(args: Sequence[str]) -> int:
-    """0: it fits. 1: it does not. 2: it cannot be planned."""
+    """Exit code 0: it fits. 1: it does not. 2: it cannot be planned."""
     options = _parser().parse_args(list(args))
     try:
         deployment = InferenceDeployment.from_body(read_resource(options.file))

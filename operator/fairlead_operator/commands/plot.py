@@ -30,7 +30,9 @@ def _peaks(values: Sequence[float], width: int) -> list[float]:
 
 
 def svg(title: str, seconds: float, panels: Sequence[Sequence[Series]]) -> str:
-    """One panel below the other over the same time; each panel's series share its scale."""
+    """An SVG with one panel below the other over the same time; each panel's series share its
+    scale.
+    """
     parts = [
         _panel(panel, MARGIN_TOP + i * (HEIGHT + 50), seconds) for i, panel in enumerate(panels)
     ]

@@ -1,1 +1,1 @@
-"""What the operator decides, as pure functions: no I/O and no clock."""
+"""The operator's decisions, as pure functions: no I/O and no clock."""

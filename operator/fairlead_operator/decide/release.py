@@ -1,4 +1,4 @@
-"""Which release of the operator serves a resource that several of them see. Pure.
+"""The ownership of a resource that several releases of the operator see. Pure.
 
 A release is named by the namespace of its Lease: its replicas and its restarts are one release. The
 first one writes its name into the status, and every other leaves the resource alone. It may not
@@ -20,7 +20,7 @@ _MARK, _CHALLENGER = "servedBy", "challenger"  # fields of the status
 
 @dataclass(frozen=True, slots=True)
 class OwnershipMemory:
-    """What a process remembers of the releases that serve one resource. Times in seconds."""
+    """The memory that a process has of the releases that serve one resource. Times in seconds."""
 
     marks: int = 0  # times that it wrote its own mark
     marked_at: float = 0.0

@@ -43,7 +43,9 @@ class Capacity:
 
     @property
     def concurrent_tokens(self) -> int:
-        """Of one pod, measured once one has started, else planned; 0 while they are not known."""
+        """Tokens that one pod holds at a time: measured once a pod has started, else planned; 0
+        while they are not known.
+        """
         body = self.body or {}
         token_counts = [
             body.get(name, {}).get("concurrentTokens") for name in ("measured", "planned")

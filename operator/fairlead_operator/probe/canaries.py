@@ -21,7 +21,9 @@ PodKey = tuple[Key, str]  # the resource, the pod's uid
 
 
 class Canaries:
-    """``__call__`` is the work of the queue: seconds until the next canary, None for never."""
+    """Work of the canaries' queue: ``__call__`` returns the seconds until the next canary, None for
+    never.
+    """
 
     def __init__(
         self,

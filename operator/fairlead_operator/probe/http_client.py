@@ -23,7 +23,7 @@ class TooLargeError(Exception):
 
 
 class Response(NamedTuple):
-    """``body`` is read of status 200 alone."""
+    """An answer of a server. ``body`` is read of status 200 alone."""
 
     status: int
     location: str
@@ -31,7 +31,9 @@ class Response(NamedTuple):
 
 
 class HttpClient:
-    """Made in a running event loop. Follows no redirect, keeps no cookie, sends no credential."""
+    """A client, made in a running event loop. It follows no redirect, keeps no cookie, sends no
+    credential.
+    """
 
     def __init__(
         self,
@@ -42,9 +44,9 @@ class HttpClient:
         patience: float | None = None,
         proxies: Mapping[str, str] | None = None,
     ) -> None:
-        """``limit``: bytes of a body. ``patience``: seconds that a request waits for its turn, None
-        for as long as it takes. ``proxies``: by scheme, with ``no`` as the exceptions; empty: the
-        environment's.
+        """Open a session. ``limit``: bytes of a body. ``patience``: seconds that a request waits
+        for its turn, None for as long as it takes. ``proxies``: by scheme, with ``no`` as the
+        exceptions; empty: the environment's.
         """
         self._seconds, self._limit, self._proxies = seconds, limit, proxies
         self._patience = patience

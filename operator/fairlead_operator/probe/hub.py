@@ -29,7 +29,7 @@ LATER = "planned once a pod has it"
 
 
 class HubError(Exception):
-    """No config. ``reason`` is the Planned condition's."""
+    """A config.json that the hub does not give. ``reason`` is the Planned condition's."""
 
     def __init__(self, message: str, reason: str = "ConfigUnavailable") -> None:
         super().__init__(message)
@@ -37,7 +37,8 @@ class HubError(Exception):
 
 
 class Hub:
-    """Remembers answers and failures: a thousand resources of one model cost one fetch.
+    """A client of the hub that remembers answers and failures: a thousand resources of one model
+    cost one fetch.
 
     Made in a running event loop.
     """
@@ -58,7 +59,7 @@ class Hub:
         await self._http.close()
 
     async def config(self, source: Source, revision: str) -> Mapping[str, Any]:
-        """Raises HubError where only a pod can provide it."""
+        """The config.json of a model. Raises HubError where only a pod can provide it."""
         if source.kind == "demo":
             return demo_config()
         if source.kind != "hf":

@@ -28,7 +28,7 @@ class ScrapeError(Exception):
 
 
 class Pods:
-    """A context manager, entered in a running event loop."""
+    """Requests to pods: a context manager, entered in a running event loop."""
 
     def __init__(
         self,
@@ -51,7 +51,9 @@ class Pods:
             await client.close()
 
     async def metrics(self, address: str, *, unresponsive: bool = False) -> str:
-        """``unresponsive``: the pod did not answer last; not asked while too many such hang."""
+        """The pod's metrics as text. ``unresponsive``: the pod did not answer last; it is not asked
+        while too many such pods hang.
+        """
         client = self._unresponsive if unresponsive else self._http
         return (await self._read("GET", address, "/metrics", client)).decode("utf-8", "replace")
 
@@ -65,7 +67,7 @@ class Pods:
         return _json(await self._read("GET", address, "/model/config.json"))
 
     async def progress(self, address: str) -> dict[str, Any]:
-        """How much of the weights the pod's ``fetch`` has downloaded."""
+        """The progress of the pod's ``fetch``: how much of the weights it has downloaded."""
         return _json(await self._read("GET", address, "/progress"))
 
     async def memory(self, address: str) -> dict[str, Any]:
@@ -90,7 +92,7 @@ class Pods:
 
 @functools.lru_cache(maxsize=10_000)  # as many pods are asked again and again
 def _host(address: str) -> str:
-    """An address as the host of a URL. Raises ScrapeError for what is none."""
+    """The host of a URL for an address. Raises ScrapeError for a text that is no address."""
     try:
         host = ipaddress.ip_address(address)
     except ValueError:

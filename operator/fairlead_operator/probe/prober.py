@@ -43,7 +43,9 @@ RETRY_SECONDS = 2.0  # while a download reports nothing yet
 
 
 class Prober:
-    """``__call__`` is the work of the queue: seconds until the next probes, None for never."""
+    """Work of the second queue: ``__call__`` returns the seconds until the next probes, None for
+    never.
+    """
 
     def __init__(
         self,
@@ -104,12 +106,12 @@ class Prober:
         return self._results.get(_key(resource), resource.uid) or ProbeResults()
 
     def _learn(self, resource: InferenceDeployment, **changes: Any) -> None:
-        """At once, so that a pod which hangs holds back no result of another."""
+        """Store results at once, so that a pod which hangs holds back no result of another."""
         results = replace(self._of(resource), **changes)
         self._results.put(_key(resource), resource.uid, results)
 
     async def _load(self, resource: InferenceDeployment, pod: Object) -> None:
-        """A good sample replaces the last one, which otherwise grows stale."""
+        """Read a pod's load: a good sample replaces the last one, which otherwise grows stale."""
         uid, name = pod["metadata"]["uid"], resource.engine.served_name
         try:
             unresponsive = uid in self._of(resource).unresponsive
@@ -132,7 +134,7 @@ class Prober:
         )
 
     async def _measure(self, resource: InferenceDeployment, serving: list[Object]) -> None:
-        """The sizing that one serving pod measured; read once a pod."""
+        """Read the sizing that one serving pod measured, once a pod."""
         if not serving or self._of(resource).measured_of in _uids(serving):
             return
         with contextlib.suppress(ScrapeError):

@@ -56,7 +56,7 @@ class InferenceDeployment:
 
     @classmethod
     def from_body(cls, body: Any, *, stored: bool = False) -> Self:
-        """From a resource's body, whether or not an API server has filled in defaults.
+        """A resource from its body, whether or not an API server has filled in defaults.
 
         Raises ResourceError, which names the field, for everything the CRD refuses. An unknown
         field is an error too, except in a ``stored`` body: there the CRD may be newer than this
@@ -350,7 +350,9 @@ def _check_volumes(spec: Spec) -> None:
 
 
 def _wrong_toleration(toleration: Toleration) -> str:
-    """What the API server would refuse in a Deployment, with its fix; "" where it would not."""
+    """The reason why the API server would refuse a toleration in a Deployment, with its fix; ""
+    where it would not.
+    """
     if toleration.operator == "Exists" and toleration.value:
         return "operator Exists must not have a value: remove the value, or set operator to Equal"
     if not toleration.key and toleration.operator != "Exists":

@@ -81,13 +81,13 @@ class Settings:
 
     @property
     def proxies(self) -> dict[str, str]:
-        """By scheme, as urllib has them."""
+        """The proxies by scheme, as urllib has them."""
         proxies = {"http": self.http_proxy, "https": self.https_proxy, "no": self.no_proxy}
         return {name: value for name, value in proxies.items() if value}
 
     @property
     def proxy_environment(self) -> dict[str, str]:
-        """In both spellings, as libraries read one or the other."""
+        """The variables for proxies in both spellings, as libraries read one or the other."""
         variables = {
             "HTTP_PROXY": self.http_proxy,
             "HTTPS_PROXY": self.https_proxy,
@@ -109,8 +109,8 @@ class Settings:
         return _port(self.hub)
 
     def allows_image(self, image: str) -> bool:
-        """Docker Hub's images have two names, with ``docker.io/`` and without; either may be in the
-        list and in the resource.
+        """Whether a resource may name this image. Docker Hub's images have two names, with
+        ``docker.io/`` and without; either may be in the list and in the resource.
         """
         names = _names(image)
         return (

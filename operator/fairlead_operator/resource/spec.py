@@ -28,7 +28,7 @@ PATH = re.compile(r"(?:file://)?(/[A-Za-z0-9._@+=/-]+)")
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a model comes from. ``path`` is the hub's owner/name, or a path in the claim or the
+    """The origin of a model. ``path`` is the hub's owner/name, or a path in the claim or the
     container.
     """
 
@@ -302,7 +302,7 @@ class Projected:
 
 @dataclass(frozen=True, slots=True)
 class Volume:
-    """Exactly one of the kinds is set."""
+    """A volume of the pod. Exactly one of the kinds is set."""
 
     name: str = bounded(longest=63, pattern="^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")
     empty_dir: EmptyDir | None = None

@@ -72,6 +72,8 @@ def allowlist_blockers(resource: InferenceDeployment, settings: Settings) -> lis
 def _keys(
     field: str, chart_value: str, keys: Iterable[str], allows: Callable[[str], bool]
 ) -> list[tuple[str, str, bool, str]]:
-    """Foreign selectors match pods by their labels, and agents act on annotations."""
+    """The check of a mapping's keys: foreign selectors match pods by their labels, and agents act
+    on annotations.
+    """
     refused_keys = ", ".join(key[:80] for key in sorted(keys) if not allows(key))
     return [(field, refused_keys, not refused_keys, chart_value)]

@@ -34,7 +34,7 @@ class PlanError(ValueError):
 
 
 def device_of(deployment: InferenceDeployment) -> DeviceFacts:
-    """One accelerator of the pod; on a CPU, the pod's memory limit."""
+    """The device to plan for: one accelerator of the pod; on a CPU, the pod's memory limit."""
     accelerator, resources = deployment.spec.resources.accelerator, deployment.spec.resources
     if accelerator.count == 0:
         return DeviceFacts("cpu", resources.memory.value)
@@ -85,7 +85,7 @@ def capacity_of(config: Mapping[str, Any], deployment: InferenceDeployment) -> d
 
 
 def host_shortage(deployment: InferenceDeployment, plan: MemoryPlan) -> str:
-    """Why a pod with accelerators would run out of host memory; "" when it would not."""
+    """The reason why a pod with accelerators would run out of host memory; "" when it would not."""
     resources = deployment.spec.resources
     needed, has = sum(plan.host.values()), resources.memory.value
     if resources.accelerator.count == 0 or needed <= has:

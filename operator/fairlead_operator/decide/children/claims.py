@@ -1,4 +1,4 @@
-"""What the claim that the pods mount allows: on how many nodes at a time, and how that is known.
+"""The claim that the pods mount: on how many nodes at a time it can be, and how that is known.
 
 Owns the choice of access modes and the blockers for what they rule out. Pure.
 """
@@ -20,8 +20,8 @@ _ON_MANY_NODES = frozenset({"ReadWriteMany", "ReadOnlyMany"})
 
 @dataclass(frozen=True, slots=True)
 class MountedClaim:
-    """``known``: from the spec, from the claim itself, or assumed. ``exists``: seen, which the
-    operator can tell of claims that it made.
+    """The claim with a pod's weights. ``known``: from the spec, from the claim itself, or assumed.
+    ``exists``: False for a claim that the operator makes and that is not there yet.
     """
 
     name: str
@@ -94,7 +94,9 @@ def claim_blockers(
 
 
 def surge_obstacle(resource: InferenceDeployment, snapshot: Snapshot, revision: str) -> str:
-    """Why an extra pod of a rollout might never start; "" where the claim is no obstacle."""
+    """The reason why an extra pod of a rollout might never start; "" where the claim is no
+    obstacle.
+    """
     claim = mounted_claim(resource, snapshot.children)
     live = snapshot.deployment
     if claim is None or claim.shared or live is None:

@@ -1,4 +1,5 @@
-"""What to write, and why: desired and observed objects in, Writes out. Pure; writes nothing.
+"""The writes of one pass, with their reasons: desired and observed objects in, Writes out. Pure;
+writes nothing.
 
 The comparison follows the API server's own merge rules: an object that holds everything we render
 needs no write, whatever others added to it. Exceptions are fields that are one value as a whole.
@@ -74,7 +75,7 @@ class Conflict:
 
 @dataclass(frozen=True, slots=True)
 class Writes:
-    """What one pass writes besides status, and the objects that it leaves alone."""
+    """The writes of one pass besides the status, and the objects that it leaves alone."""
 
     apply: tuple[Apply, ...] = ()
     delete: tuple[Delete, ...] = ()

@@ -39,7 +39,7 @@ _COMMIT = re.compile("[0-9a-f]{40}")
 
 @dataclass(frozen=True, slots=True)
 class Replacement:
-    """How the Deployment replaces pods; the limits count for RollingUpdate only."""
+    """The way in which the Deployment replaces pods; the limits count for RollingUpdate only."""
 
     type: Literal["RollingUpdate", "Recreate"]
     max_surge: int = 0
@@ -100,7 +100,9 @@ def max_replicas(resource: InferenceDeployment) -> int:
 
 
 def creates_claim(resource: InferenceDeployment) -> bool:
-    """Only where there is something to download."""
+    """Whether the operator makes the claim: the resource names none, and there is something to
+    download.
+    """
     cache, source = resource.spec.model_cache, resource.spec.model.origin
     return cache.type == "PVC" and not cache.claim_name and source.kind == "hf"
 
@@ -165,7 +167,7 @@ def _service(resource: InferenceDeployment) -> Object:
 
 
 def _budget(resource: InferenceDeployment) -> Object:
-    """A pod that is not ready never holds up a node's drain."""
+    """The disruption budget: a pod that is not ready never holds up a node's drain."""
     spec = {
         "maxUnavailable": 1,
         "unhealthyPodEvictionPolicy": "AlwaysAllow",

@@ -229,8 +229,8 @@ def _runtime(resource: InferenceDeployment, settings: Settings) -> Object:
 
 
 def _fetch(resource: InferenceDeployment, settings: Settings) -> Object:
-    """Downloads the weights before the runtime starts offline; serves its progress on the admin
-    port.
+    """The init container that downloads the weights before the runtime starts offline; it serves
+    its progress on the admin port.
     """
     model = resource.spec.model
     arguments = ["fetch", model_argument(resource), "--host=::"]
@@ -257,7 +257,9 @@ def _fetch(resource: InferenceDeployment, settings: Settings) -> Object:
 
 
 def _environment(resource: InferenceDeployment, variables: dict[str, str]) -> list[Object]:
-    """The user's variables, then ours, which replace any of the same name."""
+    """The environment of a container: the user's variables, then the operator's, which replace any
+    of the same name.
+    """
     fixed = {
         "HOME": TMP,
         "USER": RUNTIME,  # the uid may have no entry in /etc/passwd

@@ -1,4 +1,5 @@
-"""How pods of a new revision replace the old ones: with an extra pod, one by one, or all at once.
+"""The replacement of old pods by those of a new revision: with an extra pod, one by one, or all at
+once.
 
 Owns the choice of the Deployment's strategy and its reason. A rollout takes no ready pod while an
 extra pod can come. When the extra pod finds no room, ``Auto`` replaces one pod at a time, after
@@ -37,9 +38,9 @@ NO_SURGE = "rollout.maxSurge is 0"
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """``replacement`` is for the Deployment now, ``strategy`` and ``message`` are for the status.
-    With ``announced_only`` they run ahead of ``replacement`` by one pass: the status says first
-    that ready pods will go.
+    """A choice of strategy: ``replacement`` for the Deployment now, ``strategy`` and ``message``
+    for the status. With ``announced_only`` they run ahead of ``replacement`` by one pass: the
+    status says first that ready pods will go.
     """
 
     replacement: Replacement
@@ -56,9 +57,7 @@ def choose(
     status: Mapping[str, Any],
     now: datetime,
 ) -> Choice:
-    """The strategy for ``revision`` and ``replicas``, those to come. ``status``: as it was written
-    last.
-    """
+    """The strategy for the revision and replicas to come. ``status``: as it was written last."""
     rollout = resource.spec.rollout
     surge = Replacement("RollingUpdate", rollout.max_surge, rollout.max_unavailable)
     if rollout.strategy == "Recreate":
@@ -103,7 +102,7 @@ def _replaces(snapshot: Snapshot, revision: str) -> bool:
 def _shortage(
     resource: InferenceDeployment, snapshot: Snapshot, revision: str, now: datetime
 ) -> str:
-    """Why no extra pod can come; "" while one may still come."""
+    """The reason why no extra pod can come; "" while one may still come."""
     accelerator, live = resource.spec.resources.accelerator, snapshot.deployment
     if accelerator.count and (live is None or revision_of(live) != revision):
         free = _free_in_quota(snapshot.quotas, accelerator.resource_name)
@@ -154,7 +153,7 @@ def _seconds_since(stamp: Any, pod: Object, now: datetime) -> float:
 
 
 def _free_in_quota(quotas: Iterable[Object], name: str) -> int | None:
-    """What the tightest quota leaves of a resource; None where no quota limits it."""
+    """The amount that the tightest quota leaves of a resource; None where no quota limits it."""
     free_counts = []
     for quota in quotas:
         status = quota.get("status") or {}

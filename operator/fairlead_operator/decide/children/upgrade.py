@@ -1,4 +1,4 @@
-"""Whose turn it is when the operator's defaults change: an upgrade rolls deployments one by one.
+"""The turns of an upgrade: when the operator's defaults change, deployments roll one by one.
 
 Owns the marks that a Deployment carries for this, and the decision. A *changed default* is a
 template that differs though its resource's spec does not: another default image, another hub,
@@ -82,7 +82,7 @@ def _digest(value: Any) -> str:
 
 
 def deadlines_of(mark: str) -> Deadlines | None:
-    """What DEADLINES_MARK says; None where it says nothing."""
+    """The deadlines in DEADLINES_MARK; None where it holds none."""
     if not re.fullmatch("[0-9]{1,6},[0-9]{1,6}", mark):
         return None
     progress, drain = mark.split(",")
@@ -106,14 +106,14 @@ class Member:
 
     @property
     def holds(self) -> bool:
-        """Whether others wait until it is Ready again: not if it was not Ready before."""
+        """Whether others wait until this one is Ready again: not if it was not Ready before."""
         return self.ready and not self.idle
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Whether a deployment may roll now. ``held``: the failed one that holds it; ``why`` says which
-    one it waits for.
+    """The answer whether a deployment may roll now. ``is_held``: one that failed holds it;
+    ``message`` says which one it waits for.
     """
 
     allowed: bool
@@ -122,7 +122,7 @@ class Turn:
 
 
 def member_of(deployment: Object, resource: Object, defaults: str, now: datetime) -> Member:
-    """From a Deployment and the body of its resource."""
+    """The member of the fleet that a Deployment and the body of its resource make."""
     status: Mapping[str, Any] = resource.get("status") or {}
     spec: Mapping[str, Any] = resource.get("spec") or {}
     live_marks = marks(deployment)
@@ -146,7 +146,7 @@ def member_of(deployment: Object, resource: Object, defaults: str, now: datetime
 def decide_turn(
     key: Key, fleet: Iterable[Member], concurrency: int, granted: Iterable[Key]
 ) -> Turn:
-    """Whether ``key`` may roll to the new defaults. ``granted``: turns given but not seen in the
+    """The turn of ``key`` to roll to the new defaults. ``granted``: turns given but not seen in the
     cluster yet. ``concurrency`` 0: no deployment rolls, each keeps its pods until its spec changes.
     """
     members = {member.key: member for member in fleet}

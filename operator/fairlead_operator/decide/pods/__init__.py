@@ -1,1 +1,1 @@
-"""What pods, events and metrics say about a resource."""
+"""Readings of a resource's pods, of their events and their metrics."""

@@ -1,5 +1,5 @@
-"""Why a resource is not ready: observed pods, events and quota in, ordered reasons with hints out.
-Pure.
+"""The reasons why a resource is not ready: observed pods, events and quota in, ordered reasons with
+hints out. Pure.
 
 Every code is listed in ``CODES``, in the order of importance: the first blocker is Ready's reason.
 A message repeats what Kubernetes or the runtime reported, cut and made printable; a hint is the
@@ -116,7 +116,7 @@ _CONFIG = frozenset({"CreateContainerConfigError", "CreateContainerError"})
 
 @dataclass(frozen=True, slots=True, order=True)
 class Blocker:
-    """One reason. ``object`` is ``Kind/name``."""
+    """One reason why a resource is not ready. ``object`` is ``Kind/name``."""
 
     rank: int
     code: str
@@ -313,7 +313,7 @@ def _injected_blocker(
 
 
 def _end_blocker(terminated: Mapping[str, Any], about: str, *, loops: bool) -> Blocker:
-    """``loops``: the container ended repeatedly."""
+    """The blocker for a container that ended. ``loops``: it ended repeatedly."""
     if terminated.get("reason") == "OOMKilled":
         return blocker(
             "OutOfMemory",
@@ -333,7 +333,8 @@ def _end_blocker(terminated: Mapping[str, Any], about: str, *, loops: bool) -> B
 def failed_pod_blockers(
     failed: Iterable[Object], pods: Iterable[Object], revision: str, replicas: int
 ) -> list[Blocker]:
-    """Of the newest pod that its node ended or refused, while a pod is missing or not ready.
+    """The blocker for the newest pod that its node ended or refused, while a pod is missing or not
+    ready.
 
     ``failed``: such pods; Kubernetes keeps them for a while.
     """

@@ -55,8 +55,8 @@ def fetching(pods: Iterable[Object]) -> list[Object]:
 def show(
     current: Mapping[str, Download], latest: Mapping[str, Download], waited: float
 ) -> Mapping[str, Download]:
-    """What to show from now on, by pod uid; ``shown`` itself where the change is too small or too
-    soon.
+    """The downloads to show from now on, by pod uid; ``current`` itself where the change is too
+    small or too soon.
 
     ``waited``: seconds since the last change of what is shown.
     """
@@ -71,7 +71,7 @@ def messages(
     downloads: Mapping[str, Download], pods: Iterable[Object], status: Mapping[str, Any]
 ) -> Mapping[str, str]:
     """The blocker's message by pod uid. A pod without an answer yet, as after a restart, keeps its
-    message in the status ``before``.
+    message in ``status``, the one written last.
     """
     previous = {
         str(blocker.get("object")): str(blocker.get("message"))

@@ -1,4 +1,4 @@
-"""How many requests a deleted pod finished and aborted: the runtime's termination message in the
+"""The requests that a deleted pod finished and aborted: the runtime's termination message in the
 pod's status. Pure.
 """
 
@@ -61,7 +61,7 @@ class DrainCounts:
         return cls(str(status.get("targetRevision") or ""), counts)
 
     def plus(self, pod: str, requests: DrainedRequests) -> "DrainCounts":
-        """With one more pod that ended; a pod counts once."""
+        """The counts with one more pod that ended; a pod counts once."""
         if pod in self.pods:
             return self
         return replace(self, total=self.total.plus(requests), pods=self.pods | {pod})
@@ -75,5 +75,5 @@ class DrainCounts:
         )
 
     def of_pods(self, uids: frozenset[str]) -> "DrainCounts":
-        """Without the uids of pods that are gone; their counts remain."""
+        """The counts without the uids of pods that are gone; the requests of those remain."""
         return replace(self, pods=self.pods & uids)

@@ -31,7 +31,7 @@ SERIES = (RUNNING, WAITING, *LENGTHS)  # all that is read here
 
 
 class LoadError(ValueError):
-    """Why a text holds no load."""
+    """A text that holds no load; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,9 @@ class Sample:
     served: ServedRequests = ServedRequests()
 
     def fresh(self, now: float) -> bool:
-        """Younger than 15 s, and not from the future: a clock that jumps back makes none fresh."""
+        """Whether the sample is younger than 15 s, and not from the future: a clock that jumps back
+        makes none fresh.
+        """
         return 0 <= now - self.at < FRESH_SECONDS
 
 
@@ -140,8 +142,8 @@ def series(
 
 
 def _sample(line: str) -> tuple[str, Mapping[str, str], float]:
-    """One line, by the library. What stands before the value is the same in each scrape and costs
-    it most, so that is kept. Raises ValueError, IndexError or OverflowError.
+    """One line, parsed by the library. The text before the value is the same in each scrape and
+    costs it most, so that its result is kept. Raises ValueError, IndexError or OverflowError.
     """
     head, _, value = line.rpartition(" ")
     if "_" not in value and (known := _parse_head(head)) is not None:

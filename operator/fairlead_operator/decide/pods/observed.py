@@ -1,4 +1,4 @@
-"""What one resource looks like in the cluster: a snapshot of the store. Pure."""
+"""A snapshot of the store: the objects of one resource in the cluster. Pure."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from fairlead_operator.resource.kinds import DEPLOYMENT, Object
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Children by kind; pods carry the uid of the resource."""
+    """The objects of one resource by kind; its pods carry its uid."""
 
     children: tuple[Object, ...]
     pods: tuple[Object, ...]

@@ -1,4 +1,4 @@
-"""What the operator reads of one pod, one definition each. Pure.
+"""The facts that the operator reads of one pod, one definition each. Pure.
 
 The operator's containers are found by name: a service mesh injects its own before or after them.
 """
@@ -29,7 +29,7 @@ def fetch_status(pod: Object) -> Mapping[str, Any]:
 
 
 def container_statuses(pod: Object) -> list[Mapping[str, Any]]:
-    """Of every container: the download's and the runtime's first, then those of others."""
+    """The status of every container: the download's, the runtime's, then those of others."""
     status = pod.get("status") or {}
     statuses = [
         *(status.get("initContainerStatuses") or ()),
@@ -66,7 +66,7 @@ def revision_of_pod(pod: Object) -> str:
 
 
 def can_find_room(message: str) -> bool:
-    """Whether a node would take the unscheduled pod if other pods left it. ``message``: of its
+    """Whether a node would take the unscheduled pod if other pods left it. ``message``: that of its
     condition PodScheduled; where the scheduler does not say, one may.
     """
     node_counts = _HOPELESS.search(message)

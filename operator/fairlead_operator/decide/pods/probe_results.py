@@ -1,4 +1,4 @@
-"""What the probes of one resource found: answers of its pods and of the hub. Pure; the prober
+"""The results of one resource's probes: answers of its pods and of the hub. Pure; the prober
 replaces it.
 """
 
@@ -14,7 +14,7 @@ V = TypeVar("V")
 
 @dataclass(frozen=True, slots=True)
 class ProbeResults:
-    """By pod uid where a pod answered."""
+    """Answers of the pods, by pod uid, and of the hub."""
 
     complete: bool = False  # whether pods and the hub were probed at least once
     canaries: frozenset[str] = frozenset()  # pods that generated a token
@@ -35,7 +35,7 @@ class ProbeResults:
     unresponsive: frozenset[str] = frozenset()  # pods that did not answer their last scrape
 
     def of_pods(self, uids: frozenset[str], fetching: frozenset[str]) -> "ProbeResults":
-        """Without the results of pods that are gone; ``fetching``: pods that download."""
+        """The results without those of pods that are gone; ``fetching``: pods that download."""
         return replace(
             self,
             canaries=self.canaries & uids,

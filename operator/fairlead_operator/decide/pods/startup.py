@@ -1,4 +1,4 @@
-"""How long each part of the last start took: from a pod's status and its runtime's metrics. Pure.
+"""The seconds of each part of the last start: from a pod's status and its runtime's metrics. Pure.
 
 A container that restarts in its pod is not scheduled again and downloads nothing: such a start has
 the runtime's parts only.
@@ -41,7 +41,7 @@ def startup(
     previous: Mapping[str, Any],
 ) -> Mapping[str, Any]:
     """The newest serving pod's start. ``measured``: what ``read`` returned, by pod uid.
-    ``before`` stays until that is known.
+    ``previous``, the start in the status, stays until that is known.
     """
     if not serving:
         return previous

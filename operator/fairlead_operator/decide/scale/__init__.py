@@ -1,1 +1,1 @@
-"""How many replicas a resource should have."""
+"""The number of replicas that a resource should have."""

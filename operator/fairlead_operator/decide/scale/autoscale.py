@@ -32,8 +32,9 @@ DEMAND: Mapping[Signal, Callable[[Load], float]] = {"QueueDepth": lambda load: l
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """``target`` is in requests per pod, windows in seconds, steps in pods per period.
-    ``target_why`` and ``target_inputs``: the arithmetic of a target that is not set.
+    """The rules of one resource's autoscaling. ``target`` is in requests per pod, windows in
+    seconds, steps in pods per period. ``target_formula`` and ``target_inputs``: the arithmetic of a
+    target that is not set.
     """
 
     min_replicas: int
@@ -91,8 +92,8 @@ class Supply:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """What ``decide`` remembers. It is empty after a restart: nothing shrinks until the windows
-    are full.
+    """The memory of ``decide``. It is empty after a restart: nothing shrinks until the windows are
+    full.
     """
 
     since: float | None = None  # start of ``raws``, which has no gap
@@ -256,7 +257,9 @@ def _limit_down(
 
 
 def _with_demand(history: History, raw: int, now: float, window: float) -> History:
-    """Adds the replicas demanded now; a gap, or a clock that went back, restarts the windows."""
+    """The history with the replicas demanded now; a gap, or a clock that went back, restarts the
+    windows.
+    """
     last = history.raws[-1][0] if history.raws else None
     if history.since is None or last is None or not 0 <= now - last <= GAP:
         return replace(history, since=now, raws=((now, raw),))

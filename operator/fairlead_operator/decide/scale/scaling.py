@@ -1,4 +1,4 @@
-"""How many replicas a resource should have now, and who decides that. Pure: returns what to
+"""The number of replicas that a resource should have now, and who decides it. Pure: returns what to
 remember.
 
 The operator's count lives in the Deployment and nowhere else: it is the current value after a
@@ -32,8 +32,8 @@ CRASHES = 3  # a pod with this many restarts is not counted as starting
 class Scaling:
     """The count to write, and what follows once it is written.
 
-    ``again``: seconds until the next look. Commit ``memory`` and write ``events`` only once the
-    Deployment has the count. ``status``: status.autoscaling.
+    ``requeue_after``: seconds until the next pass. Commit ``memory`` and write ``events`` only once
+    the Deployment has the count. ``status``: status.autoscaling.
     """
 
     replicas: int
@@ -70,8 +70,9 @@ def scale(
     now: datetime,
     clock: float,
 ) -> Scaling:
-    """``clock`` is the monotonic clock that dates samples; ``tokens``: concurrentTokens of one
-    pod, 0 while they are not known.
+    """The count for now: decided at a tick where the operator scales, else held. ``clock`` is the
+    monotonic clock that dates samples; ``tokens``: concurrentTokens of one pod, 0 while they are
+    not known.
     """
     baseline = hold(resource, snapshot, memory)
     policy, live = resource.spec.autoscaling, snapshot.deployment

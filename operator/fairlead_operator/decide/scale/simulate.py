@@ -37,7 +37,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Pod:
-    """How one pod serves. Rates are in tokens/s: prefill of the pod, decode of one request."""
+    """The capacity of one pod. Rates are in tokens/s: prefill of the pod, decode of one request."""
 
     slots: int
     start_seconds: float = 60.0
@@ -50,7 +50,7 @@ class Pod:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What a scaler sees at one tick."""
+    """The view that a scaler has at one tick."""
 
     now: float
     supply: Supply
@@ -87,7 +87,7 @@ class Result:
         return self.pod_seconds / 3600
 
     def turns(self) -> list[tuple[float, float]]:
-        """Where the count turned from growing to shrinking or back: (time of the change before,
+        """The turns of the count from growing to shrinking or back: (time of the change before,
         time).
         """
         turns: list[tuple[float, float]] = []

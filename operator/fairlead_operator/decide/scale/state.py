@@ -1,5 +1,5 @@
-"""What scaling remembers of one resource between passes. Pure: ``scale`` returns the next value,
-and ``reconcile`` commits it once the count is written.
+"""Scaling's memory of one resource between passes. Pure: ``scale`` returns the next value, and
+``reconcile`` commits it once the count is written.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ FIRST_LOOK_SECONDS = 13.0
 
 @dataclass(frozen=True, slots=True)
 class ScalingMemory:
-    """Times are of the monotonic clock."""
+    """Memory of one resource's scaling. Times are of the monotonic clock."""
 
     first_pass_at: float
     history: History = field(default_factory=History)
@@ -29,7 +29,9 @@ class ScalingMemory:
 
     @classmethod
     def first(cls, status: Mapping[str, Any], clock: float) -> Self:
-        """At the first pass of this operator: the resource's status has the last decisions."""
+        """The memory at the first pass of this operator: the resource's status has the last
+        decisions.
+        """
         return cls(first_pass_at=clock, status=status.get("autoscaling"))
 
 

@@ -17,7 +17,9 @@ ASSUMED_TOKENS = 1024  # prompt and output of a request, before
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """``why`` is the arithmetic in words, ``inputs`` its numbers; both empty for a set target."""
+    """A number of requests per pod. ``formula`` is its arithmetic in words, ``inputs`` the numbers
+    in it; both empty for a set target.
+    """
 
     requests: float
     formula: str = ""
@@ -32,8 +34,8 @@ def typical_request(served: Iterable[ServedRequests]) -> float | None:
 
 
 def requests_that_fit(max_requests: int, tokens: int, typical: float | None) -> float:
-    """Typical requests that one pod with ``tokens`` concurrent tokens holds; ``tokens`` 0: not
-    known.
+    """Typical requests that one pod with ``tokens`` concurrent tokens holds. ``tokens`` is 0 while
+    they are not known.
     """
     if not tokens:
         return float(max_requests)
@@ -43,7 +45,9 @@ def requests_that_fit(max_requests: int, tokens: int, typical: float | None) -> 
 def target_of(
     configured: int | None, max_requests: int, tokens: int, typical: float | None
 ) -> Target:
-    """``tokens``: concurrentTokens of one pod, 0 while they are not known."""
+    """The target as configured, else from the capacity of a pod. ``tokens``: concurrentTokens of
+    one pod, 0 while they are not known.
+    """
     if configured is not None:
         return Target(float(configured))
     if not tokens:
