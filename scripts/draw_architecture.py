@@ -30,6 +30,7 @@ CAPTIONS = {
     f"{OPERATOR}.cluster": "the API server",
     f"{OPERATOR}.memory": "what passes and probes remember",
     f"{OPERATOR}.decide": "what the operator decides",
+    f"{OPERATOR}.decide.judge": "what keeps a resource from being ready",
     f"{OPERATOR}.decide.status": "conditions, capacity, blockers → status",
     f"{OPERATOR}.decide.scale": "how many replicas",
     f"{OPERATOR}.decide.children": "objects, diff, rollout",

@@ -20,10 +20,10 @@ from fairlead_operator.decide.children.capacity import (
     plan_of,
     with_measured,
 )
+from fairlead_operator.decide.judge import judge, plan_capacity, with_measurement
 from fairlead_operator.decide.pods.observed import Snapshot
 from fairlead_operator.decide.pods.probe_results import ProbeResults
 from fairlead_operator.decide.status import Capacity
-from fairlead_operator.reconcile import judge, plan_capacity, with_measurement
 from fairlead_operator.resource.resource import InferenceDeployment
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.terms import GIB, DeviceFacts

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from fairlead_operator.decide.judge import judge
 from fairlead_operator.decide.pods.blockers import NORMAL, Blocker, find
 from fairlead_operator.decide.pods.observed import Snapshot
 from fairlead_operator.decide.pods.probe_results import ProbeResults
 from fairlead_operator.decide.status import Capacity
-from fairlead_operator.reconcile import judge
 from support.operator_bodies import Object, deployment, event, pod, resource
 
 
