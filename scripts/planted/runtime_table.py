@@ -1318,7 +1318,7 @@ BUGS = (
     ),
     PackageBug(
         "what a layer multiplies the result of an MLP of its own by is lost",
-        "fairlead_runtime.device.layer_parts:OwnMlp.run",
+        "fairlead_runtime.device.fused_layers:OwnMlp.run",
         "return out if self.factor == 1 else out * self.factor",
         "return out",
         ("functional/engine/test_fused_layers.py",),

@@ -5,9 +5,11 @@ in C++. Which layers are fused, and the proof that they give the same, is in ``f
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from fairlead_kernels.cpu.cpu_attention import CpuAttention
 from fairlead_kernels.cpu.cpu_layers import LayerChain
@@ -18,7 +20,47 @@ from fairlead_kernels.interface.layer import AroundMlp, Layer, LayerOperations, 
 from fairlead_runtime.device.attention import CURRENT_PASS, AttentionCall, CachedPass, PagedPass
 from fairlead_runtime.device.group import Group
 from fairlead_runtime.device.kv_cache import CacheStorage
-from fairlead_runtime.device.layer_parts import OwnMlp, Rope, RopeArgument
+
+Rope = tuple[Tensor, Tensor]  # cosines and sines
+
+
+def halves_of(pairs: Tensor) -> Tensor:
+    """The elements of the last dimension in another order: 0, 2, 4, ..., then 1, 3, 5, ..."""
+    return torch.cat([pairs[..., 0::2], pairs[..., 1::2]], dim=-1)
+
+
+@dataclass(frozen=True, slots=True)
+class RopeArgument:
+    """The argument of a layer's ``forward`` with the rotary embedding; "" where the layer uses
+    none. ``in_pairs``: see ``LayerParts``.
+    """
+
+    name: str
+    in_pairs: bool
+
+    def read(self, given: Rope) -> Rope:
+        """Cosines and sines [1, T, R] as the model gives them → float32 [T, R] as operations take
+        them.
+        """
+        cos, sin = given[0].float(), given[1].float()
+        return (halves_of(cos[0]), halves_of(sin[0])) if self.in_pairs else (cos[0], sin[0])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OwnMlp:
+    """An MLP that stays a module of the model's own code; the layer adds ``factor`` times what it
+    gives. ``reason``: why it is no ``MlpParts``, as in ``DoesNotFitError``. On several ranks it
+    gives the same on each: the sum over them is its own.
+    """
+
+    module: nn.Module
+    factor: float
+    reason: str
+
+    def run(self, x: Tensor) -> Tensor:
+        """X [T, hidden] in the type of the module's weights → [T, hidden]."""
+        out: Tensor = self.module(x[None])[0]
+        return out if self.factor == 1 else out * self.factor
 
 
 class FusedLayer:

@@ -37,14 +37,11 @@ from fairlead_kernels.interface.attention import Heads
 from fairlead_kernels.interface.layer import LayerOperations, Packed
 from fairlead_runtime.device import whole_model
 from fairlead_runtime.device.attention import AttentionCall, CachedLayer, CachedPass, spec_of
-from fairlead_runtime.device.fused_layers import FusedLayer, FusedRun
+from fairlead_runtime.device.fused_layers import FusedLayer, FusedRun, OwnMlp, Rope, RopeArgument
 from fairlead_runtime.device.group import Group
 from fairlead_runtime.device.layer_parts import (
     DoesNotFitError,
-    OwnMlp,
     Recording,
-    Rope,
-    RopeArgument,
     recognize,
 )
 from fairlead_runtime.device.layer_recording import (

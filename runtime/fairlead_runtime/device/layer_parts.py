@@ -28,6 +28,7 @@ from fairlead_kernels.interface.layer import (
     Packed,
 )
 from fairlead_runtime.device.attention import AttentionCall
+from fairlead_runtime.device.fused_layers import OwnMlp, halves_of
 from fairlead_runtime.device.row_split import RowSplit
 from fairlead_runtime.models.published import StoredLinear
 from fairlead_runtime.models.quantized import QuantizedLinear
@@ -35,7 +36,6 @@ from fairlead_runtime.models.quantized import QuantizedLinear
 # Two results of float32 are equal within this share of their size; other functions differ by more.
 CLOSE = 1e-4
 ROUNDING = 1e-6  # of the larger part of a sum
-Rope = tuple[Tensor, Tensor]  # cosines and sines
 OTHER_BEGIN = "its MLP does not begin with a norm of the residual or of the residual plus attention"
 OTHER_MLP = "its MLP is not two or three matrices with SiLU, GELU, ReLU or its square"
 FACTOR = "it multiplies what a norm after attention or MLP returns"
@@ -43,23 +43,6 @@ FACTOR = "it multiplies what a norm after attention or MLP returns"
 
 class DoesNotFitError(Exception):
     """A layer is no ``Layer``; the message says why, as the end of "layer 3: ..."."""
-
-
-@dataclass(frozen=True, slots=True)
-class RopeArgument:
-    """The argument of a layer's ``forward`` with the rotary embedding; "" where the layer uses
-    none. ``in_pairs``: see ``LayerParts``.
-    """
-
-    name: str
-    in_pairs: bool
-
-    def read(self, given: Rope) -> Rope:
-        """Cosines and sines [1, T, R] as the model gives them → float32 [T, R] as operations take
-        them.
-        """
-        cos, sin = given[0].float(), given[1].float()
-        return (halves_of(cos[0]), halves_of(sin[0])) if self.in_pairs else (cos[0], sin[0])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,23 +113,6 @@ class MlpParts:
     gate_up: Sequence[Matrix]
     activation: Activation
     down: Matrix
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class OwnMlp:
-    """An MLP that stays a module of the model's own code; the layer adds ``factor`` times what it
-    gives. ``reason``: why it is no ``MlpParts``, as in ``DoesNotFitError``. On several ranks it
-    gives the same on each: the sum over them is its own.
-    """
-
-    module: nn.Module
-    factor: float
-    reason: str
-
-    def run(self, x: Tensor) -> Tensor:
-        """X [T, hidden] in the type of the module's weights → [T, hidden]."""
-        out: Tensor = self.module(x[None])[0]
-        return out if self.factor == 1 else out * self.factor
 
 
 @dataclass(slots=True, eq=False)
@@ -438,11 +404,6 @@ def _head_norms(calls: _Calls, dim: int) -> tuple[Norm | None, Norm | None]:
         calls.check_empty()
     first, second = map(norm_of, calls.left)
     return first, second
-
-
-def halves_of(pairs: Tensor) -> Tensor:
-    """The elements of the last dimension in another order: 0, 2, 4, ..., then 1, 3, 5, ..."""
-    return torch.cat([pairs[..., 0::2], pairs[..., 1::2]], dim=-1)
 
 
 def _as_they_are(order: Tensor) -> bool:

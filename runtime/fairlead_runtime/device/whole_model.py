@@ -24,12 +24,11 @@ from fairlead_kernels.formats.row_chunks import row_parts
 from fairlead_kernels.interface import reference
 from fairlead_kernels.interface.layer import Norm
 from fairlead_runtime.device.attention import CachedPass, ForwardPass
+from fairlead_runtime.device.fused_layers import Rope, RopeArgument
 from fairlead_runtime.device.layer_parts import (
     DoesNotFitError,
     Matrix,
     ModuleCall,
-    Rope,
-    RopeArgument,
     close,
     factor_of,
     matrix_of,

@@ -10,11 +10,10 @@ from typing import Any
 
 from fairlead_runtime.config import ConfigError
 from fairlead_runtime.models.headers import Header
-from fairlead_runtime.models.model_error import ModelError
+from fairlead_runtime.models.model_error import ModelError, unsupported_shape
 from fairlead_runtime.sizing.config_json import ShapeError, UnknownFamilyError
 from fairlead_runtime.sizing.family_table import FAMILIES
 from fairlead_runtime.sizing.shape import ModelShape
-from fairlead_runtime.sizing.stored import QuantizedError
 
 _COMPOSITE = ("text_config", "llm_config", "language_config", "thinker_config")
 _OWN_CODE_FIX = "serve a model whose architecture is part of transformers"
@@ -54,13 +53,6 @@ def check(
     except ShapeError as error:
         raise unsupported_shape(error) from error
     return shape
-
-
-def unsupported_shape(error: ShapeError) -> ModelError:
-    """The refusal of a config.json that cannot be sized, with what to do."""
-    quantized = isinstance(error, QuantizedError)
-    fix = "use the unquantized checkpoint" if quantized else "serve one of the supported families"
-    return ModelError("UnsupportedModel", str(error), fix)
 
 
 def _in_transformers(model_type: object) -> bool:

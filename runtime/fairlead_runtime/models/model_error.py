@@ -6,6 +6,9 @@ Owns the codes. The operator turns them into blockers, so a code never changes i
 
 from typing import Literal
 
+from fairlead_runtime.sizing.config_json import ShapeError
+from fairlead_runtime.sizing.stored import QuantizedError
+
 Code = Literal[
     "InvalidSource",  # MODEL has none of the accepted forms
     "ModelNotFound",  # no such repository, revision, directory or file
@@ -46,3 +49,10 @@ def first_line(error: Exception) -> str:
     """The error's type and the first line of its text, for a message about it."""
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0] if text else ''}"[:300]
+
+
+def unsupported_shape(error: ShapeError) -> ModelError:
+    """The refusal of a config.json that cannot be sized, with what to do."""
+    quantized = isinstance(error, QuantizedError)
+    fix = "use the unquantized checkpoint" if quantized else "serve one of the supported families"
+    return ModelError("UnsupportedModel", str(error), fix)

@@ -12,9 +12,8 @@ from typing import Any
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from fairlead_runtime.models import families
-from fairlead_runtime.models.architecture import unsupported_shape
 from fairlead_runtime.models.headers import Header
-from fairlead_runtime.models.model_error import ModelError
+from fairlead_runtime.models.model_error import ModelError, unsupported_shape
 from fairlead_runtime.sizing.config_json import STANDARD, ShapeError
 from fairlead_runtime.sizing.published import published
 from fairlead_runtime.sizing.shape import ModelShape
