@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fairlead_runtime.device.sampling import SamplingBatch, sample
+from fairlead_runtime.device.sampling.host_sampler import SamplingBatch, sample
 from fairlead_runtime.request import Request, SamplingParams, Sequence
 
 CASES: dict[str, dict[str, Any]] = {

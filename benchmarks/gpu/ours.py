@@ -15,11 +15,11 @@ from benchmarks.gpu.patch import replaced
 from benchmarks.gpu.sizes import STEP, WARM, Sizes, new_tokens
 
 from fairlead_runtime import LLM, SamplingParams
-from fairlead_runtime.device import selftest
+from fairlead_runtime.device.proof import selftest
+from fairlead_runtime.device.warmup.decode_plan import Decodes
 from fairlead_runtime.models import loading
 from fairlead_runtime.outputs import Submission
 from fairlead_runtime.start import rank_parts
-from fairlead_runtime.start.decodes import Decodes
 
 BLOCK = 16
 

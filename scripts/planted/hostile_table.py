@@ -31,7 +31,7 @@ FAULTS = (
     ),
     PackageBug(
         "a row without a finite logit gets a token",
-        "fairlead_runtime.device.sampling:_choose",
+        "fairlead_runtime.device.sampling.host_sampler:_choose",
         "    finite = torch.isfinite(top)\n",
         "    finite = torch.ones_like(top, dtype=torch.bool)\n",
         ("functional/engine/test_fault_injection.py",),

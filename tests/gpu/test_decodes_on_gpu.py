@@ -12,12 +12,12 @@ import torch
 
 from fairlead_kernels.sampling import sample, sample_rows
 from fairlead_runtime import LLM, SamplingParams
-from fairlead_runtime.device.decode_steps import DecodeSteps
-from fairlead_runtime.device.graphs import GraphCache
-from fairlead_runtime.device.launched import Launched
-from fairlead_runtime.device.model_runner import ModelRunner
-from fairlead_runtime.device.slot_table import SlotTable
-from fairlead_runtime.device.ways import GENERAL
+from fairlead_runtime.device.sampling.sampling_mode import GENERAL
+from fairlead_runtime.device.sampling.sequence_table import SlotTable
+from fairlead_runtime.device.step.decode_steps import DecodeSteps
+from fairlead_runtime.device.step.graph_cache import GraphCache
+from fairlead_runtime.device.step.model_runner import ModelRunner
+from fairlead_runtime.device.step.pending_step import Launched
 from fairlead_runtime.models import tiny
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1800)]  # it compiles

@@ -12,7 +12,7 @@ from fairlead_kernels.choice.backend import fixed_kernels
 from fairlead_kernels.interface import reference
 from fairlead_kernels.interface.attention import Heads, LayerKind
 from fairlead_kernels.interface.layer import LayerOperations
-from fairlead_runtime.device import selftest
+from fairlead_runtime.device.proof import selftest
 from fairlead_runtime.models import loading, tiny
 from support import device_cases
 

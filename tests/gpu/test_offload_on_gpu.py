@@ -15,9 +15,9 @@ import torch
 
 from fairlead_kernels.interface.attention import Heads
 from fairlead_runtime import LLM, SamplingParams
-from fairlead_runtime.device.host_memory import CudaPinning, HostMemory
-from fairlead_runtime.device.kv_cache import CacheStorage
-from fairlead_runtime.device.streams import CudaLane
+from fairlead_runtime.device.memory.host_memory import CudaPinning, HostMemory
+from fairlead_runtime.device.memory.storage import CacheStorage
+from fairlead_runtime.device.memory.streams import CudaLane
 from fairlead_runtime.models import tiny
 from fairlead_runtime.scheduling.plan import Work
 from fairlead_runtime.sizing.groups import group_layers

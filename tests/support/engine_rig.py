@@ -23,15 +23,15 @@ from fairlead_kernels.interface.attention import AttentionBackend, DecodeAttenti
 from fairlead_kernels.interface.layer import LayerOperations
 from fairlead_kernels.interface.not_available import NotAvailableError
 from fairlead_runtime.config import EngineConfig
-from fairlead_runtime.device.batch import BatchBuilder
-from fairlead_runtime.device.decode_steps import DecodeSteps
-from fairlead_runtime.device.experts import samples_of
-from fairlead_runtime.device.fusion import fuse, quantize_weights
-from fairlead_runtime.device.graphs import GraphCache
-from fairlead_runtime.device.kv_cache import CacheStorage
-from fairlead_runtime.device.model_runner import ModelRunner
-from fairlead_runtime.device.paged_model import PagedModel
-from fairlead_runtime.device.row_sampler import RowSampler
+from fairlead_runtime.device.conversion.fusion import fuse, quantize_weights
+from fairlead_runtime.device.memory.storage import CacheStorage
+from fairlead_runtime.device.model.batch import BatchBuilder
+from fairlead_runtime.device.model.experts import samples_of
+from fairlead_runtime.device.model.paged_model import PagedModel
+from fairlead_runtime.device.sampling.device_sampler import RowSampler
+from fairlead_runtime.device.step.decode_steps import DecodeSteps
+from fairlead_runtime.device.step.graph_cache import GraphCache
+from fairlead_runtime.device.step.model_runner import ModelRunner
 from fairlead_runtime.engine.isolate import Executor
 from fairlead_runtime.grammar.guides import Guides
 from fairlead_runtime.logprobs import TokenLogprobs

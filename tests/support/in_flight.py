@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fairlead_runtime.device.model_runner import ModelRunner
+from fairlead_runtime.device.step.model_runner import ModelRunner
 from fairlead_runtime.grammar.guides import Guides
 from fairlead_runtime.request import Request
 from fairlead_runtime.scheduling.plan import Result, Work

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fairlead_runtime.config import EngineConfig
-from fairlead_runtime.device import selftest
+from fairlead_runtime.device.proof import selftest
 from fairlead_runtime.heap import release_memory
 from fairlead_runtime.models import loading
 

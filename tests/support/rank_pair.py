@@ -21,12 +21,14 @@ from fairlead_kernels.interface.attention import AttentionBackend
 from fairlead_kernels.plain.torch_operations import TorchOperations
 from fairlead_runtime.child import frames
 from fairlead_runtime.config import ConfigError, EngineConfig
-from fairlead_runtime.device import ranks, selftest, shards
-from fairlead_runtime.device.batch import Batch
-from fairlead_runtime.device.fusion import fuse
-from fairlead_runtime.device.group import Group
-from fairlead_runtime.device.kv_cache import CacheStorage
-from fairlead_runtime.device.paged_model import PagedModel
+from fairlead_runtime.device.conversion.fusion import fuse
+from fairlead_runtime.device.memory.storage import CacheStorage
+from fairlead_runtime.device.model.batch import Batch
+from fairlead_runtime.device.model.paged_model import PagedModel
+from fairlead_runtime.device.model.rank_group import Group
+from fairlead_runtime.device.proof import selftest
+from fairlead_runtime.device.ranks import rank_messages as ranks
+from fairlead_runtime.device.ranks import shards
 from fairlead_runtime.models import architecture, loading
 from fairlead_runtime.models.headers import Header, TensorEntry
 from fairlead_runtime.scheduling.plan import DeviceLostError, Work

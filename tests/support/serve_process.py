@@ -192,7 +192,7 @@ def never_loads() -> None:
 
 def broken_device() -> None:
     """Make every forward pass of the engine raise, after a self-test that passed."""
-    from fairlead_runtime.device.model_runner import ModelRunner
+    from fairlead_runtime.device.step.model_runner import ModelRunner
 
     def fail(*_: object) -> None:
         raise RuntimeError("the device is gone")
@@ -202,7 +202,7 @@ def broken_device() -> None:
 
 def slow_device(seconds: float = 0.01) -> None:
     """Make every step last at least so long."""
-    from fairlead_runtime.device.model_runner import ModelRunner
+    from fairlead_runtime.device.step.model_runner import ModelRunner
 
     execute = ModelRunner.execute
 
@@ -217,7 +217,7 @@ def held_device(held: Path, streams: int, tokens: int) -> None:
     """Make the device wait, while the file is there, once ``streams`` sequences have ``tokens``
     tokens of output each. Until all are there a step lasts 0.1 s, so that none ends before.
     """
-    from fairlead_runtime.device.model_runner import ModelRunner
+    from fairlead_runtime.device.step.model_runner import ModelRunner
 
     execute = ModelRunner.execute
 
@@ -236,7 +236,7 @@ def held_device(held: Path, streams: int, tokens: int) -> None:
 
 def hanging_device() -> None:
     """Make the third step of the engine never end."""
-    from fairlead_runtime.device.model_runner import ModelRunner
+    from fairlead_runtime.device.step.model_runner import ModelRunner
 
     execute, steps = ModelRunner.execute, itertools.count(1)
 

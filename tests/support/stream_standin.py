@@ -14,8 +14,8 @@ from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
-from fairlead_runtime.device.kv_cache import CacheStorage
-from fairlead_runtime.device.streams import Streams
+from fairlead_runtime.device.memory.storage import CacheStorage
+from fairlead_runtime.device.memory.streams import Streams
 from fairlead_runtime.scheduling.plan import Work
 
 # Of so many lanes, which goes on.

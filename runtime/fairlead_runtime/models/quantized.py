@@ -3,7 +3,7 @@ compute.
 
 Owns the modules that stand in a transformers model for those with a plain weight. The linear layer
 is slow, since it dequantizes its weight in each pass, a part after the other; fused layers take the
-weight out of it (``device/fusion.py``).
+weight out of it (``device/conversion/fusion.py``).
 """
 
 import torch

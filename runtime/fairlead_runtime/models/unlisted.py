@@ -2,8 +2,8 @@
 the self-test.
 
 Owns the checks of its configuration before its weights are downloaded, and its shape from their
-headers. Loads no weight. The self-test decides whether its text is right (``device/selftest.py``);
-a model that fails it never becomes ready.
+headers. Loads no weight. The self-test decides whether its text is right
+(``device/proof/selftest.py``); a model that fails it never becomes ready.
 """
 
 from collections.abc import Mapping

@@ -39,7 +39,7 @@ class Family:
     # Default of layer_types: layers n, 2n, ... are full, the others slide.
     full_every: int | str = 0
     window_from: str = ""  # default of layer_types: this layer and all above it slide
-    splits: bool = True  # transformers' plan splits its layers over ranks: device/shards.py
+    splits: bool = True  # transformers' plan splits its layers over ranks: device/ranks/shards.py
 
 
 def _defaults(

@@ -1,7 +1,7 @@
 """Which models can be split over several accelerators, as far as a config.json tells.
 
 Owns the arithmetic of heads and widths; transformers' plan for the loaded model is read in
-``device/shards.py``. Pure.
+``device/ranks/shards.py``. Pure.
 """
 
 from fairlead_runtime.config import ConfigError

@@ -17,9 +17,10 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from fairlead_runtime.config import ConfigError, EngineConfig
-from fairlead_runtime.device.kv_cache import CacheStorage
-from fairlead_runtime.device.model_runner import ModelRunner
-from fairlead_runtime.device.profiling import Profile
+from fairlead_runtime.device.memory.storage import CacheStorage
+from fairlead_runtime.device.step.model_runner import ModelRunner
+from fairlead_runtime.device.warmup.decode_plan import Decodes
+from fairlead_runtime.device.warmup.profiling import Profile
 from fairlead_runtime.engine.engine import Bounds, Engine, Observer
 from fairlead_runtime.engine.progress import StepTimes
 from fairlead_runtime.grammar.checker import NO_GRAMMARS
@@ -36,7 +37,6 @@ from fairlead_runtime.sizing.groups import group_layers
 from fairlead_runtime.sizing.report import MemoryReport, memory_report
 from fairlead_runtime.sizing.terms import DeviceFacts, decode_state
 from fairlead_runtime.start.checks import check, device_facts, dtype_name
-from fairlead_runtime.start.decodes import Decodes
 from fairlead_runtime.start.host import cpu_limit, resident_bytes
 from fairlead_runtime.start.rank_parts import RankParts, load_rank
 from fairlead_runtime.start.ranks import Lost, Ranks

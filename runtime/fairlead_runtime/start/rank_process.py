@@ -26,8 +26,8 @@ from fairlead_runtime.start.lean_imports import leave_compiler_out
 from fairlead_runtime.start.life import FAILED, end_with, leave
 
 if TYPE_CHECKING:
-    from fairlead_runtime.device.group import Group
-    from fairlead_runtime.device.kv_cache import CacheStorage
+    from fairlead_runtime.device.memory.storage import CacheStorage
+    from fairlead_runtime.device.model.rank_group import Group
     from fairlead_runtime.start.rank_parts import RankParts
 
 log = logging.getLogger("fairlead.rank")
@@ -82,7 +82,7 @@ def _follow(leader: _Leader, store: int) -> NoReturn:
     leave_compiler_out()
     import torch
 
-    from fairlead_runtime.device.group import Group
+    from fairlead_runtime.device.model.rank_group import Group
     from fairlead_runtime.start.checks import device_facts
     from fairlead_runtime.start.rank_parts import load_rank
 
@@ -115,10 +115,10 @@ def _follow(leader: _Leader, store: int) -> NoReturn:
 
 
 def _serve(leader: _Leader, parts: "RankParts", cache: "CacheStorage", group: "Group") -> NoReturn:
-    from fairlead_runtime.device import ranks
+    from fairlead_runtime.device.ranks import rank_messages
 
     while True:
-        ranks.follow(leader.receive(), parts.model, cache, parts.attention, group)
+        rank_messages.follow(leader.receive(), parts.model, cache, parts.attention, group)
 
 
 if __name__ == "__main__":

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from fairlead_runtime.child import frames
 from fairlead_runtime.config import ConfigError, EngineConfig
-from fairlead_runtime.device import ranks
-from fairlead_runtime.device.batch import Batch
-from fairlead_runtime.device.group import Group, is_taken
+from fairlead_runtime.device.model.batch import Batch
+from fairlead_runtime.device.model.rank_group import Group, is_taken
+from fairlead_runtime.device.ranks import rank_messages
 from fairlead_runtime.outputs import EngineDead
 from fairlead_runtime.scheduling.plan import DeviceLostError, Work
 from fairlead_runtime.serving.remote_engine import REFUSALS, ending
@@ -126,10 +126,10 @@ class Ranks:
     # -- Followers
 
     def copy(self, work: Work) -> None:
-        self._step(ranks.copies(work))
+        self._step(rank_messages.copies(work))
 
     def forward(self, batch: Batch, keep: Tensor | None, *, ahead: bool = False) -> None:
-        self._step(ranks.forward(batch, keep, ahead=ahead))
+        self._step(rank_messages.forward(batch, keep, ahead=ahead))
 
     def share(self, ids: Tensor) -> None:
         self.group.share(ids)
@@ -142,7 +142,7 @@ class Ranks:
             f"a step that {self.group.size} ranks compute together failed: {type(error).__name__}"
         )
 
-    def _step(self, message: ranks.Message) -> None:
+    def _step(self, message: rank_messages.Message) -> None:
         try:
             self._send(message)
         except OSError as error:

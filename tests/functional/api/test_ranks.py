@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from fairlead_runtime.config import ConfigError
-from fairlead_runtime.device import profiling
-from fairlead_runtime.device.kv_cache import CacheStorage
+from fairlead_runtime.device.memory.storage import CacheStorage
+from fairlead_runtime.device.warmup import profiling
 from fairlead_runtime.llm import LLM
 from fairlead_runtime.models import tiny
 from fairlead_runtime.start import ranks

@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fairlead_runtime.device.decode_steps import DecodeSteps
-from fairlead_runtime.device.fetched import Fetched
-from fairlead_runtime.device.mixed_steps import MixedSteps
-from fairlead_runtime.device.model_runner import ModelRunner
-from fairlead_runtime.device.row_sampler import RowSampler
+from fairlead_runtime.device.sampling.device_sampler import RowSampler
+from fairlead_runtime.device.sampling.token_readback import Fetched
+from fairlead_runtime.device.step.decode_steps import DecodeSteps
+from fairlead_runtime.device.step.mixed_steps import MixedSteps
+from fairlead_runtime.device.step.model_runner import ModelRunner
 from fairlead_runtime.engine.engine import Bounds, Engine
 from fairlead_runtime.request import FinishReason, Request, SamplingParams
 from fairlead_runtime.scheduling.plan import Work

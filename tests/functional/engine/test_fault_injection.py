@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from fairlead_runtime.config import EngineConfig
-from fairlead_runtime.device.model_runner import ModelRunner
-from fairlead_runtime.device.sampling import SampledTokens, SamplingBatch, sample
+from fairlead_runtime.device.sampling.host_sampler import SampledTokens, SamplingBatch, sample
+from fairlead_runtime.device.step.model_runner import ModelRunner
 from fairlead_runtime.models import tiny
 from fairlead_runtime.request import FinishReason, Request, SamplingParams
 from fairlead_runtime.scheduling.plan import Result, Work

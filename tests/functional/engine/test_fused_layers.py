@@ -24,12 +24,15 @@ from fairlead_kernels.interface import reference
 from fairlead_kernels.interface.layer import LayerOperations, Norm, Packed
 from fairlead_kernels.interface.not_available import NotAvailableError
 from fairlead_kernels.plain.torch_operations import TorchOperations
-from fairlead_runtime.device import fused_layers, profiling, selftest, whole_model
-from fairlead_runtime.device.fused_layers import FusedRun
-from fairlead_runtime.device.fusion import Fusion, fuse, quantize_weights
-from fairlead_runtime.device.layer_parts import DoesNotFitError, ModuleCall, norm_of
-from fairlead_runtime.device.layer_recording import decoder_layers
-from fairlead_runtime.device.paged_model import PagedModel
+from fairlead_runtime.device.conversion import recognize_ends
+from fairlead_runtime.device.conversion.fusion import Fusion, fuse, quantize_weights
+from fairlead_runtime.device.conversion.recognize_layer import DoesNotFitError, ModuleCall, norm_of
+from fairlead_runtime.device.conversion.recording_pass import decoder_layers
+from fairlead_runtime.device.model import fused_layers
+from fairlead_runtime.device.model.fused_layers import FusedRun
+from fairlead_runtime.device.model.paged_model import PagedModel
+from fairlead_runtime.device.proof import selftest
+from fairlead_runtime.device.warmup import profiling
 from fairlead_runtime.models import loading, tiny
 from fairlead_runtime.models.model_error import SelfTestError
 from fairlead_runtime.models.quantized import QuantizedLinear
@@ -462,7 +465,7 @@ def test_bfloat16_weights_are_served_as_they_are_by_layers_in_float32(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The model's own code serves what lies around them, as where it does something else there."""
-    monkeypatch.setattr(whole_model, "recognize", no_ends)
+    monkeypatch.setattr(recognize_ends, "recognize", no_ends)
     model = paged(family, bfloat16=True)
     attention, operations = kernels_of(model, "cpu")
     layers = decoder_layers(model)
@@ -488,7 +491,7 @@ def test_bfloat16_weights_are_served_as_they_are_by_layers_in_float32(
     torch.testing.assert_close(seen[0].float(), want, rtol=2**-8, atol=1e-5 * float(want.std()))
 
 
-def no_ends(*_: Any) -> whole_model.Ends:
+def no_ends(*_: Any) -> recognize_ends.Ends:
     raise DoesNotFitError("no ends")
 
 

@@ -11,7 +11,7 @@ from fairlead_kernels.cpu import cpu_operations
 from fairlead_kernels.formats.quantize import quantize
 from fairlead_kernels.interface.not_available import NotAvailableError
 from fairlead_runtime.config import EngineConfig
-from fairlead_runtime.device import fusion
+from fairlead_runtime.device.conversion import fusion
 from fairlead_runtime.models import tiny
 from fairlead_runtime.sizing.loading import loading_bytes
 from fairlead_runtime.sizing.published import as_stored

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fairlead_runtime.device.model_runner import ModelRunner
+from fairlead_runtime.device.step.model_runner import ModelRunner
 from fairlead_runtime.engine.isolate import run_isolated
 from fairlead_runtime.scheduling.plan import Result, Work
 from fairlead_runtime.scheduling.scheduler import Scheduler

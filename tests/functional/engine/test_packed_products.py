@@ -12,10 +12,10 @@ from fairlead_kernels.choice.backend import pick
 from fairlead_kernels.cpu.cpu_operations import CpuOperations
 from fairlead_kernels.interface.layer import Packed
 from fairlead_kernels.interface.not_available import NotAvailableError
-from fairlead_runtime.device import selftest
-from fairlead_runtime.device.fusion import fuse
-from fairlead_runtime.device.packed_products import SMALLEST
-from fairlead_runtime.device.paged_model import PagedModel
+from fairlead_runtime.device.conversion.fusion import fuse
+from fairlead_runtime.device.conversion.packed_linears import SMALLEST
+from fairlead_runtime.device.model.paged_model import PagedModel
+from fairlead_runtime.device.proof import selftest
 from support.engine_rig import paged
 from support.full import LONG_FORM
 

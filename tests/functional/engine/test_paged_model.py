@@ -11,9 +11,11 @@ from torch import Tensor
 
 from fairlead_kernels.choice.backend import pick
 from fairlead_kernels.interface.attention import LayerKind
-from fairlead_runtime.device import attention, profiling, selftest
-from fairlead_runtime.device.attention import AttentionCall, PagedPass
-from fairlead_runtime.device.paged_model import PagedModel
+from fairlead_runtime.device.model import paged_attention
+from fairlead_runtime.device.model.paged_attention import AttentionCall, PagedPass
+from fairlead_runtime.device.model.paged_model import PagedModel
+from fairlead_runtime.device.proof import selftest
+from fairlead_runtime.device.warmup import profiling
 from fairlead_runtime.models import families, rope, tiny
 from fairlead_runtime.models.model_error import ModelError, SelfTestError
 from fairlead_runtime.request import Request, SamplingParams, Sequence
@@ -166,7 +168,7 @@ def test_plain_restores_paged_attention_even_after_an_error() -> None:
     model = paged("llama")
     with pytest.raises(KeyError), model.plain():
         raise KeyError
-    assert model.model.config._attn_implementation == attention.NAME
+    assert model.model.config._attn_implementation == paged_attention.NAME
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss"])

@@ -16,8 +16,8 @@ from fairlead_kernels.packages.humming_memory import OWN_PAIR, PAIR
 from fairlead_operator.decide.children.capacity import PlanError, plan_of
 from fairlead_runtime import LLM, SamplingParams
 from fairlead_runtime.config import ConfigError, EngineConfig
-from fairlead_runtime.device import selftest
-from fairlead_runtime.device.paged_model import PagedModel
+from fairlead_runtime.device.model.paged_model import PagedModel
+from fairlead_runtime.device.proof import selftest
 from fairlead_runtime.models import loading, tiny
 from fairlead_runtime.sizing import published
 from fairlead_runtime.sizing.shape import ModelShape

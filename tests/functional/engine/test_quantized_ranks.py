@@ -13,9 +13,10 @@ from transformers import AutoModelForCausalLM
 
 from fairlead_operator.decide.children.capacity import PlanError, plan_of
 from fairlead_runtime.config import ConfigError, EngineConfig
-from fairlead_runtime.device import selftest, shards
-from fairlead_runtime.device.group import Group
-from fairlead_runtime.device.model_runner import ModelRunner
+from fairlead_runtime.device.model.rank_group import Group
+from fairlead_runtime.device.proof import selftest
+from fairlead_runtime.device.ranks import shards
+from fairlead_runtime.device.step.model_runner import ModelRunner
 from fairlead_runtime.models import loading, tiny
 from fairlead_runtime.scheduling.scheduler import Scheduler
 from fairlead_runtime.sizing.groups import group_layers

@@ -19,38 +19,38 @@ from planted.forked import Change, Forks, why_missed
 BUGS = [bug for bug in plant_package_bugs.BUGS if bug.quick]
 AREAS = {
     "slot table": {
-        "fairlead_runtime.device.slot_table",
-        "fairlead_runtime.device.slot_row",
-        "fairlead_runtime.device.change_lists",
-        "fairlead_runtime.device.ways",
+        "fairlead_runtime.device.sampling.sequence_table",
+        "fairlead_runtime.device.sampling.sequence_row",
+        "fairlead_runtime.device.sampling.logit_edits",
+        "fairlead_runtime.device.sampling.sampling_mode",
     },
     "graphs": {
-        "fairlead_runtime.start.decodes",
-        "fairlead_runtime.device.graphs",
-        "fairlead_runtime.device.cuda_graphs",
-        "fairlead_runtime.device.decode_steps",
+        "fairlead_runtime.device.warmup.decode_plan",
+        "fairlead_runtime.device.step.graph_cache",
+        "fairlead_runtime.device.step.cuda_graphs",
+        "fairlead_runtime.device.step.decode_steps",
     },
     "asynchronous steps": {
         "fairlead_runtime.engine.pipeline",
         "fairlead_runtime.scheduling.planner",
-        "fairlead_runtime.device.model_runner",
-        "fairlead_runtime.device.mixed_steps",
-        "fairlead_runtime.device.launched",
-        "fairlead_runtime.device.row_masks",
-        "fairlead_runtime.device.row_sampler",
-        "fairlead_runtime.device.fetched",
+        "fairlead_runtime.device.step.model_runner",
+        "fairlead_runtime.device.step.mixed_steps",
+        "fairlead_runtime.device.step.pending_step",
+        "fairlead_runtime.device.sampling.mask_upload",
+        "fairlead_runtime.device.sampling.device_sampler",
+        "fairlead_runtime.device.sampling.token_readback",
     },
     "offload": {
-        "fairlead_runtime.device.offload",
-        "fairlead_runtime.device.host_memory",
-        "fairlead_runtime.device.kv_cache",
-        "fairlead_runtime.device.streams",
+        "fairlead_runtime.device.memory.offloading",
+        "fairlead_runtime.device.memory.host_memory",
+        "fairlead_runtime.device.memory.storage",
+        "fairlead_runtime.device.memory.streams",
     },
 }
 LINE = "from collections import OrderedDict\n"  # of the module below
 HARMLESS = Change(
     ("unit/device/test_graphs.py::test_a_graph_that_is_replayed_is_in_use",),
-    "fairlead_runtime.device.graphs:",
+    "fairlead_runtime.device.step.graph_cache:",
     LINE,
     f"{LINE}# nothing\n",
 )
@@ -98,7 +98,10 @@ def test_each_area_has_its_bugs() -> None:
         (replace(HARMLESS, tests=("unit/device/test_graphs.py::test_none",)), "test_none did not"),
         (
             replace(
-                HARMLESS, place="fairlead_runtime.device.selftest:", old="import math\n", new="\n"
+                HARMLESS,
+                place="fairlead_runtime.device.proof.selftest:",
+                old="import math\n",
+                new="\n",
             ),
             "not import",
         ),

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from fairlead_runtime.config import ConfigError, EngineConfig
-from fairlead_runtime.device import selftest, shards
-from fairlead_runtime.device.rounding import Noise
+from fairlead_runtime.device.conversion.rounding import Noise
+from fairlead_runtime.device.proof import selftest
+from fairlead_runtime.device.ranks import shards
 from fairlead_runtime.models import loading, tiny
 from fairlead_runtime.sizing.ranks import reason_against
 from fairlead_runtime.sizing.terms import weights

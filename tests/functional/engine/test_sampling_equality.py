@@ -20,7 +20,7 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
-from fairlead_runtime.device.model_runner import ModelRunner
+from fairlead_runtime.device.step.model_runner import ModelRunner
 from fairlead_runtime.models import tiny
 from fairlead_runtime.request import Request, SamplingParams
 from support.engine_rig import EOS, MAX_LEN, Outcome, Rig, Setting, greedy, prompts, rig

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fairlead_kernels.choice.backend import pick
-from fairlead_runtime.device import selftest
+from fairlead_runtime.device.proof import selftest
 from fairlead_runtime.llm import LLM
 from fairlead_runtime.models import architecture, loading, tiny, unlisted
 from fairlead_runtime.models.headers import read_header

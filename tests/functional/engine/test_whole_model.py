@@ -12,9 +12,10 @@ from fairlead_kernels.choice.backend import pick
 from fairlead_kernels.formats.quantize import quantize
 from fairlead_kernels.interface.not_available import NotAvailableError
 from fairlead_runtime import LLM, SamplingParams
-from fairlead_runtime.device import selftest, whole_model
-from fairlead_runtime.device.fusion import fuse, quantize_weights
-from fairlead_runtime.device.paged_model import PagedModel
+from fairlead_runtime.device.conversion import recognize_ends
+from fairlead_runtime.device.conversion.fusion import fuse, quantize_weights
+from fairlead_runtime.device.model.paged_model import PagedModel
+from fairlead_runtime.device.proof import selftest
 from fairlead_runtime.models import tiny
 from fairlead_runtime.models.quantized import QuantizedEmbedding, QuantizedLinear
 from support.engine_rig import attend_once, paged
@@ -166,7 +167,7 @@ def test_a_pass_that_differs_is_not_taken(
     if quantized:
         quantize_weights(model, "int8", head=True)
     expected = selftest.Expected.of(model, 512)
-    monkeypatch.setattr(whole_model, "exact", lambda *_: 2.0)
+    monkeypatch.setattr(recognize_ends, "exact", lambda *_: 2.0)
     fused = fuse(model, operations)
     # Rows of tied embeddings, too, would be served with that factor.
     where = "head by" if quantized or tied else "float32 head in"
@@ -195,13 +196,13 @@ def test_greedy_steps_make_no_logits_and_choose_the_same_tokens(
         if model_of(llm).whole is None:
             pytest.skip("no C++ kernels")
         made: list[int] = []
-        logits = whole_model.WholeModel.logits
+        logits = recognize_ends.WholeModel.logits
 
-        def counted(self: whole_model.WholeModel, ids: Tensor, *step: Any) -> Tensor:
+        def counted(self: recognize_ends.WholeModel, ids: Tensor, *step: Any) -> Tensor:
             made.append(len(ids))
             return logits(self, ids, *step)
 
-        monkeypatch.setattr(whole_model.WholeModel, "logits", counted)
+        monkeypatch.setattr(recognize_ends.WholeModel, "logits", counted)
         greedy = generated(llm, temperature=0.0)
         assert not made
         # The same tokens with their log-probabilities, which need the logits.

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from fairlead_runtime.config import EngineConfig
-from fairlead_runtime.device import selftest, whole_model
-from fairlead_runtime.device.paged_model import PagedModel
+from fairlead_runtime.device.conversion import recognize_ends
+from fairlead_runtime.device.model.paged_model import PagedModel
+from fairlead_runtime.device.proof import selftest
 from fairlead_runtime.models import loading
 from support.full import LONG_FORM
 from support.real_weights import GEMMA, SMOLLM2, Published
@@ -65,14 +66,14 @@ if LONG_FORM:
 
 def draw(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """Let the start compare on other random tokens than every start does."""
-    positions_of, seeded = whole_model.random_tokens, np.random.default_rng
+    positions_of, seeded = recognize_ends.random_tokens, np.random.default_rng
 
     def random_tokens(model: PagedModel, *, seed: int) -> Any:
         generator = torch.Generator().manual_seed(seed + 1000 * number)
-        ids = torch.randint(model.vocabulary, (whole_model.TOKENS,), generator=generator)
+        ids = torch.randint(model.vocabulary, (recognize_ends.TOKENS,), generator=generator)
         return ids.to(model.device), positions_of(model, seed=seed)[1]
 
-    monkeypatch.setattr(whole_model, "random_tokens", random_tokens)
+    monkeypatch.setattr(recognize_ends, "random_tokens", random_tokens)
     monkeypatch.setattr(np.random, "default_rng", lambda seed=0: seeded(seed + 1000 * number))
 
 

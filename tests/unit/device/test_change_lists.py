@@ -14,11 +14,11 @@ from torch import Tensor
 
 from fairlead_kernels.sampling import sample, sample_rows
 from fairlead_kernels.sampling.sample_rows import NOT_FINITE, NOTHING_LEFT, RowLogprobs
-from fairlead_runtime.device.change_lists import ChangeList
-from fairlead_runtime.device.sampling import SampledTokens, SamplingBatch
-from fairlead_runtime.device.sampling import sample as general
-from fairlead_runtime.device.slot_table import SlotTable
-from fairlead_runtime.device.ways import GENERAL
+from fairlead_runtime.device.sampling.host_sampler import SampledTokens, SamplingBatch
+from fairlead_runtime.device.sampling.host_sampler import sample as general
+from fairlead_runtime.device.sampling.logit_edits import ChangeList
+from fairlead_runtime.device.sampling.sampling_mode import GENERAL
+from fairlead_runtime.device.sampling.sequence_table import SlotTable
 from fairlead_runtime.request import MAX_LOGPROBS, Request, SamplingParams, Sequence
 from fairlead_runtime.scheduling.plan import Row
 from fairlead_runtime.sizing.groups import LayerGroup

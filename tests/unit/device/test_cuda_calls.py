@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from fairlead_kernels.sampling.sample_rows import RowLogprobs
-from fairlead_runtime.device.cuda_graphs import CudaRecorder
-from fairlead_runtime.device.fetched import Fetched
-from fairlead_runtime.device.graphs import GraphCache
-from fairlead_runtime.device.streams import cuda_streams
+from fairlead_runtime.device.memory.streams import cuda_streams
+from fairlead_runtime.device.sampling.token_readback import Fetched
+from fairlead_runtime.device.step.cuda_graphs import CudaRecorder
+from fairlead_runtime.device.step.graph_cache import GraphCache
 
 GPU = torch.device("cuda", 0)
 FREE = [1000, 900, 900, 840]  # bytes, before and after each of two captures

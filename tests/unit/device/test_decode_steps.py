@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from fairlead_runtime.device.decode_steps import DecodeSteps, is_decode
-from fairlead_runtime.device.model_runner import ModelRunner
-from fairlead_runtime.device.sampling import NON_FINITE
-from fairlead_runtime.device.slot_table import SlotTable
-from fairlead_runtime.device.ways import GENERAL, LARGEST, LEAST
+from fairlead_runtime.device.sampling.host_sampler import NON_FINITE
+from fairlead_runtime.device.sampling.sampling_mode import GENERAL, LARGEST, LEAST
+from fairlead_runtime.device.sampling.sequence_table import SlotTable
+from fairlead_runtime.device.step.decode_steps import DecodeSteps, is_decode
+from fairlead_runtime.device.step.model_runner import ModelRunner
 from fairlead_runtime.engine.isolate import run_isolated
 from fairlead_runtime.request import Request, SamplingParams, Sequence
 from fairlead_runtime.scheduling.plan import Finished, Row, Token, Work

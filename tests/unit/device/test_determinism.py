@@ -16,13 +16,13 @@ from fairlead_kernels.interface.attention import AttentionBackend
 from fairlead_kernels.interface.not_available import NotAvailableError
 from fairlead_runtime.commands.refusals import refusal_for
 from fairlead_runtime.config import ConfigError, EngineConfig
-from fairlead_runtime.device import determinism
-from fairlead_runtime.device import fusion as fusion_module
-from fairlead_runtime.device.fusion import Fusion, fuse
-from fairlead_runtime.device.layer_parts import DoesNotFitError
-from fairlead_runtime.device.layer_recording import decoder_layers
-from fairlead_runtime.device.own_ends import replace_ends
-from fairlead_runtime.device.paged_model import PagedModel
+from fairlead_runtime.device.conversion import fusion as fusion_module
+from fairlead_runtime.device.conversion.fixed_order_ends import replace_ends
+from fairlead_runtime.device.conversion.fusion import Fusion, fuse
+from fairlead_runtime.device.conversion.recognize_layer import DoesNotFitError
+from fairlead_runtime.device.conversion.recording_pass import decoder_layers
+from fairlead_runtime.device.model.paged_model import PagedModel
+from fairlead_runtime.device.proof import determinism
 from fairlead_runtime.llm import LLM
 from fairlead_runtime.models.model_error import CanaryError
 from fairlead_runtime.request import SamplingParams

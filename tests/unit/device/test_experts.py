@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
 
 from fairlead_runtime.config import EngineConfig
-from fairlead_runtime.device import experts, selftest
+from fairlead_runtime.device.model import experts
+from fairlead_runtime.device.proof import selftest
 from fairlead_runtime.models import loading, tiny
 from support import triton_standin
 from support.engine_rig import paged

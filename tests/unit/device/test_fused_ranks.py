@@ -6,8 +6,8 @@ from torch import Tensor
 
 from fairlead_kernels.interface import reference
 from fairlead_kernels.plain.torch_operations import TorchOperations
-from fairlead_runtime.device.fusion import fuse
-from fairlead_runtime.device.group import Group
+from fairlead_runtime.device.conversion.fusion import fuse
+from fairlead_runtime.device.model.rank_group import Group
 from support.engine_rig import paged
 from support.rank_pair import split
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fairlead_kernels.interface.attention import Heads
-from fairlead_runtime.device.kv_cache import CacheStorage
+from fairlead_runtime.device.memory.storage import CacheStorage
 from fairlead_runtime.scheduling.plan import Work
 from fairlead_runtime.sizing.groups import group_layers
 

@@ -9,8 +9,8 @@ import torch
 
 from fairlead_kernels.choice.experts import torch_product
 from fairlead_kernels.gpu.triton_experts import TritonExperts
-from fairlead_runtime.device.row_sampler import RowSampler
-from fairlead_runtime.device.slot_table import SlotTable
+from fairlead_runtime.device.sampling.device_sampler import RowSampler
+from fairlead_runtime.device.sampling.sequence_table import SlotTable
 from fairlead_runtime.models.tiny import FAMILIES, SIZED, UNLISTED, VARIANTS
 from fairlead_runtime.request import Request, SamplingParams
 from fairlead_runtime.scheduling.plan import Token, Work

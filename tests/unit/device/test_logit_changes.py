@@ -16,9 +16,9 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
-from fairlead_runtime.device import logit_changes
-from fairlead_runtime.device.logit_changes import LogitChanges, bitmask
-from fairlead_runtime.device.sampling import SamplingBatch, sample
+from fairlead_runtime.device.sampling import logits_processors
+from fairlead_runtime.device.sampling.host_sampler import SamplingBatch, sample
+from fairlead_runtime.device.sampling.logits_processors import LogitChanges, bitmask
 from fairlead_runtime.request import Request, SamplingParams, Sequence
 
 WIDTH = 70  # not a multiple of a mask's word
@@ -267,14 +267,14 @@ def test_rows_without_a_change_are_not_copied(monkeypatch: pytest.MonkeyPatch) -
     assert changing.changes is not None
     assert changing.changes.rows.tolist() == [1]
     applied: list[tuple[int, ...]] = []
-    apply = logit_changes.LogitChanges.apply
+    apply = logits_processors.LogitChanges.apply
 
     def counted(self: LogitChanges, values: Tensor) -> Tensor:
         result = apply(self, values)
         applied.append(tuple(result.shape))
         return result
 
-    monkeypatch.setattr(logit_changes.LogitChanges, "apply", counted)
+    monkeypatch.setattr(logits_processors.LogitChanges, "apply", counted)
     sample(logits, changing)
     assert applied == [(1, WIDTH)]
     assert torch.equal(logits, raw)

@@ -8,9 +8,9 @@ import torch
 
 from fairlead_kernels.sampling import sample_rows
 from fairlead_kernels.sampling.sample_rows import NOTHING_LEFT
-from fairlead_runtime.device.logit_changes import LogitChanges
-from fairlead_runtime.device.paged_model import PagedModel
-from fairlead_runtime.device.row_masks import MaskPacket
+from fairlead_runtime.device.model.paged_model import PagedModel
+from fairlead_runtime.device.sampling.logits_processors import LogitChanges
+from fairlead_runtime.device.sampling.mask_upload import MaskPacket
 from fairlead_runtime.grammar.guides import Guides, Masks, PendingMasks
 from fairlead_runtime.request import Request, SamplingParams, Sequence
 from fairlead_runtime.scheduling.plan import Finished, Token

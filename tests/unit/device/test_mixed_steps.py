@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from fairlead_runtime.device.batch import UNKNOWN, Batch
-from fairlead_runtime.device.fetched import Fetched
-from fairlead_runtime.device.mixed_steps import MixedSteps
-from fairlead_runtime.device.model_runner import ModelRunner
-from fairlead_runtime.device.paged_model import PagedModel
-from fairlead_runtime.device.row_sampler import RowSampler
-from fairlead_runtime.device.sampling import NON_FINITE
-from fairlead_runtime.device.slot_table import SlotTable
+from fairlead_runtime.device.model.batch import UNKNOWN, Batch
+from fairlead_runtime.device.model.paged_model import PagedModel
+from fairlead_runtime.device.sampling.device_sampler import RowSampler
+from fairlead_runtime.device.sampling.host_sampler import NON_FINITE
+from fairlead_runtime.device.sampling.sequence_table import SlotTable
+from fairlead_runtime.device.sampling.token_readback import Fetched
+from fairlead_runtime.device.step.mixed_steps import MixedSteps
+from fairlead_runtime.device.step.model_runner import ModelRunner
 from fairlead_runtime.request import Request, SamplingParams
 from fairlead_runtime.scheduling.plan import DeviceLostError, Finished, Token, Work
 from support.engine_rig import EOS, Setting, greedy, rig

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from fairlead_kernels.interface.attention import Heads
 from fairlead_kernels.plain.copy_blocks import gather_blocks, scatter_blocks
-from fairlead_runtime.device import host_memory
-from fairlead_runtime.device.kv_cache import CacheStorage
-from fairlead_runtime.device.offload import Offload, _Run, _runs
-from fairlead_runtime.device.streams import cuda_streams
+from fairlead_runtime.device.memory import host_memory
+from fairlead_runtime.device.memory.offloading import Offload, _Run, _runs
+from fairlead_runtime.device.memory.storage import CacheStorage
+from fairlead_runtime.device.memory.streams import cuda_streams
 from fairlead_runtime.scheduling.plan import Work
 from fairlead_runtime.sizing.groups import group_layers
 from support.full import LONG_FORM

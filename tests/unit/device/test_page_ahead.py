@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from fairlead_kernels.interface.attention import Heads
-from fairlead_runtime.device import page_ahead
-from fairlead_runtime.device.kv_cache import CacheStorage
-from fairlead_runtime.device.page_ahead import PAGE, PIECE, PageAhead
+from fairlead_runtime.device.memory import page_mapping
+from fairlead_runtime.device.memory.page_mapping import PAGE, PIECE, PageAhead
+from fairlead_runtime.device.memory.storage import CacheStorage
 from fairlead_runtime.sizing.groups import group_layers
 
 UNIT = PIECE // 2  # bytes of a unit in one layer
@@ -41,7 +41,7 @@ class Watch:
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
     watch = Watch()
-    populate = page_ahead._populate
+    populate = page_mapping._populate
 
     def counted(address: int, size: int) -> bool:
         done = populate(address, size)
@@ -52,8 +52,10 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
         time.sleep(seconds)
         watch.count("rests")
 
-    monkeypatch.setattr(page_ahead, "_populate", counted)
-    monkeypatch.setattr(page_ahead, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
+    monkeypatch.setattr(page_mapping, "_populate", counted)
+    monkeypatch.setattr(
+        page_mapping, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic)
+    )
     return watch
 
 
@@ -113,7 +115,7 @@ def test_what_is_there_stays() -> None:
 
 def test_a_large_cache_is_mapped_and_given_back() -> None:
     heads = Heads(4, 2, 64, 64, torch.float32)
-    blocks = page_ahead.LEAST // CacheStorage.unit_bytes(group_layers([None]), heads, 16)
+    blocks = page_mapping.LEAST // CacheStorage.unit_bytes(group_layers([None]), heads, 16)
 
     def storage(units: int) -> CacheStorage:
         return CacheStorage(
@@ -140,7 +142,7 @@ def test_a_large_cache_is_mapped_and_given_back() -> None:
 def test_a_system_that_cannot_map_ahead_serves_all_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(page_ahead, "MADV_POPULATE_WRITE", 999)
+    monkeypatch.setattr(page_mapping, "MADV_POPULATE_WRITE", 999)
     pages = PageAhead((lazy(),))
     pages.thread.join(60)
     assert not pages.thread.is_alive()

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from fairlead_runtime.device import host_memory
-from fairlead_runtime.device.host_memory import CudaPinning, HostMemory
+from fairlead_runtime.device.memory import host_memory
+from fairlead_runtime.device.memory.host_memory import CudaPinning, HostMemory
 
 
 class FakePinning:

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 import pytest
 
 from fairlead_kernels.choice.backend import pick
-from fairlead_runtime.device import profiling
-from fairlead_runtime.device.paged_model import PagedModel
-from fairlead_runtime.device.profiling import profile
+from fairlead_runtime.device.model.paged_model import PagedModel
+from fairlead_runtime.device.warmup import profiling
+from fairlead_runtime.device.warmup.profiling import profile
 from fairlead_runtime.models import families, tiny
 from fairlead_runtime.sizing.groups import group_layers
 from support import flashinfer_standin, triton_standin

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from fairlead_kernels.interface.attention import AttentionBackend
-from fairlead_runtime.device import ranks
-from fairlead_runtime.device.batch import UNKNOWN, Batch, BatchBuilder
-from fairlead_runtime.device.group import Group
-from fairlead_runtime.device.kv_cache import CacheStorage
-from fairlead_runtime.device.paged_model import PagedModel
+from fairlead_runtime.device.memory.storage import CacheStorage
+from fairlead_runtime.device.model.batch import UNKNOWN, Batch, BatchBuilder
+from fairlead_runtime.device.model.paged_model import PagedModel
+from fairlead_runtime.device.model.rank_group import Group
+from fairlead_runtime.device.ranks import rank_messages
 from fairlead_runtime.request import Request, SamplingParams, Sequence
 from fairlead_runtime.scheduling.plan import Row
 from fairlead_runtime.sizing.groups import LayerGroup
@@ -60,8 +60,8 @@ def batch_of(ids: list[int]) -> Batch:
 
 def followed(sent: Batch, group: SecondRank, *, ahead: bool) -> Batch:
     model = Model()
-    ranks.follow(
-        ranks.forward(sent, None, ahead=ahead),
+    rank_messages.follow(
+        rank_messages.forward(sent, None, ahead=ahead),
         cast("PagedModel", model),
         cast("CacheStorage", Cache()),
         cast("AttentionBackend", None),
@@ -104,9 +104,9 @@ def test_what_a_rank_sends_to_a_gpu_is_pinned_so_that_no_copy_waits(
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
     sent = batch_of([10, 11, 12, 13])
-    parts = ranks.forward(sent, None)[ranks.FORWARD]
-    ranks._batch(parts, GROUPS, 4, pinned=False)
+    parts = rank_messages.forward(sent, None)[rank_messages.FORWARD]
+    rank_messages._batch(parts, GROUPS, 4, pinned=False)
     assert pinned == []
-    got = ranks._batch(parts, GROUPS, 4, pinned=True)
+    got = rank_messages._batch(parts, GROUPS, 4, pinned=True)
     given = [got.input_ids, got.positions, got.sample_index, *got.slots]
     assert pinned == [x.tolist() for x in given]

@@ -10,10 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from fairlead_kernels.cpu.cpu_operations import DIGITS_ROUNDING
-from fairlead_runtime.device.attention import CURRENT_PASS, AttentionCall
-from fairlead_runtime.device.layer_recording import Recorded, decoder_layers, record, repeat
-from fairlead_runtime.device.paged_model import PagedModel, ProbePass
-from fairlead_runtime.device.rounding import Changes, Noise
+from fairlead_runtime.device.conversion.recording_pass import (
+    Recorded,
+    decoder_layers,
+    record,
+    repeat,
+)
+from fairlead_runtime.device.conversion.rounding import Changes, Noise
+from fairlead_runtime.device.model.paged_attention import CURRENT_PASS, AttentionCall
+from fairlead_runtime.device.model.paged_model import PagedModel, ProbePass
 from fairlead_runtime.models import families, tiny
 
 FAMILIES = ("llama", "qwen2", "gemma3_text", "gpt2", "gpt_neox")

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fairlead_kernels.sampling import sample as ops
-from fairlead_runtime.device import sampling
-from fairlead_runtime.device.sampling import SamplingBatch, draw_keys, sample
+from fairlead_runtime.device.sampling import host_sampler
+from fairlead_runtime.device.sampling.host_sampler import SamplingBatch, draw_keys, sample
 from fairlead_runtime.logprobs import TokenLogprobs
 from fairlead_runtime.request import NOTHING_ALLOWED, Request, SamplingParams, Sequence
 from fairlead_runtime.seeds import mix64, resolve_seed
@@ -89,10 +89,10 @@ def test_temperature_min_p_top_k_and_top_p_keep_what_a_plain_sampler_keeps(
         [a_sequence(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)]
     ).draws
     assert draws is not None
-    scores = sampling.scores_of(
+    scores = host_sampler.scores_of(
         torch.tensor([logits]), torch.tensor([max(logits)]), draws.temperature
     )
-    cut = sampling.cut_of(scores, draws.min_cut, draws.top_k, draws.top_p)
+    cut = host_sampler.cut_of(scores, draws.min_cut, draws.top_k, draws.top_p)
     kept = scores[0] >= (-math.inf if cut is None else cut)
     assert set(kept.nonzero()[:, 0].tolist()) == expected
 
@@ -315,7 +315,7 @@ def test_a_non_finite_row_fails_alone(params: dict[str, Any], bad: str) -> None:
     sampled = sample(broken, SamplingBatch.of(sequences))
     assert sampled.finite.tolist() == [True, True, False, True, True]
     outcomes = sampled.outcomes()
-    assert outcomes[2] == (-1, None, sampling.NON_FINITE)
+    assert outcomes[2] == (-1, None, host_sampler.NON_FINITE)
     assert outcomes[:2] + outcomes[3:] == expected[:2] + expected[3:]
 
 

@@ -11,9 +11,9 @@ import torch
 from fairlead_kernels.choice.backend import pick
 from fairlead_kernels.plain.torch_attention import TorchAttention
 from fairlead_runtime.config import ConfigError
-from fairlead_runtime.device import selftest
-from fairlead_runtime.device.kv_cache import CacheStorage
-from fairlead_runtime.device.paged_model import PagedModel
+from fairlead_runtime.device.memory.storage import CacheStorage
+from fairlead_runtime.device.model.paged_model import PagedModel
+from fairlead_runtime.device.proof import selftest
 from fairlead_runtime.models import families, tiny
 from fairlead_runtime.models.model_error import SelfTestError
 

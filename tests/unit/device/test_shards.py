@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fairlead_kernels.formats.quantize import quantize
 from fairlead_runtime.config import ConfigError, EngineConfig
-from fairlead_runtime.device import shards
-from fairlead_runtime.device.group import Group
+from fairlead_runtime.device.model.rank_group import Group
+from fairlead_runtime.device.ranks import shards
 from fairlead_runtime.models import loading, tiny
 from fairlead_runtime.models.published import StoredLinear
 from fairlead_runtime.models.quantized import QuantizedLinear

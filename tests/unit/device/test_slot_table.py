@@ -17,11 +17,11 @@ from fairlead_kernels.gpu.triton_attention import TritonAttention
 from fairlead_kernels.interface.attention import DecodeRows, Heads
 from fairlead_kernels.packages.flashinfer_plan import decode_rows, paged_rows
 from fairlead_kernels.sampling import listed, sample, sample_rows
-from fairlead_runtime.device.batch import BatchBuilder
-from fairlead_runtime.device.logit_changes import LogitChanges
-from fairlead_runtime.device.sampling import SamplingBatch
-from fairlead_runtime.device.slot_table import PADDING, SlotTable
-from fairlead_runtime.device.ways import GENERAL, Draw, Way
+from fairlead_runtime.device.model.batch import BatchBuilder
+from fairlead_runtime.device.sampling.host_sampler import SamplingBatch
+from fairlead_runtime.device.sampling.logits_processors import LogitChanges
+from fairlead_runtime.device.sampling.sampling_mode import GENERAL, Draw, Way
+from fairlead_runtime.device.sampling.sequence_table import PADDING, SlotTable
 from fairlead_runtime.request import Request, SamplingParams, Sequence
 from fairlead_runtime.scheduling.plan import Row
 from fairlead_runtime.sizing.groups import LayerGroup

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from fairlead_kernels.sampling import sample, sample_rows
 from fairlead_kernels.sampling.sample_rows import NOT_FINITE, RowParameters
-from fairlead_runtime.device import sampling
-from fairlead_runtime.device.sampling import SamplingBatch, draw_keys
+from fairlead_runtime.device.sampling import host_sampler
+from fairlead_runtime.device.sampling.host_sampler import SamplingBatch, draw_keys
 from fairlead_runtime.request import Request, SamplingParams, Sequence
 from fairlead_runtime.seeds import MASK64, mix64
 
@@ -36,7 +36,7 @@ def general(logits: Tensor, rows: list[Given]) -> list[int]:
         Sequence(i, Request("r", (1,), params, 9, seed=seed), choice, [1] * length)
         for i, (params, seed, choice, length) in enumerate(rows)
     ]
-    tokens: list[int] = sampling.sample(logits, SamplingBatch.of(sequences)).tokens.tolist()
+    tokens: list[int] = host_sampler.sample(logits, SamplingBatch.of(sequences)).tokens.tolist()
     return tokens
 
 

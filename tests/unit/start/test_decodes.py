@@ -10,13 +10,13 @@ import torch
 from fairlead_kernels.packages import flashinfer_attention
 from fairlead_kernels.plain.torch_attention import TorchAttention
 from fairlead_runtime.config import ConfigError, EngineConfig
-from fairlead_runtime.device.decode_steps import DecodeSteps
-from fairlead_runtime.device.graphs import GraphCache
-from fairlead_runtime.device.kv_cache import CacheStorage
-from fairlead_runtime.device.paged_model import PagedModel
-from fairlead_runtime.device.ways import LARGEST, LEAST
-from fairlead_runtime.start import decodes
-from fairlead_runtime.start.decodes import Decodes
+from fairlead_runtime.device.memory.storage import CacheStorage
+from fairlead_runtime.device.model.paged_model import PagedModel
+from fairlead_runtime.device.sampling.sampling_mode import LARGEST, LEAST
+from fairlead_runtime.device.step.decode_steps import DecodeSteps
+from fairlead_runtime.device.step.graph_cache import GraphCache
+from fairlead_runtime.device.warmup import decode_plan
+from fairlead_runtime.device.warmup.decode_plan import Decodes
 from support import flashinfer_standin, triton_standin
 from support.engine_rig import rig
 from support.graph_standin import Tape, TapeRecorder
@@ -184,7 +184,7 @@ def test_capturing_shows_its_progress(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_capturing_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decodes, "CAPTURE_SECONDS", -1.0)
+    monkeypatch.setattr(decode_plan, "CAPTURE_SECONDS", -1.0)
     choice = pretended()
     choice.capture(choice.steps(cache_of(choice.model), LONGEST))
     assert choice.graphs is not None

@@ -1,0 +1,406 @@
+"""Replaces the decoder layers of a loaded model by fused ones, where their structure allows it.
+
+Owns the order: recognize → pack → compare with the original → replace, one layer after the other.
+A replaced layer drops its own matrices at once, so that no more than one layer is held twice;
+transformers' code can then no longer compute it. What a layer does is seen by ``layer_recording``;
+what takes its place is in ``fused_layers``.
+
+A model in bfloat16 is recorded and compared in float32, one layer at a time with its weights
+widened: the comparison can then tell a wrong function from rounding. Its packed weights are the
+same bfloat16 values; its fused layers compute in float32, or in bfloat16 with a residual in float32
+(``LayerOperations.in_float32``), and between two runs of them hidden states are bfloat16 as
+elsewhere in the model. What lies around them is recorded in float32, too, and a model without its
+own code (``whole_model``) is float32 from its embeddings to its logits. What is said of bfloat16
+holds for float16.
+
+A layer of which only the MLP does not fit, experts for one, is replaced around it on GPUs: the
+module stays as it is, with its weights, and computes in the model's type.
+
+Quantized weights are first rounded where they are, or come rounded from the checkpoint:
+transformers' code multiplies by what they stand for (``models/quantized.py``), fused layers by
+their own copy of the same numbers, so every comparison judges the kernels alone.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from fairlead_kernels.cpu.cpu_operations import CpuOperations
+from fairlead_kernels.formats.quantize import FP8, Format, Quantized, quantize
+from fairlead_kernels.gpu.triton_fixed import FixedOperations
+from fairlead_kernels.interface.attention import Heads
+from fairlead_kernels.interface.layer import LayerOperations, Packed
+from fairlead_runtime.device.conversion import recognize_ends
+from fairlead_runtime.device.conversion.fixed_order_ends import replace_ends
+from fairlead_runtime.device.conversion.float32_view import Widened
+from fairlead_runtime.device.conversion.packed_linears import PackedProducts, pack_products
+from fairlead_runtime.device.conversion.recognize_ends import TOKENS
+from fairlead_runtime.device.conversion.recognize_layer import (
+    DoesNotFitError,
+    Recording,
+    recognize,
+)
+from fairlead_runtime.device.conversion.recording_pass import (
+    Recorded,
+    decoder_layers,
+    record,
+    recording_of,
+    repeat,
+)
+from fairlead_runtime.device.conversion.rounding import Noise
+from fairlead_runtime.device.model.fused_layers import (
+    FusedLayer,
+    FusedRun,
+    OwnMlp,
+    Rope,
+    RopeArgument,
+)
+from fairlead_runtime.device.model.paged_attention import (
+    AttentionCall,
+    CachedLayer,
+    CachedPass,
+    spec_of,
+)
+from fairlead_runtime.device.model.paged_model import PagedModel, ProbePass, causal_attention
+from fairlead_runtime.device.model.rank_group import Group
+from fairlead_runtime.heap import release_memory
+from fairlead_runtime.models.quantized import QuantizedEmbedding, QuantizedLinear
+
+T = TypeVar("T")
+OTHER_RANK = "it does not fit on another rank"
+
+
+@dataclass(frozen=True, slots=True)
+class Fusion:
+    """How many of a model's layers are fused, and ``around_mlp`` how many others are but for an MLP
+    that stays the model's own; ``reason`` says why not all are.
+
+    ``head``: the type of a packed head, "" for none; ``head_reason``: why the model's own code
+    calls it where all layers are fused. ``others``: what else of that code is packed.
+    """
+
+    fused: int
+    layers: int
+    reason: str = ""
+    around_mlp: int = 0
+    stored: torch.dtype = torch.float32  # their weights
+    head: str = ""
+    head_reason: str = ""
+    rounds: bool = False  # whether their products round what they multiply by these
+    others: PackedProducts = field(default_factory=PackedProducts)
+
+    def __str__(self) -> str:
+        but = f" and all but the MLP of {self.around_mlp}" if self.around_mlp else ""
+        why = f"{but} ({self.reason})" if self.reason else ""
+        names = {FP8: "fp8", torch.uint8: "int4"}
+        name = names.get(self.stored, str(self.stored).removeprefix("torch."))
+        fused = self.fused + self.around_mlp > 0
+        weights = f", {name} weights" if fused and self.stored is not torch.float32 else ""
+        head = f", {self.head} head" if self.head else ""
+        if self.head_reason:
+            head = f"{head} in" if head else ", head by"
+            head += f" the model's code ({self.head_reason})"
+        return f"fused {self.fused}/{self.layers} layers{why}{weights}{self.others}{head}"
+
+
+@torch.inference_mode()
+def quantize_weights(model: PagedModel, to: Format, *, head: bool = False) -> None:
+    """Quantize the matrices of every layer that fits, one layer after the other: each is held by a
+    ``QuantizedLinear`` instead, for transformers' code to compute with and for ``fuse`` to pack.
+    With ``head`` the output matrix, too, and embeddings that share it.
+    """
+    shared = _shared_parameters(model.model)
+    layers = decoder_layers(model)
+    # What is recorded of a layer holds its modules: it goes with them.
+    recorded = deque(record(model, layers))
+    for layer in layers:
+        _quantize_layer(layer, recorded.popleft(), shared, to)
+    release_memory()  # of the plain weights, which no layer after these takes up
+    if head and layers:
+        _quantize_head(model, layers, to)
+
+
+def _quantize_layer(layer: nn.Module, recorded: Recorded, shared: set[int], to: Format) -> None:
+    widened = Widened(layer)
+    try:
+        parts = recognize(recording_of(recorded)[0])
+        fits = not isinstance(parts.mlp, OwnMlp) and not _shares(layer, shared)
+        found = {x.module: x.stored for x in parts.matrices} if fits else {}
+    except DoesNotFitError:
+        found = {}  # `fuse` gives the reason
+    widened.narrow()
+    for parent in list(layer.modules()):
+        for name, module in list(parent.named_children()):
+            weight = found.get(module)
+            if isinstance(weight, Tensor):
+                vectors = [x for x in module.parameters(recurse=False) if x.dim() == 1]
+                bias = vectors[0] if vectors else None
+                setattr(parent, name, QuantizedLinear(quantize(weight, to), bias))
+
+
+def _quantize_head(model: PagedModel, layers: list[nn.Module], to: Format) -> None:
+    step = ProbePass(torch.arange(TOKENS, device=model.device))
+    try:
+        ends = recognize_ends.recognize(model, layers, step)
+    except DoesNotFitError:
+        return  # `fuse` gives the reason
+    matrix, tied = ends.head, ends.tied
+    if isinstance(matrix.stored, Quantized):
+        return
+    rounded = quantize(matrix.stored, to)
+    unscaled = None if matrix.bias is None else matrix.bias / matrix.factor
+    embedding = QuantizedEmbedding(rounded, ends.factor) if tied else None
+    model.replace_ends(QuantizedLinear(rounded, unscaled), embedding)
+
+
+def fuses_around_mlps(operations: LayerOperations) -> bool:
+    """Whether a layer is fused of which only the MLP does not fit. Those in float32 are C++, which
+    computes runs of whole layers, and would give the model's own code another type than it has.
+    """
+    return not operations.in_float32
+
+
+@torch.inference_mode()
+def fuse(
+    model: PagedModel,
+    operations: LayerOperations | None,
+    group: Group | None = None,
+    settle: Callable[[Packed], Packed] | None = None,
+) -> Fusion:
+    """Replace every layer that fits by a fused one on these operations; without any, none. Weights
+    are packed in the model's type, quantized ones as they are.
+
+    The result of each fused layer, packed weights and all, is compared with the original's first;
+    a layer that differs keeps its own code and weights. Operations that are not ``in_float32`` also
+    replace layers of which only the MLP does not fit: that stays a module, which they call. On CPUs
+    what lies around the layers is replaced, too, or the matrices that the model's own code
+    multiplies by are packed; where sums have one order, the last norm and the head are.
+
+    ``settle`` gives each matrix the layout in which it is served, once its layer is proven.
+
+    With ``group`` the model is one rank's part of a split one (``shards.split``), and every rank
+    must call this with the same kind of operations: a layer is fused on all of them or on none, and
+    what lies around the layers stays as it is.
+    """
+    if operations is None:
+        return Fusion(0, len(model.windows))
+    fusion, runs = _fuse_layers(model, operations, group, settle)
+    step = _ScratchPass(model.heads, model.device)
+    if isinstance(operations, FixedOperations) and fusion.fused == fusion.layers:
+        layers = decoder_layers(model)
+        try:
+            return replace(fusion, head=replace_ends(model, layers, operations, step))
+        except DoesNotFitError as error:
+            return replace(fusion, head_reason=str(error))
+    if group is not None or not isinstance(operations, CpuOperations):
+        return fusion
+    if fusion.fused == fusion.layers:
+        try:
+            whole = _fuse_ends(model, runs, operations, step)
+            return replace(fusion, head=whole.stored)
+        except DoesNotFitError as error:
+            fusion = replace(fusion, head_reason=str(error))
+    others = pack_products(model, operations, step)
+    return replace(fusion, head=others.head, others=others)
+
+
+def _fuse_layers(
+    model: PagedModel,
+    operations: LayerOperations,
+    group: Group | None,
+    settle: Callable[[Packed], Packed] | None,
+) -> tuple[Fusion, list[FusedRun]]:
+    layers, total = decoder_layers(model), len(model.windows)
+    if not layers:
+        return Fusion(0, total, "its decoder layers are not one list"), []
+    fused: list[FusedLayer] = []
+    reasons: dict[str, int] = {}
+    shared = _shared_parameters(model.model)
+    for index, recorded in enumerate(record(model, layers)):
+        layer: FusedLayer | None = None
+        widened = Widened(layers[index])
+        try:
+            layer = _fused(layers[index], index, recorded, shared, model, operations, group)
+        except DoesNotFitError as error:
+            reasons.setdefault(str(error), index)
+        widened.narrow()
+        if layer is not None:
+            if settle is not None:
+                layer.layer = layer.layer.settled(settle)
+            if layer.own is not None:
+                reasons.setdefault(layer.own.reason, index)
+            _release(layers[index], operations, layer.own)
+            model.packed += layer.layer.tensors
+            model.calls[index] = layer.call  # a factor of its queries is one of the scores here
+            fused.append(layer)
+    split = group is not None
+    runs = [FusedRun(run, model.heads, operations, split=split) for run in _runs(fused)]
+    for run in runs:
+        for place, part in enumerate(run.layers):
+            original: Any = layers[part.index]  # torch types each attribute as tensor or module
+            original.forward = run.forward_of(place)
+    reason = "; ".join(f"layer {index}: {text}" for text, index in reasons.items())
+    stored = {layer.layer.qkv.data.dtype for layer in fused} or {model.heads.dtype}
+    smallest = min(stored, key=lambda dtype: dtype.itemsize)
+    around = sum(layer.own is not None for layer in fused)
+    rounds = any(layer.rounding for layer in fused)
+    return Fusion(len(fused) - around, total, reason, around, smallest, rounds=rounds), runs
+
+
+def _fuse_ends(
+    model: PagedModel, runs: list[FusedRun], operations: CpuOperations, step: CachedPass
+) -> recognize_ends.WholeModel:
+    """Let what lies around the layers be computed by these operations, too, once it is proven to
+    give the same logits. Raises DoesNotFitError.
+    """
+    if len(runs) != 1:
+        raise DoesNotFitError("its layers differ in their sizes")
+    layers = decoder_layers(model)
+    widened = Widened(model.model)
+    try:
+        ends = recognize_ends.recognize(model, layers, step)
+        expected = recognize_ends.other_logits(model, step)
+        # Before the head's weights are packed, which takes them. It rounds as the layers do.
+        rounding = max(layer.rounding for layer in runs[0].layers)
+        noise = recognize_ends.noise(model, layers, step, expected, rounding)
+        whole = recognize_ends.WholeModel(ends, runs[0], operations, model.heads.dtype)
+        same = recognize_ends.agrees(model, whole, step, expected, noise)
+        if not same:
+            whole.restore(ends)
+    finally:
+        widened.narrow()
+    if not same:
+        raise DoesNotFitError("its packed ends give other logits")
+    ends.release()
+    model.whole = whole
+    model.packed += whole.packed
+    return whole
+
+
+def _release(layer: nn.Module, operations: LayerOperations, own: OwnMlp | None) -> None:
+    """Take the weights out of a layer of which the matrices are packed, those of its own MLP
+    apart.
+    """
+    kept = set[nn.Parameter]() if own is None else set(own.module.parameters())
+    for parameter in layer.parameters():
+        if parameter in kept:
+            continue
+        # Those that are mapped from a file would stay resident as long as another one's are.
+        if isinstance(operations, CpuOperations) and parameter.dim() > 1:
+            operations.give_back(parameter.data)
+        parameter.data = parameter.new_empty(0)
+
+
+def _runs(fused: Sequence[FusedLayer]) -> list[list[FusedLayer]]:
+    """Consecutive layers of equal sizes."""
+    runs: list[list[FusedLayer]] = []
+    for layer in fused:
+        last = runs[-1][-1] if runs else None
+        if last is not None and (last.index + 1, last.sizes) == (layer.index, layer.sizes):
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    return runs
+
+
+class _ScratchPass(CachedPass):
+    """One short sequence in a float32 cache of its own."""
+
+    def __init__(self, heads: Heads, device: torch.device) -> None:
+        size = (1, TOKENS, heads.kv)
+        keys = torch.zeros(*size, heads.dim, device=device)
+        values = torch.zeros(*size, heads.value_dim, device=device)
+        self.keep = torch.arange(TOKENS, device=device)
+        self._cached = CachedLayer(keys, values, self.keep)
+
+    def cached(self, _layer: int) -> CachedLayer:
+        return self._cached
+
+    def attend_cached(self, _layer: int, query: Tensor, call: AttentionCall) -> Tensor:
+        keys, values = (x[0].to(query.dtype) for x in (self._cached.keys, self._cached.values))
+        return causal_attention(query, keys, values, call.scale)
+
+
+def _fused(
+    original: nn.Module,
+    index: int,
+    recorded: Recorded,
+    shared: set[int],
+    model: PagedModel,
+    operations: LayerOperations,
+    group: Group | None,
+) -> FusedLayer:
+    """The fused layer, proven equal to the original. Raises DoesNotFitError, on every rank or on
+    none.
+    """
+
+    def packed() -> tuple[FusedLayer, Recording, Rope]:
+        recording, rope = recording_of(recorded)
+        parts = recognize(recording)
+        if _shares(original, shared):
+            raise DoesNotFitError("it shares weights with another module")
+        own = parts.mlp if isinstance(parts.mlp, OwnMlp) else None
+        if own is not None and not fuses_around_mlps(operations):
+            raise DoesNotFitError(own.reason)
+        if group is not None and not parts.split:
+            raise DoesNotFitError("not all of its matrices are split")
+        spec = spec_of(parts.call, model.windows[index])
+        argument = RopeArgument(rope if parts.rotates else "", parts.rope_in_pairs)
+        layer = parts.pack(operations, model.heads.dtype)
+        x = recording.input
+        cos, sin = recording.rope if parts.rotates else (x[:, :0], x[:, :0])
+        angles = argument.read((cos[None], sin[None]))
+        fused = FusedLayer(index, layer, spec, parts.call, argument, operations, group, own)
+        return fused, recording, angles
+
+    def proven() -> None:
+        added: list[Tensor] = []
+        step = _ScratchPass(model.heads, model.device)
+        out = fused.run(recording.input.clone(), added, angles, step)
+        again = partial(repeat, original, recorded)
+        noise = Noise.of(recording.output, again, fused.rounding)
+        if not noise.explains(out + added.pop(), recording.output):
+            raise DoesNotFitError("its fused layer gives other results")
+
+    fused, recording, angles = _on_every_rank(group, packed)
+    if group is not None and not group.alike(fused.own is None):
+        raise DoesNotFitError(OTHER_RANK)
+    _on_every_rank(group, proven)
+    if not operations.in_float32:
+        fused.layer = fused.layer.cast(model.heads.dtype)
+    return fused
+
+
+def _on_every_rank(group: Group | None, do: Callable[[], T]) -> T:
+    """What ``do`` returns, once it has succeeded on every rank. Raises DoesNotFitError on each of
+    them where it does on one: they would wait for each other's sums for ever.
+    """
+    if group is None:
+        return do()
+    try:
+        done = do()
+    except DoesNotFitError:
+        group.agrees(False)
+        raise
+    if not group.agrees(True):
+        raise DoesNotFitError(OTHER_RANK)
+    return done
+
+
+def _shares(layer: nn.Module, shared: set[int]) -> bool:
+    """Whether a module of the layer is one of ``shared``, by its id."""
+    return not shared.isdisjoint(map(id, layer.modules()))
+
+
+def _shared_parameters(model: nn.Module) -> set[int]:
+    """The ids of the modules of which a parameter also belongs to another module."""
+    owners: dict[int, list[int]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), []).append(id(module))
+    return {module for modules in owners.values() if len(modules) > 1 for module in modules}

@@ -1,0 +1,251 @@
+"""A model's own products on packed weights: of layers that do not fuse, and of a head around which
+the model's own code runs.
+
+Owns their proof and their replacement. A module that multiplies by a matrix is recorded, its packed
+matrix must give what it gave, then its ``forward`` becomes the product in C++; transformers' code
+goes on calling it. No matrix is held twice, but for those that are stored [K, N], one at a time. In
+bfloat16 that is the head alone: a head has few rows, and of many torch's product may be the faster.
+
+A module whose weights other code reads itself would leave that code nothing. No structure tells, so
+the whole model computes other tokens before and after; if it fails then, or gives other logits,
+every module gets its weights back, which a packed matrix still has.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fairlead_kernels.cpu.cpu_operations import CpuOperations
+from fairlead_kernels.formats.quantize import Quantized
+from fairlead_kernels.interface.layer import Packed
+from fairlead_runtime.device.conversion import recognize_ends
+from fairlead_runtime.device.conversion.float32_view import Widened
+from fairlead_runtime.device.conversion.recognize_layer import (
+    DoesNotFitError,
+    ModuleCall,
+    factor_of,
+    matrix_of,
+)
+from fairlead_runtime.device.conversion.rounding import Changes, Noise
+from fairlead_runtime.device.model.paged_attention import ForwardPass
+from fairlead_runtime.device.model.paged_model import PagedModel
+
+SMALLEST = 2048  # weights; the call of a smaller product costs more than it gains
+
+
+@dataclass(frozen=True, slots=True)
+class PackedProducts:
+    """How many matrices of a model's own code are packed, its head apart; ``head``: the type of the
+    packed head, "" without one; ``reason``: why none is, where some could be.
+    """
+
+    matrices: int = 0
+    head: str = ""
+    reason: str = ""
+
+    def __str__(self) -> str:
+        if self.reason:
+            return f", no other matrices packed ({self.reason})"
+        return f", {self.matrices} other matrices packed" if self.matrices else ""
+
+
+@dataclass(slots=True, eq=False)
+class _Product:
+    """A module's packed matrix, with ``embedding``, its rows times ``factor``, where they are tied.
+    ``parameter``: the loaded weights, [N, K] or ``transposed``.
+    """
+
+    module: nn.Module
+    parameter: nn.Parameter
+    transposed: bool
+    weight: Packed
+    bias: Tensor | None
+    operations: CpuOperations
+    embedding: nn.Module | None
+    factor: float
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [*self.weight.tensors, *([] if self.bias is None else [self.bias])]
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """Give float32 [..., N] of x [..., K]."""
+        rows = x.reshape(-1, self.weight.columns).float()
+        product = self.operations.linear(rows, self.weight, self.bias)
+        return product.view(*x.shape[:-1], self.weight.rows)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Embeddings [..., K] of ids int64 [...], in the model's type."""
+        found = self.operations.embed(ids.reshape(-1), self.weight, self.factor)
+        return found.view(*ids.shape, self.weight.columns).to(self.parameter.dtype)
+
+    def replace(self) -> None:
+        for module, forward in self._forwards():
+            module.forward = forward
+        self.parameter.data = self.parameter.new_empty(0)
+
+    def restore(self) -> None:
+        for module, _ in self._forwards():
+            del module.forward
+        self.unpack()
+
+    def unpack(self) -> None:
+        """Give the parameter its weights back: packing has taken their memory."""
+        rows = self.operations.unpack(self.weight, 0, self.weight.rows)
+        loaded = (rows.T if self.transposed else rows).contiguous()
+        self.parameter.data = loaded.to(self.parameter.dtype)
+
+    def _forwards(self) -> Iterator[tuple[Any, Any]]:
+        """Modules, each with its new ``forward``."""
+        yield self.module, self.multiply
+        if self.embedding is not None:
+            yield self.embedding, self.rows
+
+
+@torch.inference_mode()
+def pack_products(
+    model: PagedModel, operations: CpuOperations, step: ForwardPass
+) -> PackedProducts:
+    """Pack the matrices that the model's own code multiplies by, each proven in a pass of ``step``,
+    which keeps the logits of all tokens.
+    """
+    head: Any = model.model.get_output_embeddings()
+    embedding: Any = model.model.get_input_embeddings()
+    dtype, owners = model.heads.dtype, _owners(model.model)
+    half = dtype is not torch.float32
+    calls = _record(model, step)
+    expected = recognize_ends.other_logits(model, step)
+    # In half precision rounding may send a token to other experts, so there only the self-test
+    # judges the logits.
+    noise = None if half else recognize_ends.noise(model, [], step, expected)
+    products: list[_Product] = []
+    for module, call in calls.items():
+        if not call.input.is_floating_point() or (half and module is not head):
+            continue
+        shares = max(owners[id(parameter)] for parameter in module.parameters(recurse=False))
+        try:
+            if shares == 1:
+                product = _packed(call, operations, dtype)
+            elif shares == 2 and module is head and embedding in calls:
+                product = _packed(call, operations, dtype, calls[embedding])
+            else:
+                continue
+        except DoesNotFitError:
+            continue
+        product.replace()
+        products.append(product)
+    if reason := _differs(model, step, expected, noise):
+        for product in products:
+            product.restore()
+        return PackedProducts(reason=reason)
+    model.packed += [tensor for product in products for tensor in product.tensors]
+    heads = [product for product in products if product.module is head]
+    stored = str(dtype).removeprefix("torch.") if heads else ""
+    return PackedProducts(len(products) - len(heads), stored)
+
+
+def _owners(model: nn.Module) -> dict[int, int]:
+    """By a parameter's id: how many modules have it."""
+    owners: dict[int, int] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners[id(parameter)] = owners.get(id(parameter), 0) + 1
+    return owners
+
+
+def _record(model: PagedModel, step: ForwardPass) -> dict[nn.Module, ModuleCall]:
+    """The first call of each module that has a large matrix of its own, one tensor in and out."""
+    calls: dict[nn.Module, ModuleCall] = {}
+
+    def note(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], out: Any) -> None:
+        one = len(inputs) == 1 and isinstance(inputs[0], Tensor) and not named
+        if one and isinstance(out, Tensor):
+            calls.setdefault(module, ModuleCall(module, inputs[0].clone(), out.clone()))
+
+    hooks = [
+        module.register_forward_hook(note, with_kwargs=True)
+        for module in model.model.modules()
+        if any(p.dim() == 2 and p.numel() >= SMALLEST for p in module.parameters(recurse=False))
+    ]
+    try:
+        model.run(*recognize_ends.random_tokens(model, seed=0), step)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return calls
+
+
+def _packed(
+    call: ModuleCall,
+    operations: CpuOperations,
+    dtype: torch.dtype,
+    embedded: ModuleCall | None = None,
+) -> _Product:
+    """The module's product, and the embedding's rows where ``embedded`` is the call of one that
+    shares its matrix, proven on these calls. Raises DoesNotFitError.
+    """
+    module = call.module
+    parameter = next(p for p in module.parameters(recurse=False) if p.dim() == 2)
+    widened = Widened(module)
+    try:
+        x = call.input.reshape(-1, call.input.shape[-1]).float()
+        want = module(call.input.float()).reshape(len(x), -1)
+        matrix = matrix_of(ModuleCall(module, x, want), x)
+        if matrix is None or isinstance(matrix.stored, Quantized):
+            raise DoesNotFitError("it does not multiply by its matrix")
+        factor = 1.0 if embedded is None else _factor(embedded, matrix.stored)
+        noise = _noise(module, x, want)
+        product = _Product(
+            module,
+            parameter,
+            matrix.stored.stride() != parameter.stride(),
+            operations.pack([matrix.stored], dtype=dtype, releases=True),
+            matrix.bias,
+            operations,
+            None if embedded is None else embedded.module,
+            factor,
+        )
+        if not noise.explains(product.multiply(x), want):
+            product.unpack()
+            raise DoesNotFitError("its packed matrix gives other results")
+        return product
+    finally:
+        widened.narrow()
+
+
+def _noise(module: nn.Module, x: Tensor, want: Tensor) -> Noise:
+    """That of a product ``want`` [T, N] of x [T, K]."""
+
+    def again(changes: Changes) -> Tensor:
+        product: Tensor = module(changes.of(x, x.shape[-1])[None])[0]
+        return product
+
+    return Noise.of(want, again)
+
+
+def _factor(embedded: ModuleCall, matrix: Tensor) -> float:
+    """What an embedding multiplies the rows of this matrix by. Raises DoesNotFitError."""
+    ids, (stored, *others) = embedded.input, embedded.module.parameters(recurse=False)
+    if others or not torch.equal(stored, matrix):
+        raise DoesNotFitError("its embedding has other rows")
+    rows = stored[ids.flatten()]
+    got = embedded.module(ids).reshape(rows.shape)
+    factor = factor_of(got, torch.zeros_like(rows), rows)
+    if not factor:
+        raise DoesNotFitError("its embedding is no multiple of its rows")
+    return recognize_ends.exact(factor, got, rows)
+
+
+def _differs(model: PagedModel, step: ForwardPass, expected: Tensor, noise: Noise | None) -> str:
+    """Why these are not the logits that the model gives now, "" if they are; without ``noise`` its
+    code must only run.
+    """
+    try:
+        logits = recognize_ends.other_logits(model, step)
+    except (RuntimeError, IndexError, ValueError) as error:
+        return f"its code reads weights itself: {type(error).__name__}"
+    same = noise is None or noise.explains(logits, expected)
+    return "" if same else "its code gives other logits with them"

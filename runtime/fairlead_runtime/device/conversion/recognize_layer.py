@@ -1,0 +1,549 @@
+"""Recognizes a decoder layer by what it computes, and finds its parts.
+
+Owns the verdict whether a layer is a ``fairlead_kernels.interface.layer.Layer``, with the reason if
+it is not, and whether it is one around an MLP that stays a module: experts, for one. Every part is
+proven on a recorded pass: a matrix is one because its output is that product, a norm because the
+formula gives its output, the rotary embedding because the reference's gives the queries and keys
+that attention got. Names of families, classes and attributes play no role, so a family that differs
+in a detail does not fit and runs as transformers wrote it.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, Self, get_args
+
+import torch
+from torch import Tensor, nn
+
+from fairlead_kernels.formats.quantize import Quantized
+from fairlead_kernels.interface import reference
+from fairlead_kernels.interface.layer import (
+    Activation,
+    AroundMlp,
+    Layer,
+    LayerOperations,
+    Norm,
+    Packed,
+)
+from fairlead_runtime.device.model.fused_layers import OwnMlp, halves_of
+from fairlead_runtime.device.model.paged_attention import AttentionCall
+from fairlead_runtime.device.model.row_parallel import RowSplit
+from fairlead_runtime.models.published import StoredLinear
+from fairlead_runtime.models.quantized import QuantizedLinear
+
+# Two results of float32 are equal within this share of their size; other functions differ by more.
+CLOSE = 1e-4
+ROUNDING = 1e-6  # of the larger part of a sum
+OTHER_BEGIN = "its MLP does not begin with a norm of the residual or of the residual plus attention"
+OTHER_MLP = "its MLP is not two or three matrices with SiLU, GELU, ReLU or its square"
+FACTOR = "it multiplies what a norm after attention or MLP returns"
+
+
+class DoesNotFitError(Exception):
+    """A layer is no ``Layer``; the message says why, as the end of "layer 3: ..."."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModuleCall:
+    """A module with parameters of its own, what it got and what it returned, both [..., width]."""
+
+    module: nn.Module
+    input: Tensor
+    output: Tensor
+
+
+@dataclass(slots=True, eq=False)
+class Recording:
+    """One pass of T tokens through a decoder layer.
+
+    ``input`` and ``output`` [T, hidden]; ``rope`` the cosines and sines [T, R] that it was passed;
+    ``before`` and ``after``: the calls of its modules before and after its attention, in order;
+    ``blocks``: the calls after it of all modules with weights anywhere inside, inner ones first,
+    which took and gave [1, T, width]; query, key and value [T, heads, dim] what attention got,
+    ``attended`` what it returned.
+    """
+
+    input: Tensor
+    output: Tensor
+    rope: tuple[Tensor, Tensor]
+    before: list[ModuleCall]
+    after: list[ModuleCall]
+    blocks: list[ModuleCall]
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attended: Tensor
+    call: AttentionCall
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Matrix:
+    """The weights [N, K] and bias [N] of a module that multiplies by them. ``stored`` is a view of
+    the module's own weights [N, K], or their quantized form, of which ``weight`` may have the rows
+    in another order. What a layer multiplies the result by (Granite) is the ``factor`` of the
+    weights, and already part of ``bias``.
+    """
+
+    module: nn.Module
+    stored: Tensor | Quantized
+    weight: Tensor | Quantized
+    bias: Tensor | None
+    factor: float = 1.0
+
+    def scaled(self, by: float) -> Self:
+        if by == 1:
+            return self
+        bias = None if self.bias is None else self.bias * by
+        return replace(self, bias=bias, factor=self.factor * by)
+
+    def ordered(self, rows: Tensor) -> Self:
+        """With its rows, and so its results, in this order."""
+        bias = None if self.bias is None else self.bias[rows]
+        weight = self.weight
+        weight = weight.rows(rows) if isinstance(weight, Quantized) else weight[rows]
+        return replace(self, weight=weight, bias=bias)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MlpParts:
+    """The matrices of gate and up in this order, or of up alone, and the last one."""
+
+    gate_up: Sequence[Matrix]
+    activation: Activation
+    down: Matrix
+
+
+@dataclass(slots=True, eq=False)
+class LayerParts:
+    """The modules of a layer that fits, in the terms of ``Layer``, or of ``AroundMlp`` where its
+    MLP is the model's own. ``rotates`` False: the layer ignores the rotary embedding;
+    ``rope_in_pairs``: its elements 2i and 2i + 1 belong to a pair, not i and i + R/2; ``parallel``:
+    see ``AroundMlp``.
+    """
+
+    input_norm: Norm
+    qkv: Sequence[Matrix]
+    q_norm: Norm | None
+    k_norm: Norm | None
+    out: Matrix
+    after_attention: Norm | None
+    mlp_norm: Norm
+    mlp: MlpParts | OwnMlp
+    after_mlp: Norm | None
+    parallel: bool
+    rotates: bool
+    rope_in_pairs: bool
+    call: AttentionCall
+
+    @property
+    def matrices(self) -> list[Matrix]:
+        mlp = [] if isinstance(self.mlp, OwnMlp) else [*self.mlp.gate_up, self.mlp.down]
+        return [*self.qkv, self.out, *mlp]
+
+    @property
+    def split(self) -> bool:
+        """Whether the inputs of both of its last matrices are split over ranks, an own MLP's
+        apart.
+        """
+        last = [self.out] if isinstance(self.mlp, OwnMlp) else [self.out, self.mlp.down]
+        return all(isinstance(x.module, RowSplit) for x in last)
+
+    def pack(self, operations: LayerOperations, dtype: torch.dtype = torch.float32) -> AroundMlp:
+        """The layer with its matrices packed for these operations, stored as ``dtype`` unless they
+        are quantized; copies them.
+        """
+
+        def pack(*matrices: Matrix) -> Packed:
+            (factor,) = {matrix.factor for matrix in matrices}
+            return operations.pack([x.weight for x in matrices], dtype=dtype, factor=factor)
+
+        around: dict[str, Any] = {
+            "input_norm": self.input_norm,
+            "qkv": pack(*self.qkv),
+            "qkv_bias": _bias(self.qkv),
+            "q_norm": self.q_norm,
+            "k_norm": self.k_norm,
+            "out": pack(self.out),
+            "out_bias": self.out.bias,
+            "after_attention": self.after_attention,
+            "mlp_norm": self.mlp_norm,
+            "after_mlp": self.after_mlp,
+            "parallel": self.parallel,
+        }
+        if isinstance(self.mlp, OwnMlp):
+            return AroundMlp(**around)
+        return Layer(
+            **around,
+            gate_up=pack(*self.mlp.gate_up),
+            gate_up_bias=_bias(self.mlp.gate_up),
+            activation=self.mlp.activation,
+            down=pack(self.mlp.down),
+            down_bias=self.mlp.down.bias,
+        )
+
+
+def _bias(matrices: Sequence[Matrix]) -> Tensor | None:
+    """The biases below each other, zeros for a matrix without one."""
+    if all(matrix.bias is None for matrix in matrices):
+        return None
+    known = next(matrix.bias for matrix in matrices if matrix.bias is not None)
+    parts = [
+        known.new_zeros(matrix.weight.shape[0]) if matrix.bias is None else matrix.bias
+        for matrix in matrices
+    ]
+    return torch.cat(parts)
+
+
+def close(got: Tensor, want: Tensor, residual: Tensor | None = None) -> bool:
+    """Whether both come from the same function; with ``residual``, whether ``got`` is the sum of
+    the others. A small ``want`` beside a large residual must be as exact as it is alone.
+
+    It compares torch with torch, one operation of a recognized part at a time, to tell functions
+    apart; whether other kernels compute that part is ``rounding``'s to say.
+    """
+    if got.shape != want.shape:
+        return False
+    difference, slack = got.double() - want.double(), 0.0
+    if residual is not None:
+        difference = difference - residual.double()
+        slack = ROUNDING * float(residual.abs().max())
+    largest = CLOSE * float(want.double().square().mean().sqrt()) + slack
+    return bool(difference.abs().max() <= largest)
+
+
+def factor_of(total: Tensor, residual: Tensor, branch: Tensor) -> float | None:
+    """The number f with ``total = residual + f * branch``, to six digits; None if there is none."""
+    if not total.shape == residual.shape == branch.shape:
+        return None
+    x = branch.double()
+    share = ((total.double() - residual.double()) * x).sum() / x.square().sum()
+    factor = float(f"{float(share):.6g}")
+    return factor if close(total, factor * branch, residual) else None
+
+
+@dataclass(slots=True, eq=False)
+class _Calls:
+    """The recorded calls of one half of a layer; ``take`` hands each out once."""
+
+    left: list[ModuleCall] = field(default_factory=list)
+
+    def matrices(self, given: Tensor) -> list[tuple[Matrix, Tensor]]:
+        """Take every product of ``given`` [T, K], with its result [T, N]."""
+        found = []
+        for call in self.left[:]:
+            matrix = matrix_of(call, given)
+            if matrix is not None:
+                self.left.remove(call)
+                found.append((matrix, call.output.reshape(given.shape[0], -1)))
+        return found
+
+    def multiply(self, given: Tensor) -> bool:
+        """Whether there is a product of ``given``."""
+        return any(matrix_of(call, given) is not None for call in self.left)
+
+    def norm(self, given: Tensor) -> tuple[Norm, Tensor] | None:
+        """Take the norm of ``given`` [T, width], with its result."""
+        for call in filter(_may_be_norm, self.left):
+            if close(call.input.reshape(-1, call.input.shape[-1]), given):
+                norm = norm_of(call)
+                self.left.remove(call)
+                return norm, call.output.reshape(given.shape)
+        return None
+
+    def norm_of_sum(self, residual: Tensor, branch: Tensor) -> tuple[Norm, Tensor, float] | None:
+        """Take the norm of the residual plus a multiple of ``branch``, with its result and that
+        factor, which is not 0.
+        """
+        for call in filter(_may_be_norm, self.left):
+            total = call.input.reshape(-1, call.input.shape[-1])
+            factor = factor_of(total, residual, branch)
+            if factor:
+                norm = norm_of(call)
+                self.left.remove(call)
+                return norm, call.output.reshape(total.shape), factor
+        return None
+
+    def without(self, module: nn.Module | None = None) -> Self:
+        """The same calls, to take anew, but for those inside this module."""
+        inside = set() if module is None else set(module.modules())
+        return type(self)([call for call in self.left if call.module not in inside])
+
+    def check_empty(self) -> None:
+        if self.left:
+            kinds = ", ".join(sorted({type(call.module).__name__ for call in self.left}))
+            raise DoesNotFitError(f"it computes with {kinds}")
+
+
+def recognize(recording: Recording) -> LayerParts:
+    """The parts of the layer. Raises DoesNotFitError with the reason when it is not even an
+    ``AroundMlp``.
+    """
+    r = recording
+    calls = _Calls(list(r.before))
+    found = calls.norm(r.input)
+    if found is None:
+        raise DoesNotFitError("it does not normalize the input of its attention")
+    input_norm, normed = found
+    projections = calls.matrices(normed)
+    q_norm, k_norm = _head_norms(calls, r.query.shape[-1])
+    heads = _projected(r, [result for _, result in projections], q_norm, k_norm)
+
+    calls = _Calls(list(r.after))
+    outs = calls.matrices(r.attended.flatten(1))
+    if len(outs) != 1:
+        raise DoesNotFitError("no single matrix multiplies what its attention returns")
+    ((out, branch),) = outs
+    after_attention = calls.norm(branch)
+    branch = branch if after_attention is None else after_attention[1]
+    begin = calls.norm_of_sum(r.input, branch)
+    parallel = begin is None
+    if begin is None:
+        # Its norm is one of its own, or the one before attention.
+        begin = *(calls.norm(r.input) or (input_norm, normed)), 1.0
+        read = calls.multiply(begin[1]) or any(close(x.input[0], begin[1]) for x in r.blocks)
+        if after_attention is not None or not read:
+            raise DoesNotFitError(OTHER_BEGIN)
+    mlp_norm, normed, out_factor = begin
+    hidden = r.input + out_factor * branch
+    if after_attention is not None and out_factor != 1:
+        raise DoesNotFitError(FACTOR)
+    mlp, after_mlp = _second_half(calls, r, normed, hidden)
+    return LayerParts(
+        input_norm=input_norm,
+        qkv=heads.rows_of([matrix for matrix, _ in projections]),
+        q_norm=heads.norm(q_norm),
+        k_norm=heads.norm(k_norm),
+        out=out.scaled(out_factor),
+        after_attention=None if after_attention is None else after_attention[0],
+        mlp_norm=mlp_norm,
+        mlp=mlp,
+        after_mlp=after_mlp,
+        parallel=parallel,
+        rotates=heads.rotates,
+        rope_in_pairs=heads.rope_in_pairs,
+        call=replace(r.call, scale=r.call.scale * heads.factor),
+    )
+
+
+def matrix_of(call: ModuleCall, given: Tensor) -> Matrix | None:
+    """The matrix of a module that multiplies ``given`` by it; transposed where it is stored [K, N],
+    as in GPT-2.
+    """
+    if not close(call.input.reshape(-1, call.input.shape[-1]), given):
+        return None
+    weights, bias = _weights_of(call.module)
+    if isinstance(call.module, RowSplit):  # what it returns is the sum of all ranks' products
+        return Matrix(call.module, call.module.stored, call.module.stored, bias)
+    result = call.output.reshape(given.shape[0], -1)
+    for weight in weights:
+        if weight.shape == (result.shape[1], given.shape[1]):
+            if close(result, _product(weight, bias, given)):
+                return Matrix(call.module, weight, weight, bias)
+    return None
+
+
+def _product(weight: Tensor | Quantized, bias: Tensor | None, given: Tensor) -> Tensor:
+    if isinstance(weight, Quantized):
+        quantized: Tensor = QuantizedLinear(weight, bias)(given)  # which dequantizes it in parts
+        return quantized
+    product = given @ weight.T
+    return product if bias is None else product + bias
+
+
+def _weights_of(module: nn.Module) -> tuple[Sequence[Tensor | Quantized], Tensor | None]:
+    """The matrices [N, K] that a module may multiply by, none or those that it may store, and the
+    bias.
+    """
+    if isinstance(module, RowSplit):
+        return [module.stored], None if module.bias is None else module.bias.data
+    if isinstance(module, StoredLinear):
+        module = module.quantized()
+    if isinstance(module, QuantizedLinear):
+        return [module.weight], None if module.bias is None else module.bias.data
+    own = dict(module.named_parameters(recurse=False))
+    weights = [p.data for p in own.values() if p.dim() == 2]
+    biases = [p.data for p in own.values() if p.dim() == 1]
+    if len(weights) != 1 or len(weights) + len(biases) != len(own) or len(biases) > 1:
+        return [], None
+    return [weights[0], weights[0].T], biases[0] if biases else None
+
+
+def _may_be_norm(call: ModuleCall) -> bool:
+    return all(parameter.dim() == 1 for parameter in call.module.parameters(recurse=False))
+
+
+def norm_of(call: ModuleCall) -> Norm:
+    """The norm that a module computes, found by its results. Its epsilon is one of its numbers; it
+    decides the result for small inputs, so those are tried too.
+    """
+    own = [parameter.data for parameter in call.module.parameters(recurse=False)]
+    x = call.input
+    orders: list[tuple[Tensor, Tensor | None]] = []
+    if {parameter.shape for parameter in own} == {x.shape[-1:]}:
+        both: list[tuple[Tensor, Tensor | None]] = [(own[0], own[-1]), (own[-1], own[0])]
+        orders = [(own[0], None)] if len(own) == 1 else both if len(own) == 2 else []
+    for eps in {value for value in vars(call.module).values() if isinstance(value, float)}:
+        small = x / x.square().mean().sqrt() * eps**0.5
+        for (weight, bias), offset, centered in itertools.product(
+            orders, (0.0, 1.0), (False, True)
+        ):
+            norm = Norm(weight, eps, offset, bias, centered)
+            if all(close(call.module(y), reference.norm(y, norm)[0]) for y in (x, small)):
+                return norm
+    kind = type(call.module).__name__
+    raise DoesNotFitError(f"its norm {kind} is no root-mean-square or layer norm")
+
+
+def _head_norms(calls: _Calls, dim: int) -> tuple[Norm | None, Norm | None]:
+    """The norms of each query and each key head: none, or both in this order."""
+    if not calls.left:
+        return None, None
+    if len(calls.left) != 2 or any(call.input.shape[-1] != dim for call in calls.left):
+        calls.check_empty()
+    first, second = map(norm_of, calls.left)
+    return first, second
+
+
+def _as_they_are(order: Tensor) -> bool:
+    return torch.equal(order, torch.arange(len(order), device=order.device))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Heads:
+    """How attention gets the projections: their rows in this ``order``, the elements of a query's
+    and a key's head in the order ``elements`` [dim], the query multiplied by ``factor``.
+    """
+
+    order: Tensor
+    elements: Tensor
+    factor: float
+    rotates: bool
+    rope_in_pairs: bool
+
+    def norm(self, norm: Norm | None) -> Norm | None:
+        """The norm of a head in that order of elements."""
+        if norm is None or _as_they_are(self.elements):
+            return norm
+        bias = None if norm.bias is None else norm.bias[self.elements]
+        return replace(norm, weight=norm.weight[self.elements], bias=bias)
+
+    def rows_of(self, matrices: Sequence[Matrix]) -> list[Matrix]:
+        """The matrices with their rows in order, which stay in their matrix."""
+        if _as_they_are(self.order):
+            return list(matrices)
+        ordered, first = [], 0
+        for matrix in matrices:
+            count = matrix.weight.shape[0]
+            ordered.append(matrix.ordered(self.order[first : first + count] - first))
+            first += count
+        return ordered
+
+
+def _projected(
+    r: Recording, results: Sequence[Tensor], q_norm: Norm | None, k_norm: Norm | None
+) -> _Heads:
+    """Find how attention gets the projections. Raises DoesNotFitError unless they are rotated as
+    the reference does it, or not at all, each head's elements in order or in pairs.
+    """
+    given = torch.cat([r.input[:, :0], *results], dim=1)
+    tokens, kv, dim = r.key.shape
+    slots = torch.arange(tokens, device=given.device)
+    for heads in _candidates(r, given.shape[1], single=len(results) == 1):
+        cos, sin = r.rope if heads.rotates else (given[:, :0], given[:, :0])
+        if heads.rope_in_pairs:
+            cos, sin = halves_of(cos), halves_of(sin)
+        norms = heads.norm(q_norm), heads.norm(k_norm)
+        keys, values = (given.new_zeros(1, tokens, kv, dim) for _ in range(2))
+        query = reference.rope_write(given[:, heads.order], cos, sin, slots, keys, values, *norms)
+        want = r.query[..., heads.elements]
+        factor = factor_of(want, torch.zeros_like(want), query)
+        same = close(keys[0], r.key[..., heads.elements]) and close(values[0], r.value)
+        if factor is not None and same:
+            return replace(heads, factor=factor)
+    raise DoesNotFitError("its queries and keys are not projected and rotated as Llama's or GLM's")
+
+
+def _candidates(r: Recording, width: int, *, single: bool) -> Iterator[_Heads]:
+    """The known ways to project heads, for matrices of ``width`` rows, ``single``: for one."""
+    kv, dim, rotated = *r.key.shape[1:], r.rope[0].shape[1]
+    group = r.query.shape[1] // kv
+    if r.value.shape != r.key.shape or width != (group + 2) * kv * dim:
+        return
+    rows = torch.arange(width, device=r.key.device)
+    query, key = group * kv * dim, (group + 1) * kv * dim
+    splits = [(rows[:query], rows[query:key], rows[key:])]
+    if single:  # for each key head its queries, the key and the value, as in GPT-NeoX
+        by_head = rows.view(kv, group + 2, dim)
+        splits.append((by_head[:, :group], by_head[:, group], by_head[:, group + 1]))
+    elements = torch.arange(dim, device=r.key.device)
+    orders: list[tuple[Tensor, bool, bool]] = [(elements, False, False)]
+    if 0 < rotated <= dim and rotated % 2 == 0:
+        pairs = torch.cat([halves_of(elements[:rotated]), elements[rotated:]])
+        orders = [(elements, True, False), (pairs, True, False), (pairs, True, True), *orders]
+    for (*turned, value), (order, rotates, in_pairs) in itertools.product(splits, orders):
+        heads = [part.reshape(-1, dim)[:, order].flatten() for part in turned]
+        yield _Heads(torch.cat([*heads, value.flatten()]), order, 1.0, rotates, in_pairs)
+
+
+def _second_half(
+    calls: _Calls, r: Recording, normed: Tensor, hidden: Tensor
+) -> tuple[MlpParts | OwnMlp, Norm | None]:
+    """The MLP of ``normed`` [T, hidden] and the norm of its result: in parts, else as the outermost
+    module that explains the layer's result as well. ``hidden`` [T, hidden] is what the layer adds
+    it to.
+    """
+    try:
+        rest = calls.without()
+        parts, branch = _mlp(rest, normed)
+        norm, factor = _added(rest, branch, hidden, r.output)
+        return replace(parts, down=parts.down.scaled(factor)), norm
+    except DoesNotFitError as error:
+        for block in reversed(r.blocks):
+            if close(block.input[0], normed):
+                rest = calls.without(block.module)
+                with suppress(DoesNotFitError):
+                    norm, factor = _added(rest, block.output[0], hidden, r.output)
+                    return OwnMlp(block.module, factor, str(error)), norm
+        raise
+
+
+def _added(
+    calls: _Calls, branch: Tensor, hidden: Tensor, output: Tensor
+) -> tuple[Norm | None, float]:
+    """The norm of what an MLP gives, and the factor with which a layer adds it at its end."""
+    norm = calls.norm(branch)
+    calls.check_empty()
+    factor = factor_of(output, hidden, branch if norm is None else norm[1])
+    if factor is None:
+        raise DoesNotFitError("it does not return the residual plus its MLP")
+    if norm is not None and factor != 1:
+        raise DoesNotFitError(FACTOR)
+    return None if norm is None else norm[0], factor
+
+
+def _mlp(calls: _Calls, normed: Tensor) -> tuple[MlpParts, Tensor]:
+    """The MLP, and what it gives [T, hidden]."""
+    found = calls.matrices(normed)
+    results = [result for _, result in found]
+    orders: list[tuple[int, ...]] = [(0,)] if len(found) == 1 else [(0, 1), (1, 0)]
+    if len(found) not in (1, 2):
+        raise DoesNotFitError(OTHER_MLP)
+    for order, activation in itertools.product(orders, get_args(Activation)):
+        gate_up = torch.cat([results[i] for i in order], dim=1)
+        mixes = [] if gate_up.shape[1] % 2 else [reference.gated(gate_up, activation)]
+        if len(order) == 1:
+            mixes.append(reference.activate(gate_up, activation))
+        for mixed in mixes:
+            width = mixed.shape[1]
+            if any(
+                call.input.shape[-1] == width and close(call.input.reshape(-1, width), mixed)
+                for call in calls.left
+            ):
+                downs = calls.matrices(mixed)
+                if len(downs) != 1:
+                    raise DoesNotFitError(OTHER_MLP)
+                ((down, branch),) = downs
+                return MlpParts([found[i][0] for i in order], activation, down), branch
+    raise DoesNotFitError(OTHER_MLP)

@@ -1,0 +1,1 @@
+"""Tensors of the cache and copies of its blocks, to the host and back. Knows no model."""

@@ -1,0 +1,184 @@
+"""Units on their way between a GPU's cache and host memory, beside the steps.
+
+    steps   gather units into a piece ┐             ┌ scatter it into units, then the step
+    side                              send it    fetch a piece
+
+Owns the staging buffer, which has a few pieces, host memory, and the events between the two lanes.
+No call waits for the device. docs/design/0013 says which order protects what.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from fairlead_kernels.plain.copy_blocks import copy_blocks, gather_blocks, indices, scatter_blocks
+from fairlead_runtime.device.memory.host_memory import HostMemory, Pinning, within_parts
+from fairlead_runtime.device.memory.streams import Event, Streams
+from fairlead_runtime.sizing.offload import Staging
+
+Pairs = Sequence[tuple[int, int]]
+Parts = tuple[torch.Tensor, torch.Tensor]  # of keys and of values
+
+
+class _Units(NamedTuple):
+    """Where the host units of keys or of values lie: from the byte ``begin`` on, ``size`` each."""
+
+    begin: int
+    size: int
+
+
+@dataclass(slots=True, eq=False)
+class _Piece:
+    """``parts`` [units, slots, bytes] each of the staging buffer. ``free``: the event after which
+    they may be written again.
+    """
+
+    parts: Parts
+    free: Event = None
+
+
+class Offload:
+    """Copies between ``cache``, keys and values [slots, units, ...] dense on one device, and
+    ``host_units`` > 0 units of host memory.
+
+    What is queued on the lane of the steps behind a call sees the cache as if its copies were done,
+    and may write to every unit that they read. Raises OSError or RuntimeError (torch) when memory
+    is short.
+    """
+
+    def __init__(
+        self, cache: Parts, host_units: int, streams: Streams, pinning: Pinning | None
+    ) -> None:
+        self._cache = cache
+        self._device = cache[0].device
+        self._streams = streams
+        sizes = [part[:, 0].nbytes for part in cache]  # of a unit
+        shapes = [(part.shape[0], n // part.shape[0]) for part, n in zip(cache, sizes, strict=True)]
+        staging = Staging.of(host_units, sum(sizes))
+        self._units = staging.units  # of a piece
+        pieces = [
+            torch.empty((*staging, *shape), dtype=torch.uint8, device=self._device)
+            for shape in shapes
+        ]
+        self.staging_nbytes = sum(part.nbytes for part in pieces)
+        self._pieces = [_Piece(parts) for parts in zip(*pieces, strict=True)]
+        self._turn = 0
+        self._memory = HostMemory(host_units * sum(sizes), pinning)
+        self.not_pinned = self._memory.refused
+        self.host_nbytes = self._memory.nbytes
+        self._host = _Units(0, sizes[0]), _Units(host_units * sizes[0], sizes[1])
+
+    def offload(self, pairs: Pairs) -> None:
+        """Queue the copies of units to host units: (unit, host unit)."""
+        if not pairs:
+            return
+        steps, side = self._streams
+        units = indices([unit for unit, _ in pairs], self._device)
+        for at, piece in self._turns(len(pairs)):
+            part = slice(at, at + self._units)
+            if piece.free is not None:
+                steps.wait(piece.free)
+            steps.run(partial(self._gather, units[part], piece))
+            side.wait(steps.record())
+            runs = list(_runs((host, place) for place, (_, host) in enumerate(pairs[part])))
+            side.run(partial(self._cross, runs, piece, leaves=True))
+            piece.free = side.record()
+
+    def restore(self, pairs: Pairs) -> None:
+        """Queue the copies of host units to units: (host unit, unit)."""
+        if not pairs:
+            return
+        steps, side = self._streams
+        units = indices([unit for _, unit in pairs], self._device)
+        for at, piece in self._turns(len(pairs)):
+            part = slice(at, at + self._units)
+            if piece.free is not None:
+                side.wait(piece.free)
+            runs = list(_runs((host, place) for place, (host, _) in enumerate(pairs[part])))
+            side.run(partial(self._cross, runs, piece, leaves=False))
+            steps.wait(side.record())
+            steps.run(partial(self._scatter, piece, units[part]))
+            piece.free = steps.record()
+
+    def _turns(self, count: int) -> Iterator[tuple[int, _Piece]]:
+        """The piece for each part of ``count`` units, with the part's first."""
+        for at in range(0, count, self._units):
+            yield at, self._pieces[self._turn]
+            self._turn = (self._turn + 1) % len(self._pieces)
+
+    def _gather(self, units: torch.Tensor, piece: _Piece) -> None:
+        for cache, staged in zip(self._cache, piece.parts, strict=True):
+            gather_blocks(cache, units, staged[: len(units)])
+
+    def _scatter(self, piece: _Piece, units: torch.Tensor) -> None:
+        for cache, staged in zip(self._cache, piece.parts, strict=True):
+            scatter_blocks(staged[: len(units)], units, cache)
+
+    def _cross(self, runs: Sequence["_Run"], piece: _Piece, *, leaves: bool) -> None:
+        """Queue a transfer of keys and one of values for each run of host units and their places in
+        the piece; more where a run lies in several parts of host memory.
+        """
+        for units, staged in zip(self._host, piece.parts, strict=True):
+            flat = staged.view(-1)
+            for host, place, count in runs:
+                begin, at = units.begin + host * units.size, place * units.size
+                for first, end in within_parts(begin, begin + count * units.size):
+                    here = self._memory.data[first:end]
+                    there = flat[at + first - begin : at + end - begin]
+                    target, source = (here, there) if leaves else (there, here)
+                    target.copy_(source, non_blocking=True)
+
+
+class OffloadAtOnce:
+    """The same on a CPU, where host memory is one more tensor [slots, units, ...] for keys and for
+    values: copies are made when they are asked for, and pass nowhere.
+    """
+
+    staging_nbytes = 0
+    not_pinned = ""
+
+    def __init__(self, cache: Parts, host_units: int) -> None:
+        self._cache = cache
+        keys, values = (
+            torch.zeros((part.shape[0], host_units, *part.shape[2:]), dtype=part.dtype)
+            for part in cache
+        )
+        self._host: Parts = keys, values
+        self.host_nbytes = keys.nbytes + values.nbytes
+
+    def offload(self, pairs: Pairs) -> None:
+        """Copy units to host units: (unit, host unit)."""
+        for cache, host in zip(self._cache, self._host, strict=True):
+            copy_blocks(cache, host, pairs, dim=1)
+
+    def restore(self, pairs: Pairs) -> None:
+        """Copy host units to units: (host unit, unit)."""
+        for cache, host in zip(self._cache, self._host, strict=True):
+            copy_blocks(host, cache, pairs, dim=1)
+
+
+class _Run(NamedTuple):
+    """``units`` that lie side by side in both memories."""
+
+    source: int
+    target: int
+    units: int
+
+
+def _runs(pairs: Iterable[tuple[int, int]]) -> Iterator[_Run]:
+    """The pairs (source, target), neighbours together: a transfer takes longer to begin than a
+    small one to cross.
+    """
+    run: _Run | None = None
+    for source, target in pairs:
+        if run is not None and (source - run.source, target - run.target) == (run.units, run.units):
+            run = run._replace(units=run.units + 1)
+            continue
+        if run is not None:
+            yield run
+        run = _Run(source, target, 1)
+    if run is not None:
+        yield run

@@ -1,0 +1,174 @@
+"""Our paged attention as transformers' attention function.
+
+Owns the function registered with transformers and the context of one forward pass that it reads.
+Metadata is passed in a context variable, not by keyword arguments: some families (stablelm,
+nemotron) drop those before they reach the attention. The registered name has no mask function, so
+transformers builds no mask at all.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+
+from fairlead_kernels.interface.attention import AttentionBackend, LayerSpec
+from fairlead_kernels.interface.cache_write import write
+from fairlead_runtime.device.memory.storage import CacheStorage
+from fairlead_runtime.device.model.batch import Batch
+
+# transformers treats names with "flash", "/" or "paged|" as its own kernels.
+NAME = "fairlead_paged"
+
+
+class ForwardPass(Protocol):
+    """One forward pass, as the attention function sees it."""
+
+    keep: Tensor
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: "AttentionCall"
+    ) -> Tensor:
+        """query, key, value [T, heads, dim] of one layer → [T, query heads, value dim]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionCall:
+    """The arguments of attention, besides tensors, that a model's layer passes."""
+
+    scale: float
+    window: int | None
+    softcap: float | None
+    sinks: Tensor | None
+
+
+class CachedLayer(NamedTuple):
+    """One layer's caches [blocks, block_size, kv heads, dim] and the slots int64 [T] of the step's
+    tokens.
+    """
+
+    keys: Tensor
+    values: Tensor
+    slots: Tensor
+
+
+class CachedPass(ABC):
+    """A forward pass with a cache. A fused layer writes keys and values itself (``cached``), then
+    calls ``attend_cached``; for the others ``attend`` does both.
+    """
+
+    keep: Tensor
+
+    @abstractmethod
+    def cached(self, layer: int) -> CachedLayer:
+        """Where this step's keys and values of a layer belong."""
+
+    @abstractmethod
+    def attend_cached(self, layer: int, query: Tensor, call: AttentionCall) -> Tensor:
+        """Query [T, heads, dim] over the layer's cache → [T, query heads, value dim]."""
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
+    ) -> Tensor:
+        cached = self.cached(layer)
+        write(cached.keys, cached.values, cached.slots, key, value)
+        return self.attend_cached(layer, query, call)
+
+
+CURRENT_PASS: ContextVar[ForwardPass | None] = ContextVar("fairlead_pass", default=None)
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Transformers' attention signature: [1, heads, T, dim] in, [1, T, heads, dim] out."""
+    current = CURRENT_PASS.get()
+    if current is None or attention_mask is not None or query.shape[0] != 1:
+        raise RuntimeError(
+            "paged attention runs only inside PagedModel.forward, on packed rows without a mask"
+        )
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    call = AttentionCall(scale, sliding_window, softcap, s_aux)
+    # An int, though torch types every attribute of a module as a tensor or a module.
+    layer: Any = module.layer_idx
+    out = current.attend(layer, _packed(query), _packed(key), _packed(value), call)
+    return out[None], None
+
+
+def _packed(x: Tensor) -> Tensor:
+    return x[0].transpose(0, 1)
+
+
+class GroupedPass(CachedPass):
+    """One step over the cache: keys and values go into their slots.
+
+    ``groups``: per layer group the plan of attention and the slots int64 [T].
+    """
+
+    def __init__(
+        self,
+        cache: CacheStorage,
+        backend: AttentionBackend,
+        groups: Sequence[tuple[Any, Tensor]],
+        keep: Tensor,
+    ) -> None:
+        self.cache = cache
+        self.backend = backend
+        self.groups = groups
+        self.keep = keep
+
+    def cached(self, layer: int) -> CachedLayer:
+        keys, values, group = self.cache.layer(layer)
+        return CachedLayer(keys, values, self.groups[group][1])
+
+    def attend_cached(self, layer: int, query: Tensor, call: AttentionCall) -> Tensor:
+        keys, values, group = self.cache.layer(layer)
+        spec = spec_of(call, self.cache.groups[group].window)
+        return self.backend.run(self.groups[group][0], query, keys, values, spec)
+
+
+class PagedPass(GroupedPass):
+    """The step of a batch on the host, which is planned here. ``stands_for``: tokens of the larger
+    step whose memory is measured by this one.
+    """
+
+    def __init__(
+        self,
+        batch: Batch,
+        cache: CacheStorage,
+        backend: AttentionBackend,
+        keep: Tensor,
+        stands_for: int = 0,
+    ) -> None:
+        self.stands_for = stands_for
+        slots = (slots.to(cache.device, non_blocking=True) for slots in batch.slots)
+        groups = [
+            (backend.plan(ragged), place) for ragged, place in zip(batch.ragged, slots, strict=True)
+        ]
+        super().__init__(cache, backend, groups, keep)
+
+
+def spec_of(call: AttentionCall, window: int | None) -> LayerSpec:
+    """With the window of the layer's group, not the call's: some models pass a window that their
+    mask ignores.
+    """
+    return LayerSpec(call.scale, window, call.softcap, call.sinks)
+
+
+def register() -> None:
+    """Register the attention function with transformers as NAME. A second call changes nothing."""
+    AttentionInterface.register(NAME, _attention)

@@ -1,0 +1,286 @@
+"""A transformers causal language model that runs on our paged cache.
+
+Owns PagedModel and the checks of a loaded model that becomes one. Chooses neither blocks nor rows;
+the attention function is in ``attention``.
+
+Experts of MoE models run as transformers' ``grouped_mm``: equal to its eager loop except for
+rounding, and each token's result independent of the others'. Where torch's grouped product waits
+for the device, they run on ours (``experts``).
+"""
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import chain
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own convention
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from fairlead_kernels.choice.experts import ExpertProduct
+from fairlead_kernels.interface.attention import AttentionBackend, GroupKinds, Heads
+from fairlead_runtime.device.memory.storage import CacheStorage
+from fairlead_runtime.device.model import experts, paged_attention
+from fairlead_runtime.device.model.batch import Batch
+from fairlead_runtime.device.model.paged_attention import (
+    CURRENT_PASS,
+    AttentionCall,
+    CachedPass,
+    ForwardPass,
+    PagedPass,
+    spec_of,
+)
+from fairlead_runtime.models import families, rope
+from fairlead_runtime.models.loading import LoadedModel
+from fairlead_runtime.sizing.groups import group_layers
+
+
+class ProbePass:
+    """A pass over one short sequence without a cache, which records the arguments of each layer."""
+
+    def __init__(self, keep: Tensor) -> None:
+        self.keep = keep
+        self.heads: dict[int, Heads] = {}
+        self.calls: dict[int, AttentionCall] = {}
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
+    ) -> Tensor:
+        heads = Heads(query.shape[1], key.shape[1], key.shape[2], value.shape[2], key.dtype)
+        self.heads[layer] = heads
+        self.calls[layer] = call
+        return causal_attention(query, key, value, call.scale)
+
+
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """Attention of one whole sequence; query, key, value [T, heads, dim] → [T, heads, value dim].
+
+    Without window, cap and sinks: enough where both sides of a comparison use it.
+    """
+    q, k, v = (x.transpose(0, 1) for x in (query, key, value))
+    group = query.shape[1] // key.shape[1]
+    k, v = (x.repeat_interleave(group, dim=0) for x in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale).transpose(0, 1)
+
+
+class Whole(Protocol):
+    """A pass of the whole model over packed tokens ids and positions int64 [T] without its own
+    code. S: tokens of ``current.keep``. ``chooses``: ``likeliest`` gives the likeliest tokens.
+    """
+
+    chooses: bool
+
+    def logits(self, ids: Tensor, positions: Tensor, current: CachedPass) -> Tensor:
+        """The logits [S, vocabulary]."""
+
+    def likeliest(
+        self, ids: Tensor, positions: Tensor, current: CachedPass
+    ) -> tuple[Tensor, Tensor]:
+        """The largest logit [S] of each token, NaN where one is, and its place int64 [S], the first
+        among equal ones.
+        """
+
+
+class PagedModel:
+    """A transformers causal language model that runs packed rows on our cache.
+
+    Takes ownership of the model: sets its attention, and installs a hook if the model cannot select
+    the rows of its logits itself. ``windows`` has an entry per layer; ``calls`` the attention
+    arguments of each layer. ``device``: where it computes, if not where its weights are
+    (``shards.computed_on``). ``fp8_cache``: its cache keeps 8-bit floats. Raises ModelError when
+    the layers differ in size or in number from ``windows``. ``fusion.fuse`` may replace layers
+    afterwards.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        windows: Sequence[int | None],
+        device: torch.device | None = None,
+        *,
+        fp8_cache: bool = False,
+    ) -> None:
+        paged_attention.register()
+        model.set_attn_implementation(paged_attention.NAME)
+        model.eval()
+        self.model = model
+        self.packed: list[Tensor] = []  # weights of fused layers, which no module holds
+        self.whole: Whole | None = None  # what serves in the place of the model's own code
+        self.windows = tuple(windows)
+        self._fp8_cache = fp8_cache
+        self.device: torch.device = device or model.device
+        ends: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
+        widths = [int(end.weight.shape[0]) for end in ends]
+        self.vocabulary, self.logits_width = min(widths), widths[1]
+        self.selects_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._select_logits()
+        for module in model.modules():  # some ask the device whether a prompt is padded: none is
+            if isinstance(module, PreTrainedModel):
+                module.warn_if_padding_and_no_attention_mask = _nothing
+        # transformers picks grouped_mm where the model and torch support it, else eager.
+        self._grouped: str = getattr(model.config, "_experts_implementation", None) or "eager"
+        self._experts = self._grouped
+        self.heads = self._probe()
+
+    def _select_logits(self) -> None:
+        if not self.selects_logits:
+            head: Any = self.model.get_output_embeddings()
+            head.register_forward_pre_hook(_keep_rows)
+
+    def replace_ends(self, head: nn.Module, embedding: nn.Module | None) -> None:
+        """Put these in the place of the model's output matrix and, unless None, its embeddings."""
+        self.model.set_output_embeddings(head)
+        self._select_logits()
+        if embedding is not None:
+            self.model.set_input_embeddings(embedding)
+
+    def use_experts(self, product: ExpertProduct) -> None:
+        """Let its experts, which must be grouped ones of transformers, run on this product."""
+        experts.register(product)
+        self._experts = experts.NAME
+        self.model.set_experts_implementation(experts.NAME)
+
+    def probe_again(self) -> None:
+        """Find out the heads and the attention arguments again, after the model was split."""
+        self.heads = self._probe()
+
+    @torch.inference_mode()
+    def _probe(self) -> Heads:
+        """The heads that the layers actually use, from a pass of two tokens."""
+        probe = ProbePass(torch.tensor([1], device=self.device))
+        logits = self.run(
+            torch.tensor([0, 1], device=self.device),
+            torch.tensor([0, 1], device=self.device),
+            probe,
+        )
+        self.logits_dtype = logits.dtype
+        name = self.model.config.model_type
+        if sorted(probe.heads) != list(range(len(self.windows))):
+            raise families.unsupported(
+                name,
+                f"{len(probe.heads)} of its {len(self.windows)} layers use transformers' attention "
+                "interface",
+            )
+        if len(set(probe.heads.values())) != 1:
+            raise families.unsupported(name, "its layers differ in their number or size of heads")
+        self.calls = probe.calls
+        return replace(probe.heads[0], fp8_cache=self._fp8_cache)
+
+    @property
+    def kinds(self) -> GroupKinds:
+        """The kinds of attention in each layer group, as its layers call it: those that fuse may
+        call it otherwise than the model's own.
+        """
+        return tuple(
+            frozenset(spec_of(self.calls[layer], group.window).kind for layer in group.layers)
+            for group in group_layers(self.windows)
+        )
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights and buffers; tied weights count once."""
+        tensors = chain(self.model.parameters(), self.model.buffers(), self.packed)
+        storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
+        return sum(storages.values())
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        batch: Batch,
+        cache: CacheStorage,
+        backend: AttentionBackend,
+        keep: Tensor | None = None,
+    ) -> Tensor:
+        """Logits [S, vocabulary] of the batch's sampling rows, or of the packed tokens ``keep``
+        int64 [S].
+        """
+        return self.run(*self._begin(batch, cache, backend, keep))
+
+    @torch.inference_mode()
+    def likeliest(
+        self, batch: Batch, cache: CacheStorage, backend: AttentionBackend
+    ) -> tuple[Tensor, Tensor]:
+        """``Whole.likeliest`` of the batch's sampling rows, for a model that has ``whole``."""
+        if self.whole is None:
+            raise RuntimeError("the model's own code gives all logits")
+        return self.whole.likeliest(*self._begin(batch, cache, backend, None))
+
+    def _begin(
+        self, batch: Batch, cache: CacheStorage, backend: AttentionBackend, keep: Tensor | None
+    ) -> tuple[Tensor, Tensor, PagedPass]:
+        """Ids, positions and the pass, on the device."""
+        keep = (batch.sample_index if keep is None else keep).to(self.device, non_blocking=True)
+        step = PagedPass(batch, cache, backend, keep)
+        ids = batch.input_ids.to(self.device, non_blocking=True)
+        return ids, batch.positions.to(self.device, non_blocking=True), step
+
+    @torch.inference_mode()
+    def run(self, input_ids: Tensor, positions: Tensor, current: ForwardPass) -> Tensor:
+        """Logits [S, vocabulary] of ``current.keep`` after one pass over packed tokens int64 [T],
+        attended by ``current``.
+        """
+        if self.whole is not None and isinstance(current, CachedPass):
+            return self.whole.logits(input_ids, positions, current)
+        extra = {"logits_to_keep": current.keep} if self.selects_logits else {}
+        token = CURRENT_PASS.set(current)
+        try:
+            out = self.model(
+                input_ids=input_ids[None], position_ids=positions[None], use_cache=False, **extra
+            )
+        finally:
+            CURRENT_PASS.reset(token)
+        logits: Tensor = out.logits[0]
+        return logits
+
+    @contextmanager
+    def plain(self, *, experts: bool = True) -> Iterator[PreTrainedModel]:
+        """The same model as transformers runs it eagerly, inside the ``with`` block only; with
+        ``experts`` False its experts are grouped. Raises RuntimeError once layers are fused.
+        """
+        if self.packed:
+            raise RuntimeError("transformers cannot compute layers whose weights are packed")
+        self._set("eager", "eager" if experts else self._grouped)
+        try:
+            yield self.model
+        finally:
+            self._set(paged_attention.NAME, self._experts)
+
+    def _set(self, attention_name: str, experts_name: str) -> None:
+        self.model.set_attn_implementation(attention_name)
+        if self._grouped != "eager":
+            self.model.set_experts_implementation(experts_name)
+
+
+def prepare(
+    loaded: LoadedModel, device: torch.device | None = None, *, fp8_cache: bool = False
+) -> PagedModel:
+    """Make a loaded model run on the paged cache: pin its RoPE to max_model_len, set its attention,
+    check its sizes. ``device`` and ``fp8_cache`` as in PagedModel.
+
+    Takes ownership of the model. Raises ModelError when it cannot run on the cache, or when its
+    sizes differ from those that memory was sized with (``loaded.shape``).
+    """
+    windows = families.check(loaded.config)
+    rope.pin(loaded.model, loaded.max_model_len)
+    model = PagedModel(loaded.model, windows, device, fp8_cache=fp8_cache)
+    shape, heads = loaded.shape, model.heads
+    expected = (shape.windows, shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim)
+    if expected != (windows, heads.query, heads.kv, heads.dim, heads.value_dim):
+        name = str(loaded.config.model_type)
+        raise families.unsupported(
+            name, "its config.json describes other layers than transformers builds from it"
+        )
+    return model
+
+
+def _nothing(*_: object) -> None:
+    """In the place of a warning."""
+
+
+def _keep_rows(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+    """Pass only the rows of ``keep`` to the output matrix."""
+    current = CURRENT_PASS.get()
+    return None if current is None else (args[0][:, current.keep], *args[1:])

@@ -1,0 +1,749 @@
+"""The self-test before readiness: our packed, paged forward pass equals plain transformers'.
+
+Owns three prompts of different lengths, run through the path that serves requests (chunks and
+single tokens mixed in one step, blocks scattered over the cache, a fork with a copied block) and,
+each alone, through eager transformers. It catches what an allow-list cannot: a family whose
+attention needs something that ours lacks, a wrong window, a broken kernel.
+
+The cache starts full of NaN, so reading one token that is not the row's own shows as an infinite
+difference.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
+from typing import Any, NamedTuple, Self, TypeVar
+
+import numpy as np
+import torch
+from torch.nn.functional import cross_entropy
+
+from fairlead_kernels.choice.backend import BackendChoice, int4_products, pick
+from fairlead_kernels.choice.experts import choose
+from fairlead_kernels.cpu.cpu_operations import CpuOperations
+from fairlead_kernels.formats.quantize import Format
+from fairlead_kernels.interface.attention import AttentionBackend
+from fairlead_kernels.interface.not_available import NotAvailableError
+from fairlead_kernels.packages.humming_memory import UNPACKAGED
+from fairlead_kernels.packages.humming_products import HummingProducts
+from fairlead_kernels.plain.torch_attention import TorchAttention
+from fairlead_kernels.proofs.attention_proof import BLOCK_SIZE as PROVEN
+from fairlead_runtime.config import ConfigError
+from fairlead_runtime.device.conversion.fusion import Fusion, fuse, quantize_weights
+from fairlead_runtime.device.conversion.recording_pass import modules_in_float32
+from fairlead_runtime.device.conversion.rounding import Changes
+from fairlead_runtime.device.memory.storage import CacheStorage
+from fairlead_runtime.device.model import paged_model
+from fairlead_runtime.device.model.batch import BatchBuilder
+from fairlead_runtime.device.model.experts import samples_of
+from fairlead_runtime.device.model.paged_model import PagedModel
+from fairlead_runtime.device.model.rank_group import Group
+from fairlead_runtime.device.proof import determinism
+from fairlead_runtime.device.proof.fp8_reference_cache import RoundedCache
+from fairlead_runtime.device.ranks import shards
+from fairlead_runtime.models.loading import LoadedModel
+from fairlead_runtime.models.model_error import ModelError, SelfTestError
+from fairlead_runtime.request import Request, SamplingParams, Sequence
+from fairlead_runtime.scheduling.plan import Row, Work
+from fairlead_runtime.sizing.config_json import EXPERTS
+from fairlead_runtime.sizing.family_table import FAMILIES
+from fairlead_runtime.sizing.groups import group_layers
+from fairlead_runtime.sizing.terms import packaged
+
+Value = TypeVar("Value")
+Products = tuple[HummingProducts | None, str]
+
+BLOCK_SIZE = 4
+LENGTHS = (176, 9, 14)
+# Windows are tested as far as prompts of at most this length leave them.
+LONGEST = 160
+
+# Root-mean-square difference of a token's logits, in units of their spread, that rounding explains.
+# Measured over the served families, 3 to 32 layers, random weights: 3e-6 in float32, 0.005 in
+# float16, 0.04 in bfloat16. Planted faults (a window wrong by one, no softcap, no sinks) differ by
+# 0.4 to 1.0 in every type: tests/functional/engine/test_paged_model.py.
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
+# Trained weights are moved further: bfloat16 moves transformers' own logits of Gemma 3 270M and of
+# SmolLM2 by 0.1 to 0.7, depending on the tokens. In half precision a model may differ by so many
+# times what rounding does to it on the same tokens, where that is more than TOLERANCE.
+OWN = 2.0
+# The same of transformers' logits with quantized and with plain weights, as a root mean square over
+# all tokens: what the format itself may cost. Unrelated logits differ by 1.4, those of random
+# weights, which rounding moves further, by up to 0.51 and 0.79 at the worst token:
+# docs/design/0011-quantization.md. Single tokens of Gemma 3 270M differ by 1.3 with int8.
+ROUNDING: dict[Format, float] = {"int8": 0.7, "fp8": 1.1}
+# TOLERANCE in float32 where products round their inputs to 16 bits: tiny random models differ by up
+# to 0.0011, the demo model by 0.00014.
+ROUNDED_TOLERANCE = 0.02
+# TOLERANCE of the median token with an fp8 cache. Two keys that differ by a little become two
+# numbers of fp8 where the middle between these lies between them: so rounding is magnified, at
+# single tokens of trained models to more than fp8 itself costs.
+CACHE_TOLERANCE = {torch.float32: 0.02, torch.float16: 0.1, torch.bfloat16: 0.3}
+# What that format itself may cost, as ROUNDING: tiny random models differ by 0.04 to 0.1, with keys
+# that it cannot hold by 0.96.
+CACHE_ROUNDING = 0.7
+# What people write: of random tokens alone nobody could tell what a rounded model loses. As many of
+# its tokens as SCORED are predicted from all before them.
+TEXT = (
+    "Before the first ferry leaves, the harbour belongs to the gulls. They sit on the masts of the "
+    "fishing boats, which are moored two by two along the northern quay, and watch the baker's van "
+    "come down the hill. At half past five the light in the office goes on. The harbour master "
+    "writes the wind, the height of the water and the names of the ships into a book that is older "
+    "than she is, although all of it is in the computer, too. Then she unlocks the gate, and the "
+    "people who have waited in their cars drive on board, one after the other, slowly, because the "
+    "ramp is wet. Nobody speaks much at that hour. On the other side of the bay lies the town with "
+    "its schools and hospitals, and when the engines start, the whole deck trembles for a moment "
+    "and then is quiet again."
+)
+SCORED = 32
+# Where rounding can change a router's choice, only this many last tokens count: see _distances.
+LAST = 5
+
+
+class NotPackedError(SelfTestError):
+    """A family that is not in the table does not run packed at all."""
+
+    def __init__(self, error: Exception, model_type: str) -> None:
+        text = " ".join(str(error).split())[:300]
+        super().__init__(
+            f"self-test: {model_type!r} does not run packed on a paged cache: "
+            f"{type(error).__name__}: {text}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SelfTestResult:
+    """``delta``: the largest difference of logits in units of their spread; ``tolerance``: the
+    largest allowed. ``cached``: the same two of the median token with an fp8 cache, where ``delta``
+    is without. ``rounding``: what weights that were quantized at load cost; ``cache``: what an fp8
+    cache costs; ``activations``: the difference while products round activations to fp8, of which
+    ROUNDING is allowed; ``canary``: that of ``deterministic``.
+    """
+
+    delta: float
+    tolerance: float
+    tokens: int
+    backend: str
+    rounding: "Rounding | None" = None
+    activations: float | None = None
+    cached: tuple[float, float] | None = None
+    cache: "Rounding | None" = None
+    canary: determinism.CanaryResult | None = None
+
+    def __str__(self) -> str:
+        rounding = "".join(f"; {part}" for part in (self.rounding, self.cache) if part)
+        if self.cached is not None:
+            delta, tolerance = self.cached
+            rounding += (
+                f"; with an fp8 cache {delta:.2g} of {tolerance:.2g} allowed at the median token"
+            )
+        if self.activations is not None:
+            allowed = ROUNDING["fp8"]
+            rounding += f"; with fp8 activations {self.activations:.2g} of {allowed:g} allowed"
+        return (
+            f"self-test: {self.tokens} tokens, largest difference {self.delta:.2g} of "
+            f"{self.tolerance:.2g} allowed ({self.backend} attention){rounding}"
+            f"{f'; {self.canary}' if self.canary else ''}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """How far it moves transformers' own logits that ``what`` is rounded, in units of their spread:
+    the root mean square over the tokens, of the ``allowed``, and the ``worst`` token's. ``same``:
+    the share of tokens whose likeliest next token stays. ``perplexity``: of a text before and after
+    that, in float32; where the model's type is another, once more in that.
+    """
+
+    what: str
+    moved: float
+    worst: float
+    same: float
+    allowed: float
+    perplexity: tuple[float, ...] = ()
+
+    def __str__(self) -> str:
+        text = (
+            f"{self.what} move logits by {self.moved:.2g} of {self.allowed:g} allowed, likeliest "
+            f"token the same in {100 * self.same:.0f} % (those of one token by {self.worst:.2g})"
+        )
+        if not self.perplexity:
+            return text
+        before, after, *half = (f"{value:.3g}" for value in self.perplexity)
+        own = "".join(f" ({value} by transformers in half precision)" for value in half)
+        return f"{text}; perplexity of a text {before} before and {after} after{own}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ServedModel:
+    """A model on the kernels that serve it."""
+
+    model: PagedModel
+    choice: BackendChoice
+    fusion: Fusion
+
+
+def prepare_and_test(
+    loaded: LoadedModel,
+    kernels: str = "auto",
+    quantization: str = "none",
+    *,
+    fp8_cache: bool = False,
+    deterministic: bool = False,
+    block_size: int = PROVEN,
+    compilers: int = 1,
+) -> tuple[ServedModel, SelfTestResult]:
+    """The model on our paged attention and on the kernels that serve it, and the result. Raises
+    ModelError, SelfTestError, or ConfigError where the kernels that are asked for cannot serve the
+    model, or not all layers can have quantized weights.
+
+    With ``quantization`` a plain checkpoint's layers are rounded to it first, and the result says
+    how far that moves transformers' own logits; a quantized one's are as they are. transformers
+    computes the expected logits with the quantized weights, and for an ``fp8_cache`` with rounded
+    keys and values; the result says what that costs, too. It computes all of them in float32: a
+    model in bfloat16 may be as far from these as transformers' own bfloat16 is, OWN times.
+
+    With ``deterministic`` on kernels whose sums have one order, which the canary shows.
+    ``block_size``: of the cache that will be served, for which kernels may be compiled;
+    ``compilers``: how many compilers of a package's 4-bit products may run at a time.
+    """
+    name = str(loaded.config.model_type)
+    with _packed_or_not(name):
+        model = paged_model.prepare(loaded, fp8_cache=fp8_cache)
+        settings: dict[str, Any] = {"deterministic": deterministic, "block_size": block_size}
+        choice = _pick(model, kernels, **settings)
+        quantized = loaded.shape.quantized or quantization
+        to = None if loaded.shape.quantized else _rounded_to(quantization)
+        whole = _Whole.of(model, loaded, to, _rounded_weights(model, choice, to))
+        products = _products(loaded, quantized, choice, model, compilers)
+        fusion, choice = _fused(model, choice, kernels, products=products, **settings)
+        _check_fused(loaded, quantized, fusion)
+        if deterministic:
+            determinism.check(model, fusion)
+        result = _check(model, choice, fusion, whole, fp8=quantized == "fp8")
+        if deterministic:
+            canary = determinism.canary(model, choice.attention, loaded.max_model_len)
+            result = replace(result, canary=canary)
+        return ServedModel(model, choice, fusion), result
+
+
+def _check_fused(loaded: LoadedModel, quantized: str, fusion: Fusion) -> None:
+    """Raise ConfigError for quantized weights in a layer that transformers' code computes."""
+    if quantized != "none" and fusion.fused < fusion.layers:
+        raise ConfigError(
+            "quantization",
+            f"{quantized} needs every layer of {loaded.config.model_type!r} fused: {fusion}",
+            "use the unquantized checkpoint" if loaded.shape.quantized else "use none",
+        )
+
+
+@contextmanager
+def _rounded_weights(model: PagedModel, choice: BackendChoice, to: Format | None) -> Iterator[None]:
+    """In the ``with`` block and after it a model has weights rounded ``to`` this format, if any."""
+    if to is not None:
+        on_cpu = isinstance(choice.operations, CpuOperations)
+        head = on_cpu and model.heads.dtype is torch.float32
+        quantize_weights(model, to, head=head)
+    yield
+
+
+class _Pass(NamedTuple):
+    """Logits are computed by this attention, with or without an fp8 cache, and by products that
+    round activations to fp8 or do not.
+    """
+
+    attention: AttentionBackend
+    fp8_cache: bool
+    fp8_activations: bool = False
+
+
+def _check(
+    model: PagedModel, choice: BackendChoice, fusion: Fusion, whole: "_Whole", *, fp8: bool
+) -> SelfTestResult:
+    """``check`` in every pass, and what it costs that weights and cache are rounded."""
+    rounded = max(TOLERANCE[model.heads.dtype], ROUNDED_TOLERANCE) if fusion.rounds else None
+
+    def compare(step: _Pass) -> SelfTestResult:
+        expected = whole.cached if step.fp8_cache and whole.cached else whole.expected
+        allowed = ROUNDING["fp8"] if step.fp8_activations else None if step.fp8_cache else rounded
+        return check(model, step.attention, expected, allowed)
+
+    result, *others = _in_every_pass(model, choice, compare, fp8=fp8)
+    cached = others.pop(0) if model.heads.fp8_cache else None
+    return replace(
+        result,
+        backend=choice.attention.name,
+        activations=others[0].delta if others else None,
+        cached=(cached.delta, cached.tolerance) if cached else None,
+        rounding=whole.rounding,
+        cache=whole.cache,
+    )
+
+
+def _in_every_pass(
+    model: PagedModel, choice: BackendChoice, run: Callable[[_Pass], Value], *, fp8: bool
+) -> list[Value]:
+    """What ``run`` gives of each pass, the strictest first: what an fp8 cache and activations in
+    fp8 are allowed would hide a fault of the rest. Without the cache that serves, attention is
+    plain torch, for which nothing is compiled.
+    """
+    operations, heads = choice.operations, model.heads
+    passes = [_Pass(choice.attention, heads.fp8_cache)]
+    if heads.fp8_cache:
+        plain = TorchAttention(replace(heads, fp8_cache=False), model.device)
+        passes.insert(0, _Pass(plain, fp8_cache=False))
+    if operations is None or not operations.rounds or not fp8:
+        return [run(step) for step in passes]
+    operations.rounds = False
+    try:
+        results = [run(step) for step in passes]
+    finally:
+        operations.rounds = True
+    return [*results, run(passes[-1]._replace(fp8_activations=True))]
+
+
+def prepare_rank(
+    loaded: LoadedModel,
+    group: Group,
+    device: torch.device,
+    kernels: str = "auto",
+    quantization: str = "none",
+    *,
+    fp8_cache: bool = False,
+    block_size: int = PROVEN,
+    compilers: int = 1,
+) -> tuple[ServedModel, SelfTestResult | None]:
+    """One rank's part of a model, split on ``device``, and on rank 0 the result of the self-test;
+    the other ranks only take part in it. The other arguments as in ``prepare_and_test``.
+
+    The expected logits are those of the whole model, computed before it is split: on an accelerator
+    with each module's weights lent to it while the module runs. Raises as ``prepare_and_test``
+    does, and ConfigError for a model that cannot be split.
+    """
+    name = str(loaded.config.model_type)
+    with _packed_or_not(name):
+        plan = shards.plan_of(loaded.model, loaded.shape, group.size)
+        quantized = loaded.shape.quantized or quantization
+        # A checkpoint's own weights are as they are.
+        to = None if loaded.shape.quantized else _rounded_to(quantization)
+        with shards.computed_on(device, loaded.model):
+            model = paged_model.prepare(loaded, device, fp8_cache=fp8_cache)
+            choice = _pick(model, kernels, ranks=group.size, block_size=block_size)
+            whole: _Whole | None = None
+            if group.rank == 0:
+                rounds = nullcontext() if to is None else shards.quantized(model.model, plan, to)
+                whole = _Whole.of(model, loaded, to, rounds)
+        shards.split(loaded.model, loaded.shape, group, device, to)
+        group.meet(device)
+        model.probe_again()
+        shards.check_heads(model.heads, loaded.shape, group.size)
+        products = _products(loaded, quantized, choice, model, compilers, group.size)
+        settings: dict[str, Any] = {"products": products, "block_size": block_size}
+        fusion, choice = _fused(model, choice, kernels, group, **settings)
+        _check_fused(loaded, quantized, fusion)
+        served, fp8 = ServedModel(model, choice, fusion), quantized == "fp8"
+        if whole is None:
+            prompts = _prompts(model, loaded.max_model_len, text_ids(loaded))
+
+            def take_part(step: _Pass) -> None:
+                _paged_logits(model, step.attention, prompts, fp8_cache=step.fp8_cache)
+
+            with torch.inference_mode():
+                _in_every_pass(model, choice, take_part, fp8=fp8)
+            return served, None
+        return served, _check(model, choice, fusion, whole, fp8=fp8)
+
+
+def _products(
+    loaded: LoadedModel,
+    quantized: str,
+    choice: BackendChoice,
+    model: PagedModel,
+    compilers: int,
+    ranks: int = 1,
+) -> Products:
+    """Those of a package for int4 weights, or why there are none."""
+    if quantized != "int4":
+        return None, ""
+    if not packaged(loaded.shape, ranks):
+        return None, f"4-bit products of ours: {UNPACKAGED}"
+    return int4_products(choice.operations, model.heads.dtype, model.device, compilers)
+
+
+def _rounded_to(quantization: str) -> Format | None:
+    return next((name for name in ROUNDING if name == quantization), None)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Whole:
+    """What a whole model's logits are expected to be, with an fp8 cache ``cached``, too, and what
+    it costs that weights and cache are rounded.
+    """
+
+    expected: "Expected"
+    rounding: Rounding | None
+    cached: "Expected | None"
+    cache: Rounding | None
+
+    @classmethod
+    def of(
+        cls,
+        model: PagedModel,
+        loaded: LoadedModel,
+        to: Format | None,
+        rounds: AbstractContextManager[None],
+    ) -> Self:
+        """By transformers' code, inside ``rounds`` with the weights rounded ``to`` this format."""
+        rounding: Rounding | None = None
+        cached: Expected | None = None
+        cache: Rounding | None = None
+        expect = partial(Expected.of, model, loaded.max_model_len, text_ids(loaded))
+        expected = expect(judged=to is None)
+        with rounds:
+            if to is not None:
+                plain = expected
+                expected = expect()
+                what = f"{to} weights", "quantization none", ROUNDING[to]
+                rounding = _rounding(model, expected, plain, *what)
+            if model.heads.fp8_cache:
+                cached = expect(fp8_cache=True)
+                cache = _rounding_of_cache(model, cached, expected)
+        return cls(expected, rounding, cached, cache)
+
+
+@contextmanager
+def _packed_or_not(name: str) -> Iterator[None]:
+    """Any error of a family in the table but a refusal is a bug and keeps its traceback; for other
+    families it means that they do not run packed.
+    """
+    try:
+        yield
+    except (ModelError, SelfTestError, ConfigError):
+        raise
+    except Exception as error:
+        if name in FAMILIES:
+            raise
+        raise NotPackedError(error, name) from error
+
+
+def _pick(
+    model: PagedModel,
+    kernels: str,
+    ranks: int = 1,
+    *,
+    deterministic: bool = False,
+    block_size: int = PROVEN,
+) -> BackendChoice:
+    facts = shards.heads_of(model.heads, ranks), model.kinds, model.device, kernels
+    try:
+        return pick(*facts, deterministic=deterministic, block_size=block_size)
+    except NotAvailableError as error:
+        if deterministic:
+            raise ConfigError("deterministic", str(error), determinism.FIX) from error
+        raise ConfigError("kernels", f"{kernels}: {error}", "use auto or torch") from error
+
+
+def _fused(
+    model: PagedModel,
+    choice: BackendChoice,
+    kernels: str,
+    group: Group | None = None,
+    products: Products = (None, ""),
+    **settings: Any,
+) -> tuple[Fusion, BackendChoice]:
+    """Fuse the layers that fit, choose attention again where they call it otherwise than the
+    model's code did, and the product of its experts, if it has some. ``products``: as _products
+    gives them. ``kernels`` and ``settings``: what the choice was made from.
+    """
+    kinds, (fours, why) = model.kinds, products
+    fusion = fuse(model, choice.operations, group, None if fours is None else fours.settle)
+    if model.kinds != kinds:  # the operations are those that fused layers have
+        choice = replace(_pick(model, kernels, **settings), operations=choice.operations)
+    product, said = choose(samples_of(model.model), model.device, kernels)
+    if product is not None:
+        model.use_experts(product)
+    said = "; ".join(filter(None, (said, why, str(fours or ""))))
+    if said:
+        choice = replace(choice, reason=f"{choice.reason}; {said}")
+    return fusion, choice
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Expected:
+    """Logits [positions, vocabulary] of plain transformers, per prompt and for the fork of the last
+    one, in float32 whatever type the weights have; with ``fp8_cache`` its attention reads keys and
+    values that are rounded to fp8. They are computed before layers are fused, which transformers
+    cannot run.
+
+    ``own``: how far transformers' logits in a half-precision type are from them, in units of their
+    spread; in float32 0, and with ``fp8_cache`` how far its rounding moves them. ``perplexity``: of
+    the text with which the first prompt begins, in float32, and in a half-precision type where it
+    was computed; none without a text.
+    """
+
+    prompts: list[list[int]]
+    logits: list[torch.Tensor]
+    own: float = 0.0
+    perplexity: tuple[float, ...] = ()
+    fp8_cache: bool = False
+
+    @classmethod
+    @torch.inference_mode()
+    def of(
+        cls,
+        model: PagedModel,
+        max_model_len: int,
+        text: list[int] | None = None,
+        *,
+        fp8_cache: bool = False,
+        judged: bool = True,
+    ) -> Self:
+        """``judged``: whether ours will be compared with them, so that ``own`` is needed."""
+        prompts = _prompts(model, max_model_len, text or [])
+        ends = [[end - 1 for end in accumulate(_chunks(len(p)))] for p in prompts]
+        scored = _scored(prompts[0], text or [])
+        compute = partial(
+            _plain_and_text,
+            model,
+            [*prompts, prompts[-1]],
+            [*ends, ends[-1][-1:]],
+            scored,
+            fp8_cache=fp8_cache,
+        )
+        half = model.heads.dtype is not torch.float32
+        with modules_in_float32(model.model) if half else nullcontext():
+            exact, perplexity = compute()
+        if not judged or not (half or fp8_cache):
+            return cls(prompts, exact, perplexity=perplexity, fp8_cache=fp8_cache)
+        modules = nullcontext() if half else Changes(model.device).inside(model.model.modules())
+        with modules:
+            rounded, own = compute()
+        moved = _difference(model, rounded, exact, fp8_cache=fp8_cache)
+        return cls(prompts, exact, moved, perplexity + own * half, fp8_cache)
+
+
+def run(model: PagedModel, backend: AttentionBackend, max_model_len: int) -> SelfTestResult:
+    """Compare both passes of a model without fused layers, as ``check`` does."""
+    expected = Expected.of(model, max_model_len, fp8_cache=model.heads.fp8_cache)
+    return check(model, backend, expected)
+
+
+@torch.inference_mode()
+def check(
+    model: PagedModel,
+    backend: AttentionBackend,
+    expected: Expected,
+    tolerance: float | None = None,
+) -> SelfTestResult:
+    """Compare our pass with the expected one on about 200 tokens; raises SelfTestError beyond the
+    tolerance, TOLERANCE or CACHE_TOLERANCE of the model's type if None, and OWN times what its type
+    does to this model. The cache is as what is expected says.
+    """
+    fp8_cache, dtype = expected.fp8_cache, model.heads.dtype
+    rows = _paged_logits(model, backend, expected.prompts, fp8_cache=fp8_cache)
+    ours = [torch.stack([row[position] for position in sorted(row)]) for row in rows]
+    delta = _difference(model, ours, expected.logits, fp8_cache=fp8_cache)
+    if tolerance is None:
+        tolerance = (CACHE_TOLERANCE if fp8_cache else TOLERANCE)[dtype]
+    tolerance = max(tolerance, OWN * expected.own)
+    if not delta <= tolerance:
+        name = str(dtype).removeprefix("torch.")
+        own = f" ({name} alone moves them by {expected.own:.3g})" if expected.own else ""
+        raise SelfTestError(
+            f"self-test: logits of {str(model.model.config.model_type)!r} differ from plain "
+            f"transformers by {delta:.3g} of their spread, above the {tolerance:.3g} that rounding "
+            f"explains{own}; this model would generate wrong text"
+        )
+    tokens = sum(map(len, expected.prompts)) + len(expected.prompts[-1])
+    return SelfTestResult(delta, tolerance, tokens, backend.name)
+
+
+def _rounding_of_cache(model: PagedModel, rounded: "Expected", plain: "Expected") -> Rounding:
+    what = "keys and values in fp8", "cache dtype auto", CACHE_ROUNDING
+    return _rounding(model, rounded, plain, *what, median=has_experts(model))
+
+
+def _rounding(
+    model: PagedModel,
+    rounded: "Expected",
+    plain: "Expected",
+    what: str,
+    instead: str,
+    allowed: float,
+    *,
+    median: bool = False,
+) -> Rounding:
+    """What it costs that ``what`` is rounded; raises SelfTestError beyond ``allowed``."""
+    pairs = list(zip(rounded.logits, plain.logits, strict=True))
+    same = torch.cat([(a.argmax(1) == b.argmax(1)).float() for a, b in pairs])
+    distances = [_distances(*pair, median=median) for pair in pairs]
+    moved = float(torch.cat(distances).square().mean().sqrt())
+    worst = max(float(tokens.max()) for tokens in distances)
+    if not moved <= allowed:
+        raise SelfTestError(
+            f"self-test: {what} move the logits of {str(model.model.config.model_type)!r} by "
+            f"{moved:.3g} of their spread, above the {allowed:g} that are allowed; serve it with "
+            f"{instead}"
+        )
+    perplexity = (*plain.perplexity[:1], *rounded.perplexity)
+    return Rounding(what, moved, worst, float(same.mean()), allowed, perplexity)
+
+
+def _difference(
+    model: PagedModel, ours: list[torch.Tensor], plain: list[torch.Tensor], *, fp8_cache: bool
+) -> float:
+    """That of logits [positions, vocabulary] of each prompt: the worst token's, with ``fp8_cache``
+    the median token's; infinite where one is NaN.
+    """
+    experts = model.heads.dtype is not torch.float32 and has_experts(model) and not fp8_cache
+    pairs = zip(ours, plain, strict=True)
+    tokens = torch.cat([_distances(*pair, median=experts) for pair in pairs])
+    difference = float(tokens.median() if fp8_cache else tokens.max())
+    return math.inf if math.isnan(difference) else difference
+
+
+def _distances(ours: torch.Tensor, plain: torch.Tensor, *, median: bool) -> torch.Tensor:
+    """Each token's difference of logits [positions, vocabulary], in units of their spread.
+
+    In half precision rounding sometimes changes a router's choice, and another expert computes that
+    token (up to 0.4 of the spread). A fault of attention affects all tokens, one of a window all
+    beyond it: so with ``median`` there is only the median of the last tokens.
+    """
+    spread = plain.float().std(dim=1).clamp(min=1e-6)
+    distances = (ours.float() - plain.float()).square().mean(dim=1).sqrt() / spread
+    return distances[-LAST:].median()[None] if median else distances
+
+
+def has_experts(model: PagedModel) -> bool:
+    """Whether rounding may choose another expert for a token."""
+    return any(getattr(model.model.config, name, None) for name in EXPERTS)
+
+
+def text_ids(loaded: LoadedModel) -> list[int]:
+    """TEXT in the model's tokens; none where it has no room for one of them."""
+    ids: list[int] = loaded.tokenizer(TEXT)["input_ids"]
+    return ids if ids and max(ids) < loaded.shape.vocab else []
+
+
+def _prompts(model: PagedModel, max_model_len: int, text: list[int]) -> list[list[int]]:
+    """A prompt that begins with the text, and the same random token ids every time. The first
+    leaves the widest window within LONGEST.
+    """
+    tested = [w for w in model.windows if w is not None and w + 9 <= LONGEST]
+    longest = max([LENGTHS[0], *(w + 9 for w in tested)])
+    generator = np.random.default_rng(0)
+    first, *others = (
+        generator.integers(0, model.vocabulary, min(length, max_model_len)).tolist()
+        for length in (longest, *LENGTHS[1:])
+    )
+    return [[*text, *first[len(text) :]][: len(first)], *others]
+
+
+def _scored(prompt: list[int], text: list[int]) -> list[int]:
+    """The positions in the first prompt whose next tokens are the last of the text there."""
+    end = min(len(prompt), len(text)) - 1
+    return list(range(max(0, end - SCORED), max(0, end)))
+
+
+def _chunks(length: int) -> list[int]:
+    """A prompt of ``length`` cut into chunks and single tokens, as in prefill and decode."""
+    counts: list[int] = []
+    for count in (length // 3, 1, length - length // 3 - LAST, *[1] * (LAST - 1), length):
+        counts.append(max(0, min(count, length - sum(counts))))
+    return [count for count in counts if count]
+
+
+def _paged_logits(
+    model: PagedModel, backend: AttentionBackend, prompts: list[list[int]], *, fp8_cache: bool
+) -> list[dict[int, torch.Tensor]]:
+    """Per prompt, by position: the logits of each row's last token. Each step starts one prompt.
+    One entry more is a fork of the last prompt, which computes its last token again.
+    """
+    groups = group_layers(model.windows)
+    blocks = (1 + sum(-(-len(p) // BLOCK_SIZE) for p in prompts)) * len(groups)
+    heads = replace(model.heads, fp8_cache=fp8_cache)
+    cache = CacheStorage(groups, heads, units=blocks, block_size=BLOCK_SIZE, device=model.device)
+    cache.keys.fill_(torch.nan)
+    cache.values.fill_(torch.nan)
+    free = np.random.default_rng(1).permutation(blocks).tolist()
+    sequences: list[Sequence] = []
+    for i, prompt in enumerate(prompts):
+        request = Request(str(i), tuple(prompt), SamplingParams(), max_tokens=1)
+        sequence = Sequence(i, request, 0, list(prompt))
+        sequence.tables = [
+            [free.pop() for _ in range(-(-len(prompt) // BLOCK_SIZE))] for _ in groups
+        ]
+        sequences.append(sequence)
+    builder = BatchBuilder(groups, BLOCK_SIZE)
+    left = [_chunks(len(prompt)) for prompt in prompts]
+    logits_at: list[dict[int, torch.Tensor]] = [{} for _ in prompts]
+    for step in range(sum(map(len, left)) + len(prompts)):
+        rows = [
+            Row(s, s.computed, left[s.id].pop(0), samples=True)
+            for s in sequences
+            if s.id <= step and left[s.id]
+        ]
+        if not rows:
+            break
+        logits = model.forward(builder.build(rows), cache, backend)
+        for row, values in zip(rows, logits, strict=True):
+            row.sequence.computed += row.count
+            logits_at[row.sequence.id][row.sequence.computed - 1] = values
+    fork = _fork(sequences[-1], [free.pop() for _ in groups], cache)
+    (values,) = model.forward(
+        builder.build([Row(fork, fork.computed, 1, samples=True)]), cache, backend
+    )
+    return [*logits_at, {fork.computed: values}]
+
+
+def _fork(source: Sequence, tails: list[int], cache: CacheStorage) -> Sequence:
+    """All of ``source`` but its last token: it shares the full blocks, and ``tails``, one block per
+    group, hold a copy of the last one, which it writes to.
+    """
+    fork = Sequence(source.id + 1, source.request, 0, list(source.tokens))
+    fork.computed = len(source.tokens) - 1
+    fork.tables = [[*table[:-1], tail] for table, tail in zip(source.tables, tails, strict=True)]
+    pairs = [(table[-1], tail) for table, tail in zip(source.tables, tails, strict=True)]
+    cache.copy(Work(0, copies=pairs))
+    return fork
+
+
+def _plain_and_text(
+    model: PagedModel,
+    prompts: list[list[int]],
+    positions: list[list[int]],
+    scored: list[int],
+    *,
+    fp8_cache: bool,
+) -> tuple[list[torch.Tensor], tuple[float, ...]]:
+    """``_plain_logits``, and the perplexity of what follows the ``scored`` positions of the first
+    prompt, if there are some: from the same pass.
+    """
+    first, *others = positions
+    logits = _plain_logits(model, prompts, [first + scored, *others], fp8_cache=fp8_cache)
+    logits[0], of_text = logits[0][: len(first)].clone(), logits[0][len(first) :]
+    if not scored:
+        return logits, ()
+    following = torch.tensor([prompts[0][at + 1] for at in scored], device=of_text.device)
+    return logits, (math.exp(float(cross_entropy(of_text.float(), following))),)
+
+
+def _plain_logits(
+    model: PagedModel, prompts: list[list[int]], positions: list[list[int]], *, fp8_cache: bool
+) -> list[torch.Tensor]:
+    """Per prompt, in a pass of its own: eager transformers' logits [positions, vocabulary]."""
+    results: list[torch.Tensor] = []
+    # In half precision eager experts are summed in another order, which changes routers' choices
+    # and would hide the differences tested here.
+    with model.plain(experts=model.heads.dtype is torch.float32) as plain:
+        for prompt, at in zip(prompts, positions, strict=True):
+            ids = torch.tensor([prompt], device=model.device)
+            index = torch.tensor(at, device=model.device)
+            extra: dict[str, Any] = {"logits_to_keep": index} if model.selects_logits else {}
+            extra |= {"past_key_values": RoundedCache()} if fp8_cache else {}
+            logits = plain(input_ids=ids, use_cache=fp8_cache, **extra).logits[0]
+            results.append(logits if model.selects_logits else logits[index])
+    return results

@@ -1,0 +1,1 @@
+"""What several processes need that compute one model: its shards, and the messages of a step."""

@@ -1,0 +1,263 @@
+"""Splits a loaded model into the shard of one rank, as transformers' own plan says.
+
+Owns which plans are admitted, what of each weight a rank keeps, and where its partial results meet
+those of the others. In each layer the matrices that read hidden states are split by their outputs
+(queries, keys and values by heads), those that write them by their inputs, so that one sum over the
+ranks after each of the latter makes hidden states equal everywhere. Where there are more ranks than
+key-value heads, ranks share a head. The output matrix is split by the vocabulary and its logits
+come together on rank 0; embeddings, norms and routers are whole on every rank.
+
+Before it is split, a model's weights are pages of its files that all ranks share, where their type
+is that of the files, so that a rank never holds more than its shard in memory of its own.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own convention
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from fairlead_kernels.formats.quantize import Format, largest_of_rows, quantize
+from fairlead_kernels.interface.attention import Heads
+from fairlead_runtime.config import ConfigError
+from fairlead_runtime.device.conversion.float32_view import has_weights
+from fairlead_runtime.device.model.rank_group import Group
+from fairlead_runtime.device.model.row_parallel import QuantizedRowSplit, RowSplit
+from fairlead_runtime.models.published import StoredLinear
+from fairlead_runtime.models.quantized import QuantizedLinear
+from fairlead_runtime.sizing.ranks import UNSPLIT, refuse
+from fairlead_runtime.sizing.shape import ModelShape
+
+KEYS = ("k_proj", "v_proj")  # the names by which transformers' plans know keys and values
+COLUMNS, ROWS, PACKED, EXPERTS = "colwise", "rowwise", "packed_colwise", "moe_tp_experts"
+# Each rank's heads have the whole weights of a norm over one head.
+WHOLE = ("replicated_with_grad_allreduce", "replicate")
+ADMITTED = (COLUMNS, ROWS, PACKED, EXPERTS, *WHOLE)
+
+
+def split(
+    model: PreTrainedModel,
+    shape: ModelShape,
+    group: Group,
+    device: torch.device,
+    quantize_to: Format | None = None,
+) -> None:
+    """Leave this rank's part of a whole model, on ``device``, its layers' matrices rounded to
+    numbers that they would have in the whole model if they are to be quantized; those of a
+    quantized checkpoint are as they are. Nothing may be computed until ``group`` has met. Raises
+    ConfigError for a model that cannot be split: before it changes anything where config.json
+    tells, in the midst of it where only the weights do.
+    """
+    plan = plan_of(model, shape, group.size)
+    modules, ends = dict(model.named_modules()), _ends(model)
+    for name, style in plan.items():
+        parent_name, _, leaf = name.rpartition(".")
+        parent: Any = modules[parent_name]
+        if style == EXPERTS:
+            modules[name].register_forward_hook(lambda _module, _args, out: group.sum(out))
+        elif name not in modules:
+            tensor = getattr(parent, leaf)
+            tensor.data = _part_of_experts(tensor.data, style, group).to(device)
+        elif style == COLUMNS:
+            part = _share_of(leaf, shape, group)
+            # Nobody else holds the whole matrix once its part has its place.
+            setattr(parent, leaf, _split_columns(modules.pop(name), part, device, quantize_to))
+        elif style == ROWS:
+            setattr(parent, leaf, _split_rows(modules.pop(name), group, device, quantize_to))
+    tied = ends[0].weight is ends[1].weight
+    divides = shape.vocab % group.size == 0 and ends[1].weight.shape[0] == shape.vocab
+    if divides and not tied:
+        for parameter in ends[1].parameters(recurse=False):
+            parameter.data = _part(parameter.data, 0, group.rank, group.size).to(device)
+    model.to(device)
+    if divides and tied:  # the rows of the embeddings, which every rank has
+        rows = ends[0].weight.data.tensor_split(group.size)[group.rank]
+        ends[1].weight = nn.Parameter(rows, requires_grad=False)
+    if divides:
+        ends[1].register_forward_hook(lambda _module, _args, out: group.gather(out))
+
+
+def plan_of(model: PreTrainedModel, shape: ModelShape, count: int) -> Mapping[str, str]:
+    """How each module or parameter of the layers is split over ``count`` ranks, by its full name.
+    Raises ConfigError.
+    """
+    refuse(shape, count)
+    rules: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
+    ends = _ends(model)
+    modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
+    plan = {
+        name: rules[key]
+        for name in (*modules, *parameters)
+        if (key := re.sub(r"\.\d+(?=\.|$)", ".*", name)) in rules and modules.get(name) not in ends
+    }
+    for name, style in plan.items():
+        linear = isinstance(modules.get(name), nn.Linear | StoredLinear)
+        fits = linear or style not in (COLUMNS, ROWS)
+        if style not in ADMITTED or not (fits or name in parameters):
+            raise _refused(shape, f"transformers' plan for it has {style} for {name}")
+    layers = {n: p for n, p in parameters.items() if p.dim() > 1 and re.search(r"\.\d+\.", n)}
+    whole = [
+        p.numel() for n, p in layers.items() if plan.get(n, plan.get(n.rpartition(".")[0])) is None
+    ]
+    total = sum(p.numel() for p in layers.values())
+    if not plan or sum(whole) > UNSPLIT * total:
+        share = f"{sum(whole) / total:.0%} of its layers' weights"
+        raise _refused(shape, f"transformers has no plan for {share if plan else 'it'}")
+    return plan
+
+
+def heads_of(heads: Heads, count: int) -> Heads:
+    """Those that each of ``count`` ranks has of a model's."""
+    return replace(heads, query=heads.query // count, kv=-(-heads.kv // count))
+
+
+def check_heads(heads: Heads, shape: ModelShape, count: int) -> None:
+    """Raise ConfigError when a rank's attention has other heads than the memory was sized for."""
+    kv = -(-shape.kv_heads // count)
+    if (heads.query, heads.kv) != (shape.heads // count, kv):
+        raise _refused(shape, f"a rank has {heads.query} query and {heads.kv} key-value heads")
+
+
+@contextmanager
+def quantized(model: PreTrainedModel, plan: Mapping[str, str], to: Format) -> Iterator[None]:
+    """Inside the ``with`` block a whole model multiplies by what the quantized weights of its parts
+    stand for. They are rounded whenever a matrix is used: none is held twice.
+    """
+    modules: dict[str, Any] = dict(model.named_modules())
+    split_as = {name: style for name, style in plan.items() if name in modules}
+    matrices = [modules[name] for name, style in split_as.items() if style in (COLUMNS, ROWS)]
+    for matrix in matrices:
+        matrix.forward = partial(_multiplied, matrix, to)
+    try:
+        yield
+    finally:
+        for matrix in matrices:
+            del matrix.forward
+
+
+def _multiplied(matrix: nn.Linear, to: Format, x: Tensor) -> Tensor:
+    weight = quantize(matrix.weight.data, to).dequantize().to(x.dtype)
+    return F.linear(x, weight, matrix.bias)
+
+
+@contextmanager
+def computed_on(device: torch.device, model: nn.Module) -> Iterator[None]:
+    """Inside the ``with`` block a model on the CPU computes on ``device``: each module's own
+    weights are there only while it runs, so a whole model needs little memory there.
+    """
+    hooks: list[Any] = []
+    if device.type != "cpu":
+        for buffer in model.buffers():
+            buffer.data = buffer.data.to(device)
+        for module in model.modules():
+            if has_weights(module):
+                hooks += _lent(module, device)
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _lent(module: nn.Module, device: torch.device) -> list[Any]:
+    kept: list[list[Tensor]] = []
+
+    def lend(_module: nn.Module, _args: Any) -> None:
+        own = list(module.parameters(recurse=False))
+        kept.append([parameter.data for parameter in own])
+        for parameter in own:
+            parameter.data = parameter.data.to(device)
+
+    def take_back(_module: nn.Module, _args: Any, _output: Any) -> None:
+        for parameter, data in zip(module.parameters(recurse=False), kept.pop(), strict=True):
+            parameter.data = data
+
+    return [
+        module.register_forward_pre_hook(lend),
+        module.register_forward_hook(take_back, always_call=True),
+    ]
+
+
+def _split_rows(module: Any, group: Group, device: torch.device, to: Format | None) -> RowSplit:
+    if isinstance(module, StoredLinear):
+        stored = module.quantized().weight
+        part = _range(stored.shape[1], group.rank, group.size)
+        try:
+            columns = stored.columns(part)
+        except ValueError as error:  # config.json says nothing of it
+            problem = f"a rank cannot have {part.stop - part.start} columns of a matrix: {error}"
+            raise ConfigError("tensor_parallel", problem, "use 1") from error
+        return QuantizedRowSplit(columns.clone().to(device), module.bias, group)
+    whole = module.weight.data
+    own = _part(whole, -1, group.rank, group.size).to(device)
+    if to is None:
+        return RowSplit(own, module.bias, group)
+    # A scale for the part alone would round it to other numbers than those of the whole row.
+    return QuantizedRowSplit(quantize(own, to, largest_of_rows(whole)), module.bias, group)
+
+
+def _share_of(leaf: str, shape: ModelShape, group: Group) -> tuple[int, int]:
+    """Which of how many parts of its outputs this rank has of a matrix: whole heads of keys and
+    values.
+    """
+    if leaf in KEYS and shape.kv_heads < group.size:
+        return group.rank * shape.kv_heads // group.size, shape.kv_heads
+    return group.rank, group.size
+
+
+def _split_columns(
+    module: Any, part: tuple[int, int], device: torch.device, to: Format | None
+) -> nn.Module:
+    """The module with this part of its outputs."""
+    if module.bias is not None:
+        module.bias.data = _part(module.bias.data, 0, *part).to(device)
+    if isinstance(module, StoredLinear):
+        stored = module.quantized().weight
+        rows = stored.rows(_range(stored.shape[0], *part))
+        return QuantizedLinear(rows.clone().to(device), module.bias)
+    module.weight.data = _part(module.weight.data, 0, *part).to(device)
+    module.out_features = module.weight.shape[0]
+    if to is None:
+        return module  # type: ignore[no-any-return]  # it is one
+    return QuantizedLinear(quantize(module.weight.data, to), module.bias)
+
+
+def _part_of_experts(tensor: Tensor, style: str, group: Group) -> Tensor:
+    """Of the matrices of all experts [experts, outputs, inputs]. Packed outputs are two matrices
+    one after the other: gate and up.
+    """
+    if style == ROWS:
+        return _part(tensor, -1, group.rank, group.size)
+    halves = tensor.chunk(2 if style == PACKED else 1, dim=-2)
+    return torch.cat([_part(half, -2, group.rank, group.size) for half in halves], dim=-2)
+
+
+def _part(tensor: Tensor, dim: int, index: int, count: int) -> Tensor:
+    """A copy of one of ``count`` equal parts, which keeps no byte of the others."""
+    part = _range(tensor.shape[dim], index, count)
+    kept = tensor.narrow(dim, part.start, part.stop - part.start)
+    return kept.clone(memory_format=torch.contiguous_format)
+
+
+def _range(size: int, index: int, count: int) -> slice:
+    """One of ``count`` equal parts of so many rows or columns."""
+    if size % count:
+        problem = f"a matrix of {size} rows or columns has no {count} equal parts"
+        raise ConfigError("tensor_parallel", problem, "use 1")
+    return slice(size // count * index, size // count * (index + 1))
+
+
+def _ends(model: PreTrainedModel) -> tuple[Any, Any]:
+    return model.get_input_embeddings(), model.get_output_embeddings()
+
+
+def _refused(shape: ModelShape, reason: str) -> ConfigError:
+    return ConfigError(
+        "tensor_parallel", f"{shape.model_type!r} cannot be split: {reason}", "use 1"
+    )

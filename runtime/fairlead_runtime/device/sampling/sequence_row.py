@@ -1,0 +1,78 @@
+"""One row of the slot table: its columns on the device, and what the host keeps of it.
+
+Owns the columns and how they follow from a sequence.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+
+from fairlead_runtime.device.sampling.host_sampler import GREEDY_BELOW
+from fairlead_runtime.device.sampling.logit_edits import ALWAYS
+from fairlead_runtime.device.sampling.sampling_mode import Way, holds_back_until, way_of
+from fairlead_runtime.request import Sequence
+from fairlead_runtime.seeds import MASK64, mix64
+
+# The columns of a row, int64 each: TOP_P holds the bits of a float64, SCALE those of two float32,
+# temperature and min_cut, PENALTIES and the next those of repetition, frequency and presence. FLAGS
+# are of its list; below the length UNTIL ends are held back.
+TOKEN, LENGTH, KEY, TOP_K, TOP_P, SCALE, PENALTIES, _, FLAGS, UNTIL = range(10)
+COLUMNS = 10
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+@dataclass(slots=True)
+class Entry:
+    """What a row on the device has of its sequence: ``length`` that of its next step, ``blocks``
+    per group. ``state`` is the row, but for token, length and flags.
+
+    ``way``: how its tokens are chosen below the length ``until``, ``then`` from there on; from
+    ``full`` on its list may lack room.
+    """
+
+    row: int
+    preemptions: int
+    state: Array
+    way: Way
+    until: int
+    then: Way
+    counts: bool
+    full: int = 0
+    length: int = 0
+    blocks: int = 0
+
+    @classmethod
+    def of(cls, row: int, sequence: Sequence) -> Self:
+        """Of a row that has nothing of the sequence yet."""
+        way = way_of(sequence, 0)
+        return cls(
+            row,
+            sequence.preemptions,
+            _state(sequence),
+            way,
+            until=holds_back_until(sequence),
+            then=way_of(sequence, ALWAYS),
+            counts=way.changes and sequence.request.params.penalizes,
+        )
+
+
+def _state(sequence: Sequence) -> Array:
+    """SlotTable.state's row for this sequence, int64 [COLUMNS], without token, length and flags."""
+    params = sequence.request.params
+    state = np.zeros(COLUMNS, dtype=np.int64)
+    key = mix64(mix64(sequence.request.seed & MASK64) ^ sequence.choice)
+    state[KEY] = key - (1 << 64) if key >= 1 << 63 else key
+    state[TOP_K] = params.top_k
+    state.view(np.float64)[TOP_P] = params.top_p
+    scale = state.view(np.float32).reshape(COLUMNS, 2)[SCALE]
+    scale[0] = params.temperature if params.temperature >= GREEDY_BELOW else 0
+    with np.errstate(divide="ignore"):  # log(0) = -inf is "off"
+        scale[1] = np.log(np.float64(params.min_p))
+    penalties = state.view(np.float32)[2 * PENALTIES :]
+    penalties[0] = params.repetition_penalty
+    penalties[1] = params.frequency_penalty
+    penalties[2] = params.presence_penalty
+    state[UNTIL] = holds_back_until(sequence)
+    return state

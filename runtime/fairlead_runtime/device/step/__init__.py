@@ -1,0 +1,3 @@
+"""What runs a step: forward passes and samples, decodes and mixed steps that are launched,
+graphs.
+"""

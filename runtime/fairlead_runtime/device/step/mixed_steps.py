@@ -1,0 +1,86 @@
+"""Steps with prompts that are launched: nobody waits for them before the next is launched. Those of
+a split model are all such steps.
+
+Owns the way of such a step, which is that of any other but for its ends: ids that the host does not
+know yet come from the slot table, and tokens are sampled, appended and sent by its rows. So decodes
+in it follow from a step in flight, and the next from it (docs/design/0012).
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from fairlead_kernels.interface.attention import AttentionBackend
+from fairlead_runtime.device.memory.storage import CacheStorage
+from fairlead_runtime.device.model.batch import Batch, BatchBuilder
+from fairlead_runtime.device.model.paged_model import PagedModel
+from fairlead_runtime.device.sampling.device_sampler import RowSampler, WaitForMasks
+from fairlead_runtime.device.sampling.sampling_mode import GENERAL, LEAST, Way
+from fairlead_runtime.device.step.follower_ranks import Followers
+from fairlead_runtime.device.step.pending_step import Launched
+from fairlead_runtime.scheduling.plan import Row
+
+
+class MixedSteps:
+    """``first`` is the builder of the steps that are not launched: they run while none is in
+    flight. ``followers`` hold the other parts of a model that is split, and get all ids on their
+    devices.
+    """
+
+    def __init__(
+        self,
+        model: PagedModel,
+        cache: CacheStorage,
+        attention: AttentionBackend,
+        sampler: RowSampler,
+        first: BatchBuilder,
+        followers: Followers | None = None,
+    ) -> None:
+        self._model = model
+        self._cache = cache
+        self._attention = attention
+        self._sampler = sampler
+        self._followers = followers
+        # The newest step's first; the other's copies may be under way.
+        pinned = model.device.type == "cuda"
+        self._batches = [first, BatchBuilder(cache.groups, cache.block_size, pinned=pinned)]
+
+    @torch.inference_mode()
+    def launch(self, rows: Sequence[Row], masks: WaitForMasks) -> Launched:
+        """Queue the step of rows that the sampler takes, behind one that may be in flight. It is
+        drawn before the next one is launched, collected before the next but one, and has a Result
+        for each row that samples.
+        """
+        sampling = [row for row in rows if row.samples]
+        with self._sampler.forgetting(sampling):
+            way, logits = self._queue(rows, sampling)
+        draw = self._sampler.draw
+        return Launched(sampling, self._sampler, way, lambda: draw(sampling, logits, way, masks))
+
+    def _queue(self, rows: Sequence[Row], sampling: Sequence[Row]) -> tuple[Way, Tensor]:
+        """How the rows that sample are sampled, and their logits."""
+        self._batches.reverse()
+        batch, device = self._batches[0].build(rows, ahead=True), self._model.device
+        # A copy on a CPU, too: the host's batch, which other ranks get, keeps what the host knows.
+        ids = batch.input_ids.to(device, non_blocking=True, copy=True)
+        last = batch.sample_index.to(device, non_blocking=True)
+        index, way = self._sampler.index[: len(sampling)], LEAST
+        if sampling:
+            way = self._sampler.table.enter(sampling, index).way
+            if way is GENERAL:
+                raise ValueError("rows: one is not sampled on the device")
+            ids.index_copy_(0, last, self._sampler.table.last_tokens(index))
+        return way, self._forward(batch, replace(batch, input_ids=ids, sample_index=last))
+
+    def _forward(self, batch: Batch, there: Batch) -> Tensor:
+        """The logits of a batch that is ``there`` on the device, with all ids."""
+        if self._followers is None:
+            return self._model.forward(there, self._cache, self._attention)
+        self._followers.forward(batch, None, ahead=True)
+        try:
+            self._followers.share(there.input_ids)
+            return self._model.forward(there, self._cache, self._attention)
+        except Exception as error:
+            raise self._followers.lost(error) from error

@@ -1,0 +1,303 @@
+"""Runs a step's work on the device and returns its tokens.
+
+Owns the path batch → forward pass → logits → sampling, and the cache's copies. Decides nothing.
+"""
+
+import math
+from collections import abc
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from fairlead_kernels.interface.attention import AttentionBackend
+from fairlead_runtime.device.memory.storage import CacheStorage
+from fairlead_runtime.device.model.batch import Batch, BatchBuilder
+from fairlead_runtime.device.model.paged_model import PagedModel
+from fairlead_runtime.device.sampling.device_sampler import RowSampler, WaitForMasks
+from fairlead_runtime.device.sampling.host_sampler import (
+    NON_FINITE,
+    SampledTokens,
+    SamplingBatch,
+    logprobs_of,
+    sample,
+)
+from fairlead_runtime.device.sampling.sampling_mode import LEAST, way_of
+from fairlead_runtime.device.step.decode_steps import DecodeSteps, is_decode
+from fairlead_runtime.device.step.follower_ranks import Followers
+from fairlead_runtime.device.step.mixed_steps import MixedSteps
+from fairlead_runtime.device.step.pending_step import Launched
+from fairlead_runtime.grammar.guides import NO_MASKS, Guides, Masks
+from fairlead_runtime.logprobs import TokenLogprobs
+from fairlead_runtime.request import Sequence
+from fairlead_runtime.scheduling.plan import Result, Row, Work
+
+Sampler = Callable[[Tensor, SamplingBatch], SampledTokens]
+
+
+MAX_LOGITS = 256
+_NOTHING = Result(-1)
+
+
+class ModelRunner:
+    """Executes steps of one model on one cache, on the given attention. ``guides`` makes the masks
+    of sequences with structured output; ``followers`` hold the other parts of a model that is
+    split. ``decodes`` runs the steps of decodes alone, if not the way of all others. Steps that
+    ``row_sampler`` takes can be launched, by default that of ``decodes``.
+
+    One step at a time but for these, from one thread at a time. ``max_logits``: positions whose
+    logits one forward pass may return; memory is planned for as many.
+    """
+
+    def __init__(
+        self,
+        model: PagedModel,
+        cache: CacheStorage,
+        attention: AttentionBackend,
+        sampler: Sampler = sample,
+        *,
+        max_logits: int = MAX_LOGITS,
+        guides: Guides | None = None,
+        followers: Followers | None = None,
+        decodes: DecodeSteps | None = None,
+        row_sampler: RowSampler | None = None,
+    ) -> None:
+        self._attention = attention
+        self._model = model
+        self._cache = cache
+        self._sampler = sampler
+        self._max_logits = max_logits
+        self._guides = guides
+        self._followers = followers
+        self._decodes = decodes
+        self._seen: Batch | None = None
+        self._greedy = False  # whether every row of that batch takes its likeliest token
+        self._batches = BatchBuilder(
+            cache.groups, cache.block_size, pinned=model.device.type == "cuda"
+        )
+        if row_sampler is None and decodes is not None:
+            row_sampler = decodes.sampler
+        self._row_sampler = row_sampler
+        self._mixed: MixedSteps | None = None
+        self._newest: Launched | None = None
+        if row_sampler is not None:
+            parts = model, cache, attention, row_sampler, self._batches, followers
+            self._mixed = MixedSteps(*parts)
+
+    def copy(self, work: Work) -> None:
+        """The step's offload, restore and copy-on-write copies: once, before ``execute``, however
+        often that runs.
+        """
+        if self._followers is not None and (work.offload or work.restore or work.copies):
+            self._followers.copy(work)
+        self._cache.copy(work)
+
+    @torch.inference_mode()
+    def execute(self, work: Work) -> Mapping[int, Result]:
+        """The forward pass of ``work.rows``; by sequence id, a Result per row that samples or
+        scores its prompt.
+
+        Writes the same keys and values to the same slots when called again with the same rows, or
+        with a part of them. A row whose logits are not finite gets a Result with ``error``; the
+        others are unaffected.
+        """
+        if not work.rows:
+            return {}
+        with self._cache.step(work.rows), self._masks(work) as masks:
+            return self._execute(work, masks)
+
+    def launches(self, rows: abc.Sequence[Row]) -> bool:
+        """Whether ``launch`` can take these rows."""
+        return bool(rows) and self._row_sampler is not None and self._row_sampler.takes(rows)
+
+    def launch(self, work: Work) -> Callable[[], Mapping[int, Result]]:
+        """Queue the step and return what waits for its tokens. One may be in flight before it, of
+        which the tokens before are known: so are its masks.
+        """
+        if self._mixed is None:
+            raise ValueError("rows: this device launches no steps")
+        newest, self._newest = self._newest, None
+        if newest is not None:
+            newest.draw()
+        way = self._mixed.launch
+        if self._decodes is not None and all(map(is_decode, work.rows)):
+            way = self._decodes.launch
+        self._newest = way(work.rows, lambda: self._living_masks(work))
+        return self._newest.collect
+
+    def _living_masks(self, work: Work) -> Masks:
+        """Those of a launched step, for the sequences that have not ended since."""
+        with self._masks(work.living()) as masks:
+            return masks()
+
+    @contextmanager
+    def _masks(self, work: Work) -> Iterator[WaitForMasks]:
+        """The masks of the step's rows, made by other threads inside the ``with`` block."""
+        guided = [r.sequence for r in work.rows if r.samples and r.sequence.guide is not None]
+        if self._guides is None or not guided:
+            yield lambda: NO_MASKS
+            return
+        with self._guides.masks(guided) as masks:
+            yield masks.result
+
+    def _execute(self, work: Work, masks: WaitForMasks) -> Mapping[int, Result]:
+        if not any(row.sequence.scores_prompt for row in work.rows):
+            return self._run(work.rows, masks)
+        results: dict[int, Result] = {}
+        for rows in _passes(work.rows, self._max_logits):
+            for number, result in self._score(rows, masks).items():
+                before = results.get(number, _NOTHING)
+                results[number] = result._replace(
+                    error=before.error or result.error, prompt=before.prompt + result.prompt
+                )
+        return results
+
+    def _run(self, rows: list[Row], masks: WaitForMasks) -> Mapping[int, Result]:
+        """One forward pass of rows of which none scores its prompt."""
+        if self._decodes is not None and all(map(is_decode, rows)):
+            sequences = [row.sequence for row in rows]
+            return self._decodes.run(
+                rows, lambda logits: self._begin(logits, sequences, masks), masks
+            )
+        batch = self._batches.build(rows)
+        if self._chooses(batch):
+            chosen = self._model.likeliest(batch, self._cache, self._attention)
+            return _chosen(batch.sampling, *(x.tolist() for x in chosen))
+        logits = self._forward(batch)
+        return self._sample(logits, batch.sampling, masks)
+
+    def _chooses(self, batch: Batch) -> bool:
+        """Whether the model can choose the batch's tokens without giving their logits."""
+        whole = self._model.whole
+        if whole is None or not whole.chooses or self._sampler is not sample or not batch.sampling:
+            return False
+        if self._seen is not batch:  # a batch is of the same sequences for ever
+            self._seen = batch
+            self._greedy = all(way_of(s, 0) == LEAST for s in batch.sampling)
+        return self._greedy
+
+    def _forward(self, batch: Batch, keep: Tensor | None = None) -> Tensor:
+        if self._followers is None:
+            return self._model.forward(batch, self._cache, self._attention, keep)
+        self._followers.forward(batch, keep)
+        try:
+            return self._model.forward(batch, self._cache, self._attention, keep)
+        except Exception as error:
+            raise self._followers.lost(error) from error
+
+    def _sample(
+        self, logits: Tensor, sequences: abc.Sequence[Sequence], masks: WaitForMasks
+    ) -> dict[int, Result]:
+        """A token for each of the sequences, in the order of their logits."""
+        if not sequences:
+            if self._model.device.type == "cuda":
+                # The next build writes the host buffers that this step may still be reading;
+                # sampling waits anyway.
+                torch.cuda.current_stream(self._model.device).synchronize()
+            return {}
+        return self._begin(logits, sequences, masks)[1]()
+
+    def _begin(
+        self, logits: Tensor, sequences: abc.Sequence[Sequence], masks: WaitForMasks
+    ) -> tuple[SampledTokens, Callable[[], dict[int, Result]]]:
+        """The tokens on the device, and a function that waits for them."""
+        words, failed = masks()
+        sampled = self._sampler(logits, SamplingBatch.of(sequences, words))
+
+        return sampled, lambda: _results(sequences, sampled, failed)
+
+    def _score(self, rows: list[Row], masks: WaitForMasks) -> Mapping[int, Result]:
+        """One forward pass that also returns the logits of all tokens of the rows that score."""
+        batch = self._batches.build(rows)
+        kept: list[int] = []  # packed tokens whose logits are needed
+        samples: list[int] = []  # places in ``kept``
+        targets: list[tuple[Row, int]] = []  # the rows that score, with their first place
+        end = 0
+        for row in rows:
+            end += row.count
+            if row.sequence.scores_prompt:
+                targets.append((row, len(kept)))
+                kept += range(end - row.count, end)
+            elif row.samples:
+                kept.append(end - 1)
+            if row.samples:
+                samples.append(len(kept) - 1)
+        keep = torch.tensor(kept, dtype=torch.int64)
+        logits = self._forward(batch, keep)
+        results = self._sample(logits[samples], batch.sampling, masks)
+        for row, first in targets:
+            scored = _prompt_result(logits, row, first)
+            sampled = results.get(row.sequence.id, scored)
+            results[row.sequence.id] = sampled._replace(
+                error=scored.error or sampled.error, prompt=scored.prompt
+            )
+        return results
+
+
+def _results(
+    sequences: abc.Sequence[Sequence], sampled: SampledTokens, failed: Mapping[int, str]
+) -> dict[int, Result]:
+    """By sequence id; ``failed`` says why some could get no token."""
+    outcomes = sampled.outcomes()
+    return {
+        sequence.id: Result(token, logprobs, failed.get(sequence.id, error))
+        for sequence, (token, logprobs, error) in zip(sequences, outcomes, strict=True)
+    }
+
+
+def _chosen(
+    sequences: abc.Sequence[Sequence], values: abc.Sequence[float], tokens: abc.Sequence[int]
+) -> dict[int, Result]:
+    """By sequence id, by each row's largest logit and its token."""
+    return {
+        sequence.id: Result(token) if math.isfinite(value) else Result(-1, error=NON_FINITE)
+        for sequence, value, token in zip(sequences, values, tokens, strict=True)
+    }
+
+
+def _passes(rows: abc.Sequence[Row], most: int) -> Iterator[list[Row]]:
+    """The rows in parts of which none needs the logits of more than ``most`` tokens. A row that
+    scores its prompt may be spread over several, in order.
+    """
+    part = [row for row in rows if not row.sequence.scores_prompt]
+    room = max(1, most - sum(row.samples for row in part))
+    for row in rows:
+        if not row.sequence.scores_prompt:
+            continue
+        at, end = row.start, row.start + row.count
+        while at < end:
+            if not room:
+                yield part
+                part, room = [], most
+            size = min(end - at, room)
+            part.append(Row(row.sequence, at, size, row.samples and at + size == end))
+            at, room = at + size, room - size
+    yield part
+
+
+def _prompt_result(logits: Tensor, row: Row, first: int) -> Result:
+    """The log-probabilities of the prompt's tokens that ``row`` predicts, but for those that are
+    scored already. Its logits are those from place ``first`` on.
+    """
+    sequence = row.sequence
+    count = sequence.request.params.prompt_logprobs or 0
+    begin = max(row.start, sequence.scored)
+    end = min(row.start + row.count, sequence.prompt_len - 1)
+    if begin >= end:
+        return _NOTHING
+    places = [first + at - row.start for at in range(begin, end)]
+    tokens = sequence.tokens[begin + 1 : end + 1]
+    values = logprobs_of(logits, places, torch.tensor(tokens, device=logits.device), count)
+    chosen, ranks, ids, likeliest = (column.tolist() for column in values)
+    # NaN anywhere in a row's logits makes all its log-probabilities NaN.
+    if any(math.isnan(value) for value in chosen):
+        return Result(-1, error=NON_FINITE)
+    columns = zip(tokens, chosen, ranks, ids, likeliest, strict=True)
+    return Result(
+        -1,
+        prompt=tuple(
+            TokenLogprobs(token, value, rank, tuple(top_ids), tuple(top))
+            for token, value, rank, top_ids, top in columns
+        ),
+    )

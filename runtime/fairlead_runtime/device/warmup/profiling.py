@@ -1,0 +1,337 @@
+"""The profiling run: measures the memory of one step beside weights and cache, before the cache is
+sized, and how long a step takes without attention.
+
+Owns its dummy work (a full batch of prefills; as many decodes as may run at once; one long row's
+attention; the largest batch on the host) and the meters. The names it returns are those of the
+memory equation's terms, so a measured term replaces the computed one. Attention is left out of the
+steps and measured separately.
+
+What is measured. On CUDA: the allocator's peak. On a CPU: the peak of all tensors alive at once, as
+a dispatch mode sees them. It does not see buffers that a kernel (MKL, oneDNN, SDPA) allocates and
+frees inside one operator; resident memory would not be a better measure, since freed pages are
+reused. A CPU computes at most CPU_TOKENS tokens for this and scales up: every tensor of a step
+grows with its tokens, none with their square, since attention is masked in strips. What the C++
+kernels hold of one slab of a step does not, so their slabs are as much smaller (``stands_for``).
+"""
+
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fairlead_kernels.cpu.cpu_attention import CpuAttention
+from fairlead_kernels.interface.attention import AttentionBackend, DecodeAttention, Heads, LayerSpec
+from fairlead_kernels.plain.torch_attention import TorchAttention
+from fairlead_kernels.sampling import sample_rows
+from fairlead_kernels.sampling.sample import hash_tokens
+from fairlead_runtime.device.memory.storage import CacheStorage
+from fairlead_runtime.device.model.batch import BatchBuilder
+from fairlead_runtime.device.model.paged_attention import (
+    AttentionCall,
+    CachedLayer,
+    CachedPass,
+    PagedPass,
+)
+from fairlead_runtime.device.model.paged_model import PagedModel
+from fairlead_runtime.device.sampling.host_sampler import SamplingBatch, sample
+from fairlead_runtime.request import Request, SamplingParams, Sequence
+from fairlead_runtime.scheduling.plan import Row
+from fairlead_runtime.sizing.groups import LayerGroup, group_layers
+from fairlead_runtime.sizing.terms import KEPT_MASKS, STRIP
+
+CPU_TOKENS = 256
+# A longer row's attention is scaled up from this many keys: what it gathers grows with them.
+CPU_KEYS = 2048
+CUDA_KEYS = 1 << 15
+WIDTH = 1024  # block tables with more blocks are scaled up from this many
+CPU_ROW = 32
+CPU_ROWS = 64
+BLOCK_SIZE = 16
+# A change of the logits, every filter and log-probabilities: the most that sampling can take.
+_PARAMS = SamplingParams(
+    temperature=1.0,
+    top_k=50,
+    top_p=0.9,
+    min_p=0.01,
+    logprobs=20,
+    repetition_penalty=1.1,
+    allowed_token_ids=(0,),
+)
+
+
+class Profile(NamedTuple):
+    """``measured``: bytes of ``activations``, ``logits``, ``sampling``, ``batch`` and
+    ``attention``: what plain torch gathers and masks, the workspaces of GPUs' kernels, none for the
+    C++ kernels, which need neither. Times in seconds, with the meters' overhead.
+    """
+
+    measured: Mapping[str, int]
+    token_seconds: float  # of one token in a large step
+    decode_seconds: float  # one step of decodes
+
+
+@torch.inference_mode()
+def profile(
+    model: PagedModel,
+    backend: AttentionBackend,
+    *,
+    max_batch_tokens: int,
+    max_requests: int,
+    max_model_len: int,
+    block_size: int = BLOCK_SIZE,
+) -> Profile:
+    """The memory of the largest steps that these limits allow, and times.
+
+    Runs one step of max_batch_tokens (on a CPU of CPU_TOKENS) and one of max_requests decodes.
+    ``backend`` in plain torch must be unused: the scratch memory that it keeps is part of
+    ``attention``.
+    """
+    on_cpu = model.device.type == "cpu"
+    tokens = min(max_batch_tokens, CPU_TOKENS) if on_cpu else max_batch_tokens
+    rows = min(max_requests, max_batch_tokens, CPU_ROWS if on_cpu else max_requests)
+    longest = min(tokens, max_model_len, CPU_ROW if on_cpu else tokens)
+    lengths = [min(longest, tokens - at) for at in range(0, tokens, longest)]
+    whole = min(max_requests, max_batch_tokens)
+
+    if isinstance(backend, CpuAttention):
+        prefill = _cpu_step(model, backend, tokens, max_batch_tokens, samples=False)
+        decode = _cpu_step(model, backend, rows, whole, samples=True)
+    else:
+        prefill = _step(model, lengths, samples=False)
+        decode = _step(model, [1] * rows, samples=True)
+    began = time.monotonic()
+    activations = _peak(model.device, prefill)
+    token_seconds = (time.monotonic() - began) / tokens
+    began = time.monotonic()
+    logits = _peak(model.device, decode)
+    decode_seconds = time.monotonic() - began
+    scores = decode()
+    batch = SamplingBatch.of([_sequence(i, 1) for i in range(rows)])
+    sampling = _peak(model.device, lambda: sample(scores, batch).outcomes())
+    if isinstance(backend, DecodeAttention):
+        sampling = max(sampling, _peak(model.device, _dense_draw(scores)))
+    measured = {
+        "activations": activations * max_batch_tokens // tokens,
+        "logits": logits * whole // rows,
+        "sampling": sampling * whole // rows,
+        "batch": _batch(model, max_batch_tokens, whole, max_model_len, block_size),
+    }
+    if isinstance(backend, TorchAttention):
+        measured["attention"] = _attention(model, backend, max_batch_tokens, max_model_len)
+    elif isinstance(backend, DecodeAttention):
+        measured["attention"] = backend.reserve(whole)
+    return Profile(measured, token_seconds, decode_seconds)
+
+
+class _PassWithoutAttention(CachedPass):
+    """A forward pass whose attention returns zeros: it takes the memory of everything else."""
+
+    def __init__(self, keep: torch.Tensor, tokens: int, heads: Heads) -> None:
+        self.keep = keep
+        self._value_dim = heads.value_dim
+        keys, values = (
+            torch.empty(1, tokens, heads.kv, dim, dtype=heads.cache_dtype, device=keep.device)
+            for dim in (heads.dim, heads.value_dim)
+        )
+        self._cached = CachedLayer(keys, values, torch.arange(tokens, device=keep.device))
+
+    def cached(self, _layer: int) -> CachedLayer:
+        return self._cached
+
+    def attend_cached(self, _layer: int, query: torch.Tensor, _call: AttentionCall) -> torch.Tensor:
+        return query.new_zeros(*query.shape[:2], self._value_dim)
+
+
+def _dense_draw(scores: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """The draw of these logits' rows on the device, with every filter."""
+    rows, device = scores.shape[0], scores.device
+    hashes = hash_tokens(scores.shape[1], device)
+    parameters = sample_rows.RowParameters(
+        torch.ones(rows, device=device),
+        torch.full((rows,), -1.0, device=device),
+        torch.ones(rows, dtype=torch.int64, device=device),
+        torch.full((rows,), 0.9, dtype=torch.float64, device=device),
+        torch.zeros(rows, dtype=torch.int64, device=device),
+    )
+    return lambda: sample_rows.choose(scores, parameters, hashes)
+
+
+def _attention(
+    model: PagedModel, backend: AttentionBackend, max_batch_tokens: int, max_model_len: int
+) -> int:
+    """Bytes of attention over one row of max_model_len: scratch, masks and explicit scores."""
+    on_cpu = model.device.type == "cpu"
+    queries, element = min(max_batch_tokens, max_model_len), model.heads.dtype.itemsize
+    kept, scratch = 0, 0
+    for group in group_layers(model.windows):
+        visible = (
+            max_model_len
+            if group.window is None
+            else min(max_model_len, group.window - 1 + queries)
+        )
+        keys = min(visible, CPU_KEYS if on_cpu else CUDA_KEYS)
+        # One strip that is not the row's first: it needs a mask, and no strip takes more scratch.
+        part = max(1, min(queries, STRIP, keys - 1))
+        masks = part * keys * element if part > 1 else 0
+        peak = _attend_one(model, backend, group, keys, part) - masks
+        scratch = max(scratch, max(0, peak) * visible // keys)
+        kept += min(queries * visible, max(KEPT_MASKS, STRIP * visible)) * element
+    return scratch + kept
+
+
+def _attend_one(
+    model: PagedModel, backend: AttentionBackend, group: LayerGroup, keys: int, queries: int
+) -> int:
+    """Bytes that the last ``queries`` of a row of ``keys`` take in one layer of a group, without
+    the output.
+    """
+    heads, call = model.heads, model.calls[group.layers[0]]
+    sequence = _sequence(0, keys)
+    # Blocks in reverse order: a row of consecutive blocks would be read in place.
+    sequence.tables = [list(reversed(range(-(-keys // BLOCK_SIZE))))]
+    alone = LayerGroup(0, group.window, (0,))
+    units = len(sequence.tables[0])
+    cache = CacheStorage([alone], heads, units=units, block_size=BLOCK_SIZE, device=model.device)
+    batch = BatchBuilder([alone], BLOCK_SIZE).build(
+        [Row(sequence, keys - queries, queries, samples=True)]
+    )
+    query = torch.zeros(queries, heads.query, heads.dim, dtype=heads.dtype, device=model.device)
+    spec = LayerSpec(call.scale, group.window, call.softcap, call.sinks)
+    output = query.nbytes // heads.dim * heads.value_dim  # part of the activations
+
+    def run() -> None:
+        backend.run(backend.plan(batch.ragged[0]), query, cache.keys[0], cache.values[0], spec)
+
+    return _peak(model.device, run) - output
+
+
+def _batch(model: PagedModel, tokens: int, rows: int, max_model_len: int, block_size: int) -> int:
+    """Bytes of the host's buffers after a batch of ``tokens`` in ``rows`` rows of the longest
+    length.
+    """
+    groups = group_layers(model.windows)
+    builder = BatchBuilder(groups, block_size)
+    width = -(-max_model_len // block_size)
+    part = min(width, WIDTH)
+    end = min(part * block_size, max_model_len)
+    ids, table = [0] * end, [0] * part
+    batch: list[Row] = []
+    left = tokens
+    for index in range(rows):
+        sequence = _sequence(index, 1)
+        sequence.tokens, sequence.tables = ids, [table] * len(groups)
+        count = max(1, min(end, left - (rows - index - 1)))
+        left -= count
+        batch.append(Row(sequence, end - count, count, samples=True))
+    builder.build(batch)
+    return builder.nbytes + builder.table_nbytes * (width - part) // part
+
+
+def _sequence(index: int, length: int) -> Sequence:
+    request = Request(str(index), (0,) * length, _PARAMS, max_tokens=1, seed=index)
+    return Sequence(index, request, 0, [0] * length)
+
+
+def _step(model: PagedModel, lengths: list[int], *, samples: bool) -> Callable[[], torch.Tensor]:
+    """A forward pass, without attention, of rows of these lengths. It has run once, so that memory
+    kept between steps is not counted.
+    """
+    ids = torch.zeros(sum(lengths), dtype=torch.int64, device=model.device)
+    positions = torch.cat([torch.arange(length, device=model.device) for length in lengths])
+    ends = torch.tensor(lengths, device=model.device).cumsum(0) - 1
+    step = _PassWithoutAttention(ends if samples else ends[:0], len(ids), model.heads)
+
+    def run() -> torch.Tensor:
+        return model.run(ids, positions, step)
+
+    run()
+    return run
+
+
+def _cpu_step(
+    model: PagedModel, backend: CpuAttention, count: int, whole: int, *, samples: bool
+) -> Callable[[], torch.Tensor]:
+    """A forward pass of ``count`` rows of one token each, in the place of ``whole`` tokens, on a
+    cache of its own: layers in C++ contain their attention. It has run once.
+    """
+    groups = group_layers(model.windows)
+    units, rows = count * len(groups), list[Row]()
+    for index in range(count):
+        sequence = _sequence(index, 1)
+        sequence.tables = [[index * len(groups) + group.index] for group in groups]
+        rows.append(Row(sequence, 0, 1, samples=samples))
+    cache = CacheStorage(groups, model.heads, units=units, block_size=1, device=model.device)
+    batch = BatchBuilder(groups, 1).build(rows)
+    step = PagedPass(batch, cache, backend, batch.sample_index, stands_for=whole)
+
+    def run() -> torch.Tensor:
+        return model.run(batch.input_ids, batch.positions, step)
+
+    run()
+    return run
+
+
+def _peak(device: torch.device, run: Callable[[], object]) -> int:
+    """Peak bytes that ``run`` allocates beyond those allocated before."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        run()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    with _meter() as meter:
+        run()
+    return meter.peak
+
+
+class _TensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not annotate it
+    """Counts the bytes of tensors created inside it: those alive now, and their peak."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # see above
+        self.alive = 0
+        self.peak = 0
+        self._counted: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        inputs = {
+            id(x.untyped_storage())
+            for x in tree_leaves((args, kwargs))
+            if isinstance(x, torch.Tensor)
+        }
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and id(tensor.untyped_storage()) not in inputs:
+                self._count(tensor.untyped_storage())
+        return out
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        if storage in self._counted:
+            return
+        self._counted.add(storage)
+        size = storage.nbytes()
+        self.alive += size
+        self.peak = max(self.peak, self.alive)
+        weakref.finalize(storage, self._free, size)
+
+    def _free(self, size: int) -> None:
+        self.alive -= size
+
+
+@contextmanager
+def _meter() -> Iterator[_TensorMeter]:
+    meter = _TensorMeter()
+    with meter:
+        yield meter
