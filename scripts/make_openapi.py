@@ -14,10 +14,10 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
-from fairlead_runtime.api.request_bodies import ChatBody, CompletionBody
+from fairlead_runtime.api.bodies.request_bodies import ChatBody, CompletionBody
 from fairlead_runtime.api.responses.bodies import ResponseBody
-from fairlead_runtime.api.strict_body import StrictBody
-from fairlead_runtime.api.tokenize import DetokenizeBody, TokenizeBody
+from fairlead_runtime.api.routes.tokenize import DetokenizeBody, TokenizeBody
+from fairlead_runtime.front.strict_body import StrictBody
 
 FILE = Path(__file__).parents[1] / "docs" / "openapi.json"
 REF = "#/components/schemas/"

@@ -40,7 +40,7 @@ FAULTS = (
 MUTATED_BODIES = (
     PackageBug(
         "a body that is not UTF-8 is an unexpected error",
-        "fairlead_runtime.api.strict_json:_parsed",
+        "fairlead_runtime.front.strict_json:_parsed",
         "    except UnicodeDecodeError as error:\n",
         "    except KeyError as error:\n",
         ("functional/api/test_api_errors.py",),
@@ -65,14 +65,14 @@ HANGS = (
 HALF_SENT = (
     PackageBug(
         "a header may take for ever",
-        "fairlead_runtime.api.connection:GuardedProtocol._await_header",
+        "fairlead_runtime.front.connection:GuardedProtocol._await_header",
         "        if self._header_timer is None and not self.transport.is_closing():\n",
         "        if False:\n",
         ("functional/api/test_api_connections.py",),
     ),
     PackageBug(
         "a body may arrive as slowly as it likes",
-        "fairlead_runtime.api.limits:BodyPace.due",
+        "fairlead_runtime.front.limits:BodyPace.due",
         "return min(self._enough_at + RATE_SECONDS, self._began + self._allowed)",
         "return self._began + self._allowed",
         ("unit/api/test_limits.py",),
@@ -81,14 +81,14 @@ HALF_SENT = (
 BOMBS = (
     PackageBug(
         "a body may have any number of chunks",
-        "fairlead_runtime.api.connection:BoundedConnection.next_event",
+        "fairlead_runtime.front.connection:BoundedConnection.next_event",
         "            if self._chunks > CHUNKS:\n",
         "            if False:\n",
         ("functional/api/test_api_connections.py",),
     ),
     PackageBug(
         "a header may have any number of fields",
-        "fairlead_runtime.api.connection:_check_request",
+        "fairlead_runtime.front.connection:_check_request",
         "if size > HEADER_BYTES or len(event.headers) > HEADER_COUNT:",
         "if size > HEADER_BYTES:",
         ("functional/api/test_api_connections.py",),
@@ -97,14 +97,14 @@ BOMBS = (
 ECHOES = (
     PackageBug(
         "an error is as long as what it names",
-        "fairlead_runtime.api.errors:printable",
+        "fairlead_runtime.front.errors:printable",
         "text.encode()[:MAX_MESSAGE].decode(errors=",
         "text.encode().decode(errors=",
         ("unit/api/test_api_errors.py",),
     ),
     PackageBug(
         "a refusal names whatever key the client wrote",
-        "fairlead_runtime.api.strict_json:_field_at",
+        "fairlead_runtime.front.strict_json:_field_at",
         "if depth and _FIELD.fullmatch(key) else None",
         "if depth else None",
         ("unit/api/test_strict_json.py",),
@@ -113,7 +113,7 @@ ECHOES = (
 SLOW_READERS = (
     PackageBug(
         "a client that reads nothing keeps its connection",
-        "fairlead_runtime.api.connection:GuardedProtocol.pause_writing",
+        "fairlead_runtime.front.connection:GuardedProtocol.pause_writing",
         "call_later(WRITE_STALL_SECONDS, self._raw.abort)",
         "call_later(WRITE_STALL_SECONDS + 3600, self._raw.abort)",
         ("functional/api/test_api_connections.py",),
@@ -129,7 +129,7 @@ DISCONNECTS = (
     ),
     PackageBug(
         "the kernel waits for hours for a peer that vanished",
-        "fairlead_runtime.api.connection:",
+        "fairlead_runtime.front.connection:",
         '            ("TCP_USER_TIMEOUT", 60_000),\n',
         "",
         ("functional/api/test_api_connections.py",),
@@ -138,14 +138,14 @@ DISCONNECTS = (
 KEYS = (
     PackageBug(
         "a path that begins as a probe's needs no key",
-        "fairlead_runtime.api.auth:AuthMiddleware.__call__",
+        "fairlead_runtime.front.auth:AuthMiddleware.__call__",
         'scope["path"] in OPEN_PATHS:',
         'scope["path"].startswith(tuple(OPEN_PATHS)):',
         ("functional/api/test_api_auth.py",),
     ),
     PackageBug(
         "the comparison of keys ends with the right one",
-        "fairlead_runtime.api.key_file:KeyRing.find",
+        "fairlead_runtime.front.key_file:KeyRing.find",
         "                found = key\n        return found\n",
         "                return key\n        return found\n",
         ("functional/api/test_api_auth.py",),
@@ -163,14 +163,14 @@ DRAINS = (
 PRIVACY = (
     PackageBug(
         "the log has the path that a client asked for",
-        "fairlead_runtime.api.access_log:_route",
+        "fairlead_runtime.front.access_log:_route",
         '        return "other"\n',
         '        return str(scope["path"])\n',
         ("functional/api/test_api_auth.py",),
     ),
     PackageBug(
         "the log has an exception's message",
-        "fairlead_runtime.api.access_log:describe",
+        "fairlead_runtime.front.access_log:describe",
         'return f"{type(error).__name__} at {place}"',
         'return f"{type(error).__name__}: {error} at {place}"',
         ("functional/api/test_api_errors.py",),
@@ -193,7 +193,7 @@ NEIGHBOURS = (
     ),
     PackageBug(
         "a tenant's large prompts wait behind all of another's",
-        "fairlead_runtime.api.turns:Turns._run_next",
+        "fairlead_runtime.front.turns:Turns._run_next",
         "            if queue:\n                self._waiting[tenant] = queue\n",
         "            if queue:\n                self._waiting = {tenant: queue} | self._waiting\n",
         ("unit/api/test_prompt_pool.py",),

@@ -39,8 +39,8 @@ def test_every_path_of_the_page_exists(page: str) -> None:
 
 
 def test_the_search_for_paths_sees_each_form() -> None:
-    text = "`api/app.py`, `decide/`, `pytest tests/unit/models -k NAME`, https://a.b/c.md"
-    assert paths(text) == {"api/app.py", "decide/", "tests/unit/models"}
+    text = "`api/ports/app.py`, `decide/`, `pytest tests/unit/models -k NAME`, https://a.b/c.md"
+    assert paths(text) == {"api/ports/app.py", "decide/", "tests/unit/models"}
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from fairlead_runtime.api import request_bodies, tokenize
-from fairlead_runtime.api.messages import Message
-from fairlead_runtime.api.request_bodies import ChatBody, CompletionBody, StreamOptions
+from fairlead_runtime.api.bodies import request_bodies
+from fairlead_runtime.api.bodies.messages import Message
+from fairlead_runtime.api.bodies.request_bodies import ChatBody, CompletionBody, StreamOptions
 from fairlead_runtime.api.responses import bodies
 from fairlead_runtime.api.responses.bodies import ResponseBody
+from fairlead_runtime.api.routes import tokenize
 
 PAGE = (Path(__file__).parents[2] / "docs" / "http.md").read_text()
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from fairlead_runtime.api.app import public_app
-from fairlead_runtime.api.limits import PromptPool
-from fairlead_runtime.api.state import ServerState
+from fairlead_runtime.api.ports.app import public_app
+from fairlead_runtime.api.state.state import ServerState
+from fairlead_runtime.front.limits import PromptPool
 
 ROOT = Path(__file__).parents[2]
 

@@ -14,8 +14,8 @@ import httpx
 from openai import AsyncOpenAI
 from starlette.types import ASGIApp
 
-from fairlead_runtime.api.server import Listeners, listen, serve
-from fairlead_runtime.api.state import Backend, ServerState
+from fairlead_runtime.api.ports.server import Listeners, listen, serve
+from fairlead_runtime.api.state.state import Backend, ServerState
 from fairlead_runtime.api.tools.formats import reply_format
 from fairlead_runtime.logprobs import Logprob
 from fairlead_runtime.models import tiny

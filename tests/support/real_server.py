@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from fairlead_runtime.api.state import Backend
+from fairlead_runtime.api.state.state import Backend
 from fairlead_runtime.config import EngineConfig
 from fairlead_runtime.grammar.checker import Checker
 from fairlead_runtime.grammar.compile import CheckLimits

@@ -18,13 +18,13 @@ from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from fairlead_runtime.api import server as http
-from fairlead_runtime.api.key_file import KeyRing
-from fairlead_runtime.api.state import Backend, ServerState
-from fairlead_runtime.api.tls import Certificates
+from fairlead_runtime.api.ports import server as http
+from fairlead_runtime.api.state.state import Backend, ServerState
+from fairlead_runtime.api.state.tracing import Tracing
 from fairlead_runtime.api.tools.formats import ReplyFormat, reply_format
-from fairlead_runtime.api.tracing import Tracing
 from fairlead_runtime.config import EngineConfig
+from fairlead_runtime.front.key_file import KeyRing
+from fairlead_runtime.front.tls import Certificates
 from fairlead_runtime.grammar.checker import Checker
 from fairlead_runtime.grammar.compile import TokenizerFacts
 from fairlead_runtime.hub import source

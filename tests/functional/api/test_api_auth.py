@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from fairlead_runtime.api.app import public_app
-from fairlead_runtime.api.auth import Salter
-from fairlead_runtime.api.key_file import KeyRing
-from fairlead_runtime.api.limits import PromptPool
-from fairlead_runtime.api.state import ServerState
+from fairlead_runtime.api.ports.app import public_app
+from fairlead_runtime.api.state.state import ServerState
 from fairlead_runtime.config import ConfigError
+from fairlead_runtime.front.auth import Salter
+from fairlead_runtime.front.key_file import KeyRing
+from fairlead_runtime.front.limits import PromptPool
 from fairlead_runtime.start import logs
 from support.api_harness import (
     FakeService,
@@ -176,7 +176,7 @@ def test_every_key_is_compared_whatever_was_sent(
         compared.append(known)
         return presented == known
 
-    monkeypatch.setattr("fairlead_runtime.api.key_file.hmac.compare_digest", compare)
+    monkeypatch.setattr("fairlead_runtime.front.key_file.hmac.compare_digest", compare)
     for presented in (KEY, OTHER, "wrong", ""):
         compared.clear()
         ring.find(presented.encode())

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from openai._constants import DEFAULT_CONNECTION_LIMITS
 
-from fairlead_runtime.api import connection, limits
-from fairlead_runtime.api.connection import GuardedProtocol
+from fairlead_runtime.front import connection, limits
+from fairlead_runtime.front.connection import GuardedProtocol
 from support.api_harness import (
     FakeService,
     Server,

@@ -10,12 +10,13 @@ from typing import Any
 import httpx
 import pytest
 
-from fairlead_runtime.api import limits, request_bodies
-from fairlead_runtime.api.app import public_app
-from fairlead_runtime.api.errors import ApiError
-from fairlead_runtime.api.limits import MAX_BODY, PromptPool, read_body
-from fairlead_runtime.api.state import ServerState
-from fairlead_runtime.api.strict_json import MAX_BRACKETS, MAX_KEYS, parse_object
+from fairlead_runtime.api.bodies import request_bodies
+from fairlead_runtime.api.ports.app import public_app
+from fairlead_runtime.api.state.state import ServerState
+from fairlead_runtime.front import limits
+from fairlead_runtime.front.errors import ApiError
+from fairlead_runtime.front.limits import MAX_BODY, PromptPool, read_body
+from fairlead_runtime.front.strict_json import MAX_BRACKETS, MAX_KEYS, parse_object
 from fairlead_runtime.outputs import Draining, EngineDead, QueueFull, QueueTimeout
 from fairlead_runtime.request import MAX_LOGPROBS, RequestError
 from support.api_harness import (

@@ -9,14 +9,14 @@ from typing import Any
 import openai
 import pytest
 
-from fairlead_runtime.api import server as server_module
-from fairlead_runtime.api.admin import EXPOSITION
-from fairlead_runtime.api.app import admin_app, public_app
-from fairlead_runtime.api.drain import Drain
-from fairlead_runtime.api.limits import PromptPool
-from fairlead_runtime.api.server import listen
-from fairlead_runtime.api.state import Backend, ServerState
+from fairlead_runtime.api.ports import server as server_module
+from fairlead_runtime.api.ports.admin import EXPOSITION
+from fairlead_runtime.api.ports.app import admin_app, public_app
+from fairlead_runtime.api.ports.drain import Drain
+from fairlead_runtime.api.ports.server import listen
+from fairlead_runtime.api.state.state import Backend, ServerState
 from fairlead_runtime.config import ConfigError
+from fairlead_runtime.front.limits import PromptPool
 from fairlead_runtime.outputs import Draining, DrainResult, EngineDead, Health
 from support.api_harness import (
     FakeService,

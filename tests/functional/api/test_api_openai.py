@@ -6,7 +6,7 @@ from typing import Any
 import openai
 import pytest
 
-from fairlead_runtime.api.logprob_bodies import chat_content, completion_logprobs
+from fairlead_runtime.api.answers.logprob_bodies import chat_content, completion_logprobs
 from fairlead_runtime.logprobs import Logprob
 from fairlead_runtime.outputs import ServiceError
 from fairlead_runtime.request import FinishReason, RequestError

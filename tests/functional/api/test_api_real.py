@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from fairlead_runtime.api.key_file import KeyRing
+from fairlead_runtime.front.key_file import KeyRing
 from support.api_harness import (
     Server,
     chat,

@@ -10,9 +10,9 @@ from typing import Any
 
 from starlette.types import ASGIApp
 
-from fairlead_runtime.api.app import public_app
-from fairlead_runtime.api.limits import PromptPool
-from fairlead_runtime.api.state import ServerState
+from fairlead_runtime.api.ports.app import public_app
+from fairlead_runtime.api.state.state import ServerState
+from fairlead_runtime.front.limits import PromptPool
 from fairlead_runtime.outputs import ModelFacts
 from fairlead_runtime.serving.detokenize import Vocabulary
 from fairlead_runtime.serving.engine_link import LocalEngine

@@ -17,8 +17,8 @@ from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from fairlead_runtime.api import tracing
-from fairlead_runtime.api.tracing import Tracing
+from fairlead_runtime.api.state import tracing
+from fairlead_runtime.api.state.tracing import Tracing
 from fairlead_runtime.outputs import QueueFull, ServiceError
 from support.api_harness import FakeService, chat, completion, fake_server, run, until
 from support.api_harness import http as raw

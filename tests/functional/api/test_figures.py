@@ -24,8 +24,8 @@ from typing import Any
 import httpx
 import pytest
 
-from fairlead_runtime.api.connection import CHUNKS, HEADER_BYTES
-from fairlead_runtime.api.key_file import KeyRing
+from fairlead_runtime.front.connection import CHUNKS, HEADER_BYTES
+from fairlead_runtime.front.key_file import KeyRing
 from fairlead_runtime.models import tiny
 from support.api_harness import http
 from support.serve_process import Process, hanging_device, serve, slow_device, stream_events

@@ -20,7 +20,7 @@ import httpx
 import pytest
 import torch
 
-from fairlead_runtime.api.limits import LARGE_BODY
+from fairlead_runtime.front.limits import LARGE_BODY
 from fairlead_runtime.models import tiny
 from support.full import LONG_FORM
 from support.serve_process import (

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from fairlead_runtime.api.limits import LARGE_BODY
+from fairlead_runtime.front.limits import LARGE_BODY
 from fairlead_runtime.sizing.terms import FRONT_WORD_BYTES, RANK_WORD_BYTES
 from support import private_memory
 from support.footprint import looks_at, memory_report, planned_bytes

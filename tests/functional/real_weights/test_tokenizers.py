@@ -15,9 +15,9 @@ import jsonschema  # type: ignore[import-untyped]  # it has no stubs
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from fairlead_runtime.api.limits import LARGE_BODY
-from fairlead_runtime.api.state import Backend
-from fairlead_runtime.api.tokenize import detokenize, tokenize
+from fairlead_runtime.api.routes.tokenize import detokenize, tokenize
+from fairlead_runtime.api.state.state import Backend
+from fairlead_runtime.front.limits import LARGE_BODY
 from fairlead_runtime.grammar.compile import TokenizerFacts
 from fairlead_runtime.grammar.guides import Guides
 from fairlead_runtime.models.tokenizer_files import load_tokenizer

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fairlead_runtime.api.errors import ApiError, printable
+from fairlead_runtime.front.errors import ApiError, printable
 
 
 @pytest.mark.parametrize("text", ["500 °C", "modèle: größer", "模型不存在", "نموذج", "🤖", "≥ 1"])

@@ -5,7 +5,7 @@ from typing import Any
 import h11
 import pytest
 
-from fairlead_runtime.api.connection import BoundedConnection
+from fairlead_runtime.front.connection import BoundedConnection
 
 CHUNKED: list[tuple[str, str]] = []
 SIZED = [("content-length", "5")]

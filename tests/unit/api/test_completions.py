@@ -9,19 +9,19 @@ from typing import Any
 import orjson
 import pytest
 
-from fairlead_runtime.api import request_bodies
-from fairlead_runtime.api.auth import AuthMiddleware
-from fairlead_runtime.api.completions import _Generation, _JsonAnswer, _StreamedAnswer
-from fairlead_runtime.api.errors import ApiError
-from fairlead_runtime.api.key_file import MAX_KEY, KeyRing
-from fairlead_runtime.api.limits import PromptPool
-from fairlead_runtime.api.response_bodies import (
+from fairlead_runtime.api.answers.response_bodies import (
     ChatEncoder,
     CompletionEncoder,
     Frame,
     Usage,
     WholeChoice,
 )
+from fairlead_runtime.api.bodies import request_bodies
+from fairlead_runtime.api.routes.completions import _Generation, _JsonAnswer, _StreamedAnswer
+from fairlead_runtime.front.auth import AuthMiddleware
+from fairlead_runtime.front.errors import ApiError
+from fairlead_runtime.front.key_file import MAX_KEY, KeyRing
+from fairlead_runtime.front.limits import PromptPool
 from fairlead_runtime.logprobs import Logprob
 from fairlead_runtime.outputs import Output
 from fairlead_runtime.request import FinishReason

@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from fairlead_runtime.api.http_load import LAG_SECONDS, HttpLoad
-from fairlead_runtime.api.limits import PromptPool
-from fairlead_runtime.api.state import ServerState
+from fairlead_runtime.api.state.http_load import LAG_SECONDS, HttpLoad
+from fairlead_runtime.api.state.state import ServerState
+from fairlead_runtime.front.limits import PromptPool
 
 
 def test_the_lag_of_the_event_loop_is_what_a_wake_up_comes_too_late(

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from fairlead_runtime.api.errors import ApiError
-from fairlead_runtime.api.key_file import MAX_KEY, MAX_KEYS, KeyFileError, KeyRing, parse
-from fairlead_runtime.api.key_limits import KeyLimits, KeyUsage
+from fairlead_runtime.front.errors import ApiError
+from fairlead_runtime.front.key_file import MAX_KEY, MAX_KEYS, KeyFileError, KeyRing, parse
+from fairlead_runtime.front.key_limits import KeyLimits, KeyUsage
 
 SECRET = "sk-0123456789abcdef0123456789abcdef"
 

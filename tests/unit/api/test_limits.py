@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from starlette.types import Message
 
-from fairlead_runtime.api import limits
-from fairlead_runtime.api.errors import ApiError
-from fairlead_runtime.api.limits import (
+from fairlead_runtime.front import limits
+from fairlead_runtime.front.errors import ApiError
+from fairlead_runtime.front.limits import (
     BODY_RATE,
     BODY_SECONDS,
     MAX_BODY,

@@ -6,9 +6,9 @@ import threading
 
 import pytest
 
-from fairlead_runtime.api import limits
-from fairlead_runtime.api.errors import ApiError
-from fairlead_runtime.api.limits import LARGE_BODY, POOL_NICE, PromptPool
+from fairlead_runtime.front import limits
+from fairlead_runtime.front.errors import ApiError
+from fairlead_runtime.front.limits import LARGE_BODY, POOL_NICE, PromptPool
 
 
 def priority(_body: bytes = b"") -> int:

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fairlead_runtime.api.errors import ApiError
-from fairlead_runtime.api.strict_json import parse_object
+from fairlead_runtime.front.errors import ApiError
+from fairlead_runtime.front.strict_json import parse_object
 
 KEYS = st.sampled_from(["a", "b", '"', "\\", '\\"', ":", "{", "é"])
 PARTS = ['"', "\\", '\\"', "\\\\", "\\n", "[", "]", "{", "}", ":", ",", "1", "-", "e", " ", "a"]

@@ -7,9 +7,9 @@ from typing import Any
 import orjson
 import pytest
 
-from fairlead_runtime.api import response_bodies
-from fairlead_runtime.api.logprob_bodies import PIECE_TOKENS
-from fairlead_runtime.api.response_bodies import (
+from fairlead_runtime.api.answers import response_bodies
+from fairlead_runtime.api.answers.logprob_bodies import PIECE_TOKENS
+from fairlead_runtime.api.answers.response_bodies import (
     PIECE,
     ChatEncoder,
     CompletionEncoder,

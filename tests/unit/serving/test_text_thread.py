@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from fairlead_runtime.api.errors import from_exception
+from fairlead_runtime.front.errors import from_exception
 from fairlead_runtime.outputs import TextLate
 from fairlead_runtime.serving.text_thread import TextThread
 

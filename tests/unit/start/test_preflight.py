@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fairlead_runtime import preflight
-from fairlead_runtime.api.server import listen
+from fairlead_runtime.api.ports.server import listen
 from fairlead_runtime.config import ConfigError, EngineConfig
 
 

@@ -11,12 +11,12 @@ from typing import Annotated, Any
 
 from pydantic import Field, field_validator
 
-from fairlead_runtime.api import request_bodies
-from fairlead_runtime.api.errors import ApiError, invalid
-from fairlead_runtime.api.request_bodies import GenerationRequest
+from fairlead_runtime.api.bodies import request_bodies
+from fairlead_runtime.api.bodies.request_bodies import GenerationRequest
+from fairlead_runtime.api.bodies.tool_bodies import MAX_TOOLS
 from fairlead_runtime.api.responses.items import MAX_ITEMS, Item, messages_of
-from fairlead_runtime.api.strict_body import MAX_NAME, StrictBody, check_model, validated
-from fairlead_runtime.api.tools.bodies import MAX_TOOLS
+from fairlead_runtime.front.errors import ApiError, invalid
+from fairlead_runtime.front.strict_body import MAX_NAME, StrictBody, check_model, validated
 from fairlead_runtime.request import RequestError
 
 MAX_METADATA = 16  # pairs, as OpenAI

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, WithJsonSchema, field_validator
 
-from fairlead_runtime.api.strict_body import MAX_NAME, StrictBody
+from fairlead_runtime.front.strict_body import MAX_NAME, StrictBody
 
 MAX_ITEMS = 1024
 Name = Annotated[str, Field(max_length=MAX_NAME)]

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from fairlead_runtime.api.errors import invalid
 from fairlead_runtime.api.tools.forced import NamedParser, RequiredParser
 from fairlead_runtime.api.tools.hermes import HermesParser
 from fairlead_runtime.api.tools.llama import LlamaParser
@@ -18,6 +17,7 @@ from fairlead_runtime.api.tools.marked import MarkedParser, NewId
 from fairlead_runtime.api.tools.mistral import MistralParser
 from fairlead_runtime.api.tools.parts import Parser, Part, PlainParser
 from fairlead_runtime.api.tools.reasoning import BEGIN, END, ReasoningParser
+from fairlead_runtime.front.errors import invalid
 from fairlead_runtime.models.chat import template_text
 
 _ALPHANUMERIC = string.ascii_letters + string.digits

@@ -1,0 +1,1 @@
+"""Bodies of answers: choices, messages, log-probabilities, what is shown of a prompt."""

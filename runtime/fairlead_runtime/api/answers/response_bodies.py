@@ -1,0 +1,421 @@
+"""OpenAI's response shapes, as one JSON body and as server-sent events.
+
+An event of plain text, the hot path, is a prebuilt prefix, one encoded string and a suffix.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, Protocol, TypeVar
+
+import orjson
+
+from fairlead_runtime.api.answers.logprob_bodies import (
+    PIECE_TOKENS,
+    TokenBytes,
+    characters,
+    chat_content,
+    completion_logprobs,
+)
+from fairlead_runtime.api.answers.message_parts import delta, message
+from fairlead_runtime.api.answers.shown_prompts import ShownPrompts
+from fairlead_runtime.api.tools.parts import CallBegun, Content, Parser, Part, PlainParser
+from fairlead_runtime.front.errors import ApiError
+from fairlead_runtime.logprobs import Logprob, PromptLogprobs
+from fairlead_runtime.outputs import Output
+from fairlead_runtime.request import FinishReason
+
+DONE = b"data: [DONE]\n\n"
+PIECE = 64 * 1024  # bytes of a whole answer that are written at once
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frame:
+    """The fields that every event of one answer repeats. ``top`` is None without log-
+    probabilities. ``running`` is the answer's usage so far, for answers that show it in every
+    event.
+    """
+
+    id: str
+    created: int
+    model: str
+    top: int | None
+    usage: bool  # stream_options.include_usage
+    token_bytes: TokenBytes
+    special: frozenset[int] = frozenset()  # tokens that make no text
+    prompts: ShownPrompts = field(default_factory=ShownPrompts)
+    running: "Usage | None" = None
+    new_parser: Callable[[], Parser] = PlainParser  # of one choice of a chat
+    forced: bool = False  # the request names the tool that must be called
+    echo: Mapping[str, Any] = field(default_factory=dict)  # of the request, in a response
+
+
+@dataclass(slots=True)
+class Usage:
+    prompt: int = 0
+    completion: int = 0
+    cached: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**self.counts(), "prompt_tokens_details": {"cached_tokens": self.cached}}
+
+    def counts(self) -> dict[str, int]:
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.completion,
+            "total_tokens": self.prompt + self.completion,
+        }
+
+
+@dataclass(slots=True)
+class WholeChoice:
+    """One whole choice, for an answer that is not streamed."""
+
+    text: list[str] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)  # of the tokens of each text
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[Mapping[int, Logprob]] = field(default_factory=list)
+    prompt_logprobs: PromptLogprobs | None = None
+    last: Output | None = None
+
+    def add(self, output: Output) -> None:
+        self.text.append(output.text)
+        self.counts.append(len(output.token_ids))
+        if output.logprobs is not None:
+            self.token_ids.extend(output.token_ids)
+            self.logprobs.extend(output.logprobs)
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = output.prompt_logprobs
+        self.last = output
+
+
+class Encoder(Protocol):
+    """One route's shapes. ``events`` returns the events of one output, possibly none; ``ending``
+    and ``failure`` the last ones of a stream; ``whole`` the body in pieces, since encoding many
+    log-probabilities would hold up the event loop.
+    """
+
+    def events(self, index: int, output: Output) -> bytes: ...
+    def ending(self, usage: Usage) -> bytes: ...
+    def failure(self, error: ApiError) -> bytes: ...
+    def whole(self, choices: list[WholeChoice], usage: Usage) -> Iterator[bytes]: ...
+
+
+class _ChoicesEncoder(ABC):
+    """What chat and completions share: ``kind`` is the object's, of a whole answer."""
+
+    def __init__(self, frame: Frame, kind: str, events: "_EventShape") -> None:
+        self._frame = frame
+        self._kind = kind
+        self._events = events
+
+    def ending(self, usage: Usage) -> bytes:
+        return self._events.ending(usage)
+
+    def failure(self, error: ApiError) -> bytes:
+        return error_events(error)
+
+    def whole(self, choices: list[WholeChoice], usage: Usage) -> Iterator[bytes]:
+        for index, choice in enumerate(choices):
+            self._frame.prompts.take(index, choice.prompt_logprobs)
+        parts = (
+            (
+                self._choice(index, choice),
+                chain(self._logprob_pieces(index, choice), self._last_member(index)),
+            )
+            for index, choice in enumerate(choices)
+        )
+        return _whole(self._frame, self._kind, parts, usage, self._beside_choices())
+
+    def _beside_choices(self) -> Iterable[bytes]:
+        """A member of the whole answer that no choice has, after a comma and in pieces."""
+        return ()
+
+    def _last_member(self, index: int) -> Iterable[bytes]:  # noqa: ARG002 - completions read it
+        """The same of a choice, after its log-probabilities."""
+        return ()
+
+    @abstractmethod
+    def _choice(self, index: int, choice: WholeChoice) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def _logprob_pieces(self, index: int, choice: WholeChoice) -> Iterator[bytes]:
+        """The choice's log-probabilities as JSON."""
+
+
+class ChatEncoder(_ChoicesEncoder):
+    def __init__(self, frame: Frame) -> None:
+        events = _EventShape(frame, "chat.completion.chunk", b'{"content":', b"}")
+        super().__init__(frame, "chat.completion", events)
+        self._parsers: dict[int, Parser] = {}  # of the choices that have begun
+        self._calling: set[int] = set()
+
+    def events(self, index: int, output: Output) -> bytes:
+        events = []
+        if index not in self._parsers:
+            self._parsers[index] = self._frame.new_parser()
+            events.append(self._events.raw(index, b'{"role":"assistant","content":""}'))
+        parts: list[Part] = self._parsers[index].feed(output.text)
+        if output.finish_reason is not None:
+            parts += self._parsers[index].finish()
+        entries = self._logprobs(output)
+        if entries and not parts:
+            parts = [Content("")]
+        logprobs = orjson.dumps({"content": entries}) if entries else b"null"
+        for part in parts:
+            if isinstance(part, Content):
+                events.append(self._events.text(index, part.text, logprobs))
+            else:
+                if isinstance(part, CallBegun):
+                    self._calling.add(index)
+                events.append(self._events.raw(index, orjson.dumps(delta(part)), logprobs))
+            logprobs = b"null"  # an output's are in one event
+        if output.finish_reason is not None:
+            reasons = self._reasons(output, calls=index in self._calling)
+            ending = orjson.dumps(reasons)[1:-1]
+            events.append(self._events.raw(index, b"{}", finish=ending))
+        return b"".join(events)
+
+    def _beside_choices(self) -> Iterable[bytes]:
+        return self._frame.prompts.member(0)
+
+    def _logprob_pieces(self, index: int, choice: WholeChoice) -> Iterator[bytes]:  # noqa: ARG002 - a chat shows no prompt
+        top = self._frame.top
+        if top is None:
+            yield b"null"
+            return
+        yield b'{"content":['
+        for at, ids, entries in _slices(choice.token_ids, choice.logprobs):
+            content = chat_content(ids, entries, top, self._frame.token_bytes)
+            yield b"," * bool(at) + orjson.dumps(content)[1:-1]
+        yield b"]}"
+
+    def _choice(self, index: int, choice: WholeChoice) -> dict[str, Any]:
+        parser = self._frame.new_parser()
+        answer = message([*parser.feed("".join(choice.text)), *parser.finish()])
+        reasons = {}
+        if choice.last is not None:
+            reasons = self._reasons(choice.last, calls="tool_calls" in answer)
+        return {"index": index, "message": answer, **reasons}
+
+    def _reasons(self, output: Output, *, calls: bool) -> dict[str, Any]:
+        """As OpenAI: an answer that ended with calls ended for them, unless the request named the
+        tool.
+        """
+        reasons = _reasons(output)
+        if calls and not self._frame.forced and output.finish_reason is FinishReason.STOP:
+            reasons["finish_reason"] = "tool_calls"
+        return reasons
+
+    def _logprobs(self, output: Output) -> list[dict[str, Any]]:
+        top = self._frame.top
+        if top is None or output.logprobs is None:
+            return []
+        return chat_content(output.token_ids, output.logprobs, top, self._frame.token_bytes)
+
+
+class CompletionEncoder(_ChoicesEncoder):
+    def __init__(self, frame: Frame) -> None:
+        events = _EventShape(frame, "text_completion", b"", b"")
+        super().__init__(frame, "text_completion", events)
+        # By choice, the characters that its tokens so far have begun.
+        self._offsets: dict[int, int] = {}
+        self._begun: set[int] = set()
+
+    def events(self, index: int, output: Output) -> bytes:
+        return self._echo(index, output) + self._generated(index, output)
+
+    def _echo(self, index: int, output: Output) -> bytes:
+        """The event of the prompt, before the first of a choice whose answer shows it."""
+        prompts = self._frame.prompts
+        if index in self._begun or not prompts.echo:
+            return b""
+        self._begun.add(index)
+        prompts.take(index, output.prompt_logprobs)
+        text, (ids, entries, first) = prompts.text(index), prompts.tokens(index)
+        if self._frame.top is None or not ids:
+            return self._events.text(index, text)
+        shape = self._shape(ids, entries, 0, first)
+        self._offsets[index] = len(text)
+        return self._events.text(index, text, orjson.dumps(shape))
+
+    def _generated(self, index: int, output: Output) -> bytes:
+        shape = self._logprobs(index, output)
+        if not output.text and shape is None and output.finish_reason is None:
+            return b""
+        logprobs = b"null" if shape is None else orjson.dumps(shape)
+        return self._events.text(index, output.text, logprobs, _finish(output))
+
+    def _last_member(self, index: int) -> Iterable[bytes]:
+        return self._frame.prompts.member(index)
+
+    def _logprob_pieces(self, index: int, choice: WholeChoice) -> Iterator[bytes]:
+        if self._frame.top is None:
+            yield b"null"
+            return
+        names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        lists, offset = {name: bytearray() for name in names}, 0
+        prompt_ids, prompt_entries, first = self._frame.prompts.tokens(index)
+        all_ids = [*prompt_ids, *choice.token_ids]
+        all_entries = [*prompt_entries, *choice.logprobs]
+        for at, ids, entries in _slices(all_ids, all_entries):
+            shape = self._shape(ids, entries, offset, first)
+            for name in names:
+                lists[name] += b"," * bool(at) + orjson.dumps(shape[name])[1:-1]
+            offset = shape["text_offset"][-1] + self._room(ids[-1], entries[-1], first)
+            yield b""
+        for name, values in lists.items():
+            yield (b"{" if name == names[0] else b",") + orjson.dumps(name) + b":["
+            while values:
+                yield bytes(values[:PIECE])
+                del values[:PIECE]
+            yield b"]"
+        yield b"}"
+
+    def _room(self, token: int, entries: Mapping[int, Logprob] | None, first: str = "") -> int:
+        """The characters that a token begins in the shown text."""
+        if token in self._frame.special:
+            return 0
+        entry = Logprob(0.0, decoded_token=first) if entries is None else entries[token]
+        return characters(token, entry, self._frame.token_bytes)
+
+    def _choice(self, index: int, choice: WholeChoice) -> dict[str, Any]:
+        prompts = self._frame.prompts
+        return {
+            "index": index,
+            "text": prompts.text(index) + "".join(choice.text),
+            **_finished(choice),
+        }
+
+    def _shape(
+        self,
+        token_ids: Sequence[int],
+        entries: Sequence[Mapping[int, Logprob] | None],
+        offset: int,
+        first: str = "",
+    ) -> dict[str, Any]:
+        frame = self._frame
+        return completion_logprobs(
+            token_ids,
+            entries,
+            frame.top or 0,
+            frame.token_bytes,
+            offset,
+            special=frame.special,
+            first=first,
+        )
+
+    def _logprobs(self, index: int, output: Output) -> dict[str, Any] | None:
+        if self._frame.top is None or not output.logprobs:
+            return None
+        offset = self._offsets.get(index, 0)
+        grown = sum(
+            self._room(token, entries)
+            for token, entries in zip(output.token_ids, output.logprobs, strict=True)
+        )
+        self._offsets[index] = offset + grown
+        return self._shape(output.token_ids, output.logprobs, offset)
+
+
+class _EventShape:
+    """The constant bytes of an event.
+
+    ``opening`` and ``closing`` enclose the text: chat has it in a delta, completions beside the
+    index.
+    """
+
+    def __init__(self, frame: Frame, kind: str, opening: bytes, closing: bytes) -> None:
+        head = orjson.dumps(
+            {"id": frame.id, "object": kind, "created": frame.created, "model": frame.model}
+        )
+        self._head = b"data: " + head[:-1]
+        self._field = b"delta" if opening else b"text"
+        self._opening, self._closing = opening, closing
+        self._running = frame.running
+        self._usage = frame.usage
+        self._tail = b',"usage":null}\n\n' if frame.usage else b"}\n\n"
+        self._plain = (
+            closing + b',"logprobs":null,"finish_reason":null,"stop_reason":null}]' + self._tail
+        )
+        self._prefixes: dict[int, bytes] = {}
+
+    def text(self, index: int, text: str, logprobs: bytes = b"null", finish: bytes = b"") -> bytes:
+        before = self._prefix(index) + self._opening + orjson.dumps(text)
+        if logprobs == b"null" and not finish and self._running is None:
+            return before + self._plain
+        return before + self._closing + self._after(logprobs, finish)
+
+    def raw(
+        self, index: int, value: bytes, logprobs: bytes = b"null", finish: bytes = b""
+    ) -> bytes:
+        return self._prefix(index) + value + self._after(logprobs, finish)
+
+    def ending(self, usage: Usage) -> bytes:
+        if not self._usage:
+            return DONE
+        counts = orjson.dumps(usage.as_dict())
+        return self._head + b',"choices":[],"usage":' + counts + b"}\n\n" + DONE
+
+    def _prefix(self, index: int) -> bytes:
+        prefix = self._prefixes.get(index)
+        if prefix is None:
+            prefix = self._head + b',"choices":[{"index":%d,"%s":' % (index, self._field)
+            self._prefixes[index] = prefix
+        return prefix
+
+    def _after(self, logprobs: bytes, finish: bytes) -> bytes:
+        ending = finish or b'"finish_reason":null,"stop_reason":null'
+        tail = self._tail
+        if self._running is not None:
+            tail = b',"usage":' + orjson.dumps(self._running.counts()) + b"}\n\n"
+        return b',"logprobs":' + logprobs + b"," + ending + b"}]" + tail
+
+
+def error_events(error: ApiError) -> bytes:
+    """An answer that failed after its first byte: an error event, then the end of the stream."""
+    return b"data: " + error.body + b"\n\n" + DONE
+
+
+def _finish(output: Output) -> bytes:
+    return b"" if output.finish_reason is None else orjson.dumps(_reasons(output))[1:-1]
+
+
+def _reasons(output: Output) -> dict[str, Any]:
+    return {"finish_reason": output.finish_reason, "stop_reason": output.stop_reason}
+
+
+def _finished(choice: WholeChoice) -> dict[str, Any]:
+    return {} if choice.last is None else _reasons(choice.last)
+
+
+EntryT = TypeVar("EntryT")
+
+
+def _slices(
+    token_ids: list[int], entries: list[EntryT]
+) -> Iterator[tuple[int, list[int], list[EntryT]]]:
+    for at in range(0, len(token_ids), PIECE_TOKENS):
+        end = at + PIECE_TOKENS
+        yield at, token_ids[at:end], entries[at:end]
+
+
+def _whole(
+    frame: Frame,
+    kind: str,
+    choices: Iterable[tuple[dict[str, Any], Iterator[bytes]]],
+    usage: Usage,
+    more: Iterable[bytes],
+) -> Iterator[bytes]:
+    """``choices``: the members of each, and its log-probabilities in pieces of JSON, which further
+    members may follow. ``more``: members of the answer after the choices.
+    """
+    head = {"id": frame.id, "object": kind, "created": frame.created, "model": frame.model}
+    yield orjson.dumps(head)[:-1] + b',"choices":['
+    for place, (members, logprobs) in enumerate(choices):
+        yield b"," * bool(place) + orjson.dumps(members)[:-1] + b',"logprobs":'
+        yield from logprobs
+        yield b"}"
+    yield b'],"usage":' + orjson.dumps(usage.as_dict())
+    yield from more
+    yield b"}"

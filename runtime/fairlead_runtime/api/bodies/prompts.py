@@ -1,0 +1,141 @@
+"""From a body's bytes to token ids: parse, validate, render, tokenize.
+
+Owns the order of these steps and the limits on text before tokenizing. Runs in a pool thread, never
+on the event loop; changes no state.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import orjson
+from transformers import PreTrainedTokenizerBase
+
+from fairlead_runtime.api.answers.shown_prompts import echoed
+from fairlead_runtime.api.bodies.messages import characters
+from fairlead_runtime.api.bodies.request_bodies import GenerationRequest
+from fairlead_runtime.front.errors import ApiError
+from fairlead_runtime.front.limits import is_large
+from fairlead_runtime.front.strict_json import parse_object
+from fairlead_runtime.models.chat import bad_word_ids, render_chat
+from fairlead_runtime.request import RequestError, pack_ids
+from fairlead_runtime.serving.intake import check_prompt_logprobs
+from fairlead_runtime.serving.prompt_encoder import PromptEncoder
+
+CHARS_PER_TOKEN = 16  # a text longer than this times max_model_len is refused before tokenizing
+TEMPLATE_GROWTH = 4  # a rendered chat may have this many times the characters of its messages,
+PROMPT_END = 64  # characters of a rendered chat that say how the answer begins
+TEMPLATE_ROOM = 64 * 1024  # plus this many
+
+Validate = Callable[[Mapping[str, Any], str], GenerationRequest]
+
+
+class PreparedRequest(NamedTuple):
+    """``request`` has no prompt and no messages any more: it is held until its answer ends."""
+
+    request: GenerationRequest
+    prompts: tuple[Sequence[int], ...]  # token ids of each prompt, as ``pack_ids`` returns them
+    prompt_end: str  # of a chat, as text
+    echo: tuple[str, ...] = ()  # the text of each prompt, if the answer shows it
+
+
+def prepare(
+    body: bytes,
+    validate: Validate,
+    served: str,
+    encoder: PromptEncoder,
+    max_model_len: int,
+) -> PreparedRequest:
+    """Raises ApiError or RequestError, which name the field as the client sent it, and
+    ServiceError.
+    """
+    request = validate(parse_object(body), served)
+    try:
+        return _prepared(
+            _with_bad_word_ids(request, encoder.tokenizer),
+            encoder,
+            max_model_len,
+            large=is_large(body),
+        )
+    except (ApiError, RequestError) as error:
+        raise error.renamed(request.sent_names) from None
+
+
+def _prepared(
+    request: GenerationRequest, encoder: PromptEncoder, max_model_len: int, *, large: bool
+) -> PreparedRequest:
+    kept = replace(request, prompts=(), messages=())
+    if request.messages:
+        text = chat_text(
+            request.messages, encoder.tokenizer, max_model_len, tools=request.tools.for_template
+        )
+        ids = pack_ids(encoder.encode(text, special=False, large=large))
+        return PreparedRequest(kept, (ids,), text[-PROMPT_END:])
+    prompts = tuple(
+        pack_ids(
+            text_ids(prompt, encoder, max_model_len, large=large)
+            if isinstance(prompt, str)
+            else prompt
+        )
+        for prompt in request.prompts
+    )
+    if request.params.prompt_logprobs is not None:
+        check_prompt_logprobs(sum(map(len, prompts)), request.params.prompt_logprobs)
+    echo = echoed(request.prompts, encoder.tokenizer) if request.show_prompt else ()
+    return PreparedRequest(kept, prompts, "", echo)
+
+
+def _with_bad_word_ids(
+    request: GenerationRequest, tokenizer: PreTrainedTokenizerBase
+) -> GenerationRequest:
+    words = request.params.bad_words
+    if not words:
+        return request
+    params = replace(request.params, bad_words=bad_word_ids(tokenizer, words))
+    return replace(request, params=params)
+
+
+def text_ids(
+    text: str, encoder: PromptEncoder, max_model_len: int, *, large: bool, special: bool = True
+) -> Sequence[int]:
+    """Token ids of a plain prompt; ``special``: with the special tokens that the tokenizer adds.
+    Raises ApiError for a text that is too long, before it is tokenized, and ServiceError.
+    """
+    _check_chars("prompt", len(text), max_model_len)
+    return encoder.encode(text, special=special, large=large)
+
+
+def chat_text(
+    messages: Sequence[dict[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    max_model_len: int,
+    *,
+    tools: Sequence[Mapping[str, Any]] = (),
+    add_generation_prompt: bool = True,
+) -> str:
+    """A chat as its template writes it, with its special tokens. Raises ApiError, RequestError."""
+    told = len(orjson.dumps(tools)) if tools else 0
+    written = sum(map(characters, messages))
+    _check_chars("messages", written, max_model_len)
+    _check_chars("tools", told, max_model_len)
+    text = render_chat(
+        tokenizer, messages, tools=tools, add_generation_prompt=add_generation_prompt
+    )
+    if len(text) > TEMPLATE_GROWTH * (written + told) + TEMPLATE_ROOM:
+        raise ApiError(
+            400,
+            "messages: too long once the model's chat template is applied; send less",
+            param="messages",
+        )
+    return text
+
+
+def _check_chars(field: str, chars: int, max_model_len: int) -> None:
+    if chars > CHARS_PER_TOKEN * max_model_len:
+        raise ApiError(
+            400,
+            f"{field}: {chars} characters cannot fit into the {max_model_len} tokens "
+            "of this model; send less",
+            param=field,
+            code="context_length_exceeded",
+        )

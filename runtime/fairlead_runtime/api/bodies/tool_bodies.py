@@ -1,0 +1,87 @@
+"""The fields of a body that are about tools: their checks, and their meaning for parser and
+template.
+"""
+
+from typing import Any, Literal, NamedTuple
+
+from pydantic import Field
+
+from fairlead_runtime.api.tools.formats import ToolUse
+from fairlead_runtime.api.tools.grammar import arguments_schema, calls_schema
+from fairlead_runtime.front.errors import invalid
+from fairlead_runtime.front.strict_body import StrictBody
+
+MAX_TOOLS = 128
+_FUNCTION_NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
+
+
+class Function(StrictBody):
+    name: str = Field(pattern=_FUNCTION_NAME)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(StrictBody):
+    type: Literal["function"]
+    function: Function
+
+    def for_template(self) -> dict[str, Any]:
+        """As models were trained on it: without ``strict`` and without what is not set."""
+        fields = self.function.model_dump(exclude={"strict"}, exclude_none=True)
+        return {"type": "function", "function": fields}
+
+
+class Tools(NamedTuple):
+    """``for_template``: the tools that the model is told of. ``schema``: the JSON schema that the
+    whole answer must match, where the request forces a call.
+    """
+
+    use: ToolUse
+    for_template: tuple[dict[str, Any], ...] = ()
+    schema: dict[str, Any] | None = None
+
+
+NO_TOOLS = Tools(ToolUse())
+
+
+def tools_of(tools: list[Tool] | None, choice: Any, *, parallel: bool | None) -> Tools:
+    """Raises ApiError 400. With ``tool_choice`` none the model is told of no tools."""
+    names = [tool.function.name for tool in tools or ()]
+    if len({*names}) != len(names):
+        raise invalid("tools", "two tools have the same name; give each its own")
+    forced = _forced(choice)
+    if (forced is not None or choice == "required") and not names:
+        raise invalid("tool_choice", "needs tools; send them or leave it out")
+    if forced is not None and forced not in names:
+        raise invalid("tool_choice", "names none of the tools; name one of them")
+    if choice == "none" or not tools:
+        return NO_TOOLS
+    use = ToolUse(
+        names=frozenset(names),
+        forced=forced,
+        required=choice == "required",
+        parallel=parallel is not False,
+    )
+    return Tools(use, tuple(tool.for_template() for tool in tools), _schema(use, tools))
+
+
+def _schema(use: ToolUse, tools: list[Tool]) -> dict[str, Any] | None:
+    parameters = [(tool.function.name, tool.function.parameters) for tool in tools]
+    if use.forced is not None:
+        return arguments_schema(dict(parameters)[use.forced])
+    return calls_schema(parameters, parallel=use.parallel) if use.required else None
+
+
+def _forced(choice: Any) -> str | None:
+    """The tool that ``tool_choice`` names."""
+    if choice in (None, "none", "auto", "required"):
+        return None
+    function = choice.get("function") if isinstance(choice, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str) or choice.get("type") != "function":
+        raise invalid(
+            "tool_choice",
+            'must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}',
+        )
+    return name

@@ -1,0 +1,73 @@
+"""The admin port's routes: metrics, drain, canary, the model's configuration, memory, the block map
+and live requests.
+
+Shows counts and states, never a prompt, a text or a key.
+"""
+
+import dataclasses
+
+import orjson
+from starlette.responses import JSONResponse, Response
+
+from fairlead_runtime.api.ports.drain import Drain
+from fairlead_runtime.api.state.state import ServerState
+from fairlead_runtime.front.errors import ApiError
+
+EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Admin:
+    def __init__(self, state: ServerState, drain: Drain) -> None:
+        self._state = state
+        self._drain = drain
+
+    async def metrics(self) -> Response:
+        backend = self._state.loaded()
+        return Response(await backend.metrics(), media_type=EXPOSITION)
+
+    async def drain(self) -> Response:
+        """Drain as after SIGTERM, without the end of the process. Answers at once; may be
+        repeated.
+        """
+        self._drain.begin()
+        return JSONResponse({"draining": True})
+
+    async def undo_drain(self) -> Response:
+        """Be ready and serve again. May be repeated."""
+        self._drain.undo()
+        return JSONResponse({"draining": False})
+
+    async def canary(self) -> Response:
+        token = await self._state.loaded().service.canary()
+        return JSONResponse({"token": token})
+
+    async def model_config(self) -> Response:
+        if self._state.model_config is None:
+            raise ApiError(503, "the model's configuration is not loaded yet", code="not_ready")
+        return Response(self._state.model_config, media_type="application/json")
+
+    async def memory(self) -> Response:
+        backend = self._state.loaded()
+        return JSONResponse(dict(backend.memory))
+
+    async def cache(self, start: str = "0") -> Response:
+        """The block map from unit ``start`` on, and the sizing of the cache."""
+        if not (start.isascii() and start.isdigit() and len(start) < 16):
+            raise ApiError(400, "start: send a whole number, the first unit to show", param="start")
+        backend = self._state.loaded()
+        view = await backend.service.cache(int(start))
+        if int(start) >= view.units:
+            reason = f"start: the cache has {view.units} units, from 0 to {view.units - 1}"
+            raise ApiError(400, reason, param="start")
+        shown = {field.name: getattr(view, field.name) for field in dataclasses.fields(view)}
+        more = {
+            "held": view.units - view.free - view.cached,
+            "next": view.end if view.end < view.units else None,
+            "sizing": dict(backend.memory),
+        }
+        # orjson: thousands of runs would hold the event loop for long in the standard library.
+        return Response(orjson.dumps(shown | more), media_type="application/json")
+
+    async def requests(self) -> Response:
+        views = await self._state.loaded().service.requests()
+        return JSONResponse({"requests": [dataclasses.asdict(view) for view in views]})

@@ -1,0 +1,262 @@
+"""The server process: listen, load, serve, drain, end.
+
+Owns both ports in one event loop, and the signals. The ports are open while the model loads, so
+that probes and ``/model/config.json`` answer. SIGTERM starts the drain, and the process ends
+with it.
+"""
+
+import asyncio
+import contextlib
+import logging
+import resource
+import signal
+import socket
+from collections.abc import Awaitable, Callable, Generator
+from typing import NamedTuple
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from fairlead_runtime import preflight
+from fairlead_runtime.api.ports.app import admin_app, public_app
+from fairlead_runtime.api.ports.drain import Drain
+from fairlead_runtime.api.state.http_load import HttpLoad
+from fairlead_runtime.api.state.state import Backend, ServerState
+from fairlead_runtime.config import ConfigError
+from fairlead_runtime.front.connection import (
+    HEADER_BYTES,
+    KEEP_ALIVE_SECONDS,
+    GuardedProtocol,
+    idle_connections,
+    protocol_class,
+)
+from fairlead_runtime.front.limits import PromptPool
+from fairlead_runtime.front.tls import MAX_HANDSHAKES, Certificates, accept_forever
+from fairlead_runtime.outputs import DrainResult, EngineDead
+from fairlead_runtime.serving.metrics import PORTS
+
+BACKLOG = 2048
+# Per port; more than the requests that run and wait by default, so that a full queue can answer.
+MAX_CONNECTIONS = 2048
+CLOSING_SECONDS = 5  # for the last bytes of answers after the drain
+DEAD_SECONDS = 1  # for the last bytes of answers when the engine has ended
+
+_log = logging.getLogger("fairlead.api")
+
+
+class Listeners(NamedTuple):
+    public: socket.socket
+    admin: socket.socket
+
+
+def listen(host: str, port: int, admin_port: int) -> Listeners:
+    """Bind both ports before any expensive work; port 0 takes a free one.
+
+    Raises ConfigError, which names the flag of the port that cannot be bound.
+    """
+    public = preflight.listen("port", host, port, BACKLOG)
+    try:
+        return Listeners(public, preflight.listen("admin_port", host, admin_port, BACKLOG))
+    except ConfigError:
+        public.close()
+        raise
+
+
+async def serve(
+    state: ServerState,
+    listeners: Listeners,
+    load: Callable[[], Awaitable[Backend]],
+    *,
+    drain_grace: float,
+    drain_timeout: float,
+    max_connections: int = MAX_CONNECTIONS,
+) -> DrainResult:
+    """Serve until SIGTERM or SIGINT, with the backend that ``load`` returns; the ports are open
+    while it loads.
+
+    Returns how many of the requests that ran at the signal or came later finished and how many
+    were aborted. Raises whatever ``load`` raises, and EngineDead when the engine gives up. A second
+    signal ends the drain. New requests are served for ``drain_grace`` seconds after the signal;
+    streams that run ``drain_timeout`` seconds longer end with an error event.
+    """
+    _allow_files(2 * max_connections + MAX_HANDSHAKES + 256)
+    pool = PromptPool()
+    signals: asyncio.Queue[None] = asyncio.Queue()
+    public = _Port(
+        public_app(state, pool, state.keys), listeners.public, max_connections, state.certificates
+    )
+    drain = Drain(state, grace=drain_grace, timeout=drain_timeout, close_idle=public.close_idle)
+    ports = [public, _Port(admin_app(state, drain), listeners.admin, max_connections)]
+    state.load = HttpLoad(
+        pool, dict(zip(PORTS, [port.open_connections for port in ports], strict=True))
+    )
+    # The pool ends after the ports: until then requests come, also when the engine has ended.
+    with contextlib.closing(pool), _signals(drain, signals):
+        serving = [asyncio.create_task(port.serve()) for port in ports]
+        watching = asyncio.create_task(state.load.watch_loop())
+        try:
+            return await _load_and_drain(state, load, signals, drain)
+        except EngineDead:
+            for port in ports:
+                port.server.config.timeout_graceful_shutdown = DEAD_SECONDS
+            raise
+        finally:
+            drain.cancel()
+            watching.cancel()
+            for port in ports:
+                port.server.should_exit = True
+            await asyncio.gather(*serving)
+
+
+async def _load_and_drain(
+    state: ServerState,
+    load: Callable[[], Awaitable[Backend]],
+    signals: "asyncio.Queue[None]",
+    drain: Drain,
+) -> DrainResult:
+    """Load, serve and drain."""
+    signal_task = asyncio.ensure_future(signals.get())
+    load_task = asyncio.ensure_future(load())
+    try:
+        await asyncio.wait({signal_task, load_task}, return_when=asyncio.FIRST_COMPLETED)
+        if not load_task.done():
+            return DrainResult(0, 0)  # no request runs yet
+        state.attach(backend := load_task.result())
+        _log.info("serving")
+        await _first(signal_task, backend.died.wait())
+        if backend.died.is_set():
+            raise EngineDead(backend.service.health().reason)
+        return await _drain(backend, signals, drain)
+    finally:
+        signal_task.cancel()
+        load_task.cancel()
+
+
+async def _drain(backend: Backend, signals: "asyncio.Queue[None]", drain: Drain) -> DrainResult:
+    """Drain, until a second signal or the end of the engine."""
+    draining = drain.begin()
+    await _first(draining, signals.get(), backend.died.wait())
+    if backend.died.is_set():  # its streams have ended, so the drain is done as well
+        raise EngineDead(backend.service.health().reason)
+    return draining.result() if draining.done() else await drain.cut()
+
+
+async def _first(*awaited: Awaitable[object]) -> None:
+    """Wait until one is done; then cancel those that were coroutines."""
+    tasks = [asyncio.ensure_future(each) for each in awaited]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task, each in zip(tasks, awaited, strict=True):
+        if task is not each:
+            task.cancel()
+
+
+class _Port:
+    """One uvicorn server on a bound socket, with our subclass of uvicorn's h11 protocol."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        sock: socket.socket,
+        max_connections: int,
+        certificates: Certificates | None = None,
+    ) -> None:
+        config = uvicorn.Config(
+            app,
+            http=protocol_class(max_connections),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=CLOSING_SECONDS,
+            h11_max_incomplete_event_size=HEADER_BYTES,
+        )
+        config.load()
+        if not issubclass(config.http_protocol_class, GuardedProtocol):
+            raise RuntimeError("uvicorn uses another HTTP parser")  # noqa: TRY004 - not a caller's type
+        # uvicorn would log a line for each malformed request.
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+        self._socket = sock
+        self.server = _Server(config) if certificates is None else _TlsServer(config, certificates)
+
+    def open_connections(self) -> int:
+        return len(self.server.server_state.connections)
+
+    def close_idle(self) -> None:
+        """Close the connections that wait for another request, so that clients with a pool of
+        connections open others.
+        """
+        for connection in idle_connections(self.server.server_state.connections):
+            connection.timeout_keep_alive_handler()
+
+    async def serve(self) -> None:
+        await self.server.serve(sockets=[self._socket])
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handlers: two servers share this process, and it must drain before
+    it ends.
+    """
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+class _TlsServer(_Server):
+    """The same with TLS, and with bounds on its handshakes, which uvicorn cannot be given."""
+
+    def __init__(self, config: uvicorn.Config, certificates: Certificates) -> None:
+        super().__init__(config)
+        self._certificates = certificates
+        self._accepting: asyncio.Task[None] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self.servers = []
+        for sock in sockets or []:
+            accepting = accept_forever(sock, self._certificates, self._new_protocol)
+            self._accepting = asyncio.create_task(accepting)
+        self.started = True
+
+    def _new_protocol(self) -> asyncio.BaseProtocol:
+        protocol: asyncio.BaseProtocol = self.config.http_protocol_class(  # type: ignore[call-arg]
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        return protocol
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._accepting is not None:
+            self._accepting.cancel()
+            await asyncio.gather(self._accepting, return_exceptions=True)
+        await super().shutdown(sockets)
+
+
+@contextlib.contextmanager
+def _signals(drain: Drain, signals: "asyncio.Queue[None]") -> Generator[None, None, None]:
+    """Handle SIGTERM and SIGINT: end readiness in the same turn of the loop, then queue the
+    signal.
+    """
+    loop = asyncio.get_running_loop()
+
+    def received() -> None:
+        drain.begin(process_ends=True)
+        signals.put_nowait(None)
+
+    handled = (signal.SIGTERM, signal.SIGINT)
+    for each in handled:
+        loop.add_signal_handler(each, received)
+    try:
+        yield
+    finally:
+        for each in handled:
+            loop.remove_signal_handler(each)
+
+
+def _allow_files(wanted: int) -> None:
+    """Raise the soft limit on open files towards the hard limit: a connection is a file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))

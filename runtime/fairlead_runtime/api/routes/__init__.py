@@ -1,0 +1,1 @@
+"""Routes of the public port: completions, chats, tokenization."""

@@ -1,0 +1,404 @@
+"""The generating routes, from the first byte of the request to the last of the answer.
+
+Owns the order: body, prompts, submission, first output, answer. Cancels the running choices when an
+error or the client ends the request early. ``response_bodies`` owns the shapes.
+"""
+
+import asyncio
+import functools
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from starlette.types import Receive, Scope, Send
+
+from fairlead_runtime.api.answers.response_bodies import (
+    PIECE,
+    ChatEncoder,
+    CompletionEncoder,
+    Encoder,
+    Frame,
+    Usage,
+    WholeChoice,
+)
+from fairlead_runtime.api.answers.shown_prompts import ShownPrompts
+from fairlead_runtime.api.bodies import request_bodies
+from fairlead_runtime.api.bodies.prompts import PreparedRequest, Validate, prepare
+from fairlead_runtime.api.responses.bodies import response
+from fairlead_runtime.api.responses.encoder import ResponseEncoder
+from fairlead_runtime.api.state.state import Backend, ServerState
+from fairlead_runtime.api.state.tracing import SCOPE as TRACE
+from fairlead_runtime.api.state.tracing import Trace
+from fairlead_runtime.front import errors
+from fairlead_runtime.front.access_log import REQUEST_ID, log_late_failure
+from fairlead_runtime.front.auth import TENANT, Salter
+from fairlead_runtime.front.deadline import TimedStream
+from fairlead_runtime.front.limits import (
+    PromptPool,
+    Scored,
+    answer_bytes,
+    read_body,
+    while_connected,
+)
+from fairlead_runtime.outputs import Output, OutputStream, Submission
+from fairlead_runtime.request import NOTHING_ALLOWED, FinishReason, RequestError
+from fairlead_runtime.structured import FAILED, PARAM
+
+MERGED_AHEAD = 8  # outputs per prompt that may wait to be written
+
+_SSE = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+_JSON = [(b"content-type", b"application/json")]
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """The differences between the routes. ``prefix``: of an answer's id. ``operation``: in traces,
+    as OpenTelemetry's conventions for generative AI name it.
+    """
+
+    prefix: str
+    operation: str
+    validate: Validate
+    encoder: Callable[[Frame], Encoder]
+
+
+CHAT = Endpoint("chatcmpl-", "chat", request_bodies.chat, ChatEncoder)
+COMPLETIONS = Endpoint("cmpl-", "text_completion", request_bodies.completion, CompletionEncoder)
+RESPONSES = Endpoint("resp_", "chat", response, ResponseEncoder)
+
+
+class EndpointHandler:
+    """One endpoint as an ASGI application. ``pool`` and ``salter`` are shared between the
+    routes.
+    """
+
+    def __init__(
+        self, state: ServerState, endpoint: Endpoint, pool: PromptPool, salter: Salter
+    ) -> None:
+        self._state = state
+        self._endpoint = endpoint
+        self._pool = pool
+        self._salter = salter
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        arrived = asyncio.get_running_loop().time()
+        with self._state.request() as backend:
+            prepared = await self._prepared(scope, receive, backend)
+            await while_connected(receive, self._answer(scope, backend, prepared, send, arrived))
+
+    async def _prepared(self, scope: Scope, receive: Receive, backend: Backend) -> PreparedRequest:
+        """Read and prepare the body. It is not held any longer: an answer takes minutes."""
+        with self._pool.bodies.hold() as take:
+            preparing = self._pool.run(
+                scope.get(TENANT),
+                prepare,
+                await read_body(scope, receive, take),
+                self._endpoint.validate,
+                self._state.name,
+                backend.encoder,
+                backend.service.max_model_len,
+            )
+            return await while_connected(receive, preparing)
+
+    async def _answer(
+        self,
+        scope: Scope,
+        backend: Backend,
+        prepared: PreparedRequest,
+        send: Send,
+        arrived: float,
+    ) -> None:
+        request = prepared.request
+        backend.replies.check(request.tools.use)
+        usage = Usage(prompt=sum(map(len, prepared.prompts)))
+        request_id = scope[REQUEST_ID]
+        encoder = self._endpoint.encoder(self._frame(request_id, backend, prepared, usage))
+        trace: Trace | None = scope.get(TRACE)
+        async with AsyncExitStack() as running:
+            take = running.enter_context(self._pool.answers.hold())
+            whole = self._endpoint is RESPONSES or not request.stream
+            take(_answer_bytes(prepared, backend.service.max_model_len, whole=whole))
+            streams = [
+                await running.enter_async_context(
+                    _timed(
+                        await _submit(backend, submission, request.sent_names),
+                        arrived,
+                        request.timeout,
+                    )
+                )
+                for submission in self._submissions(scope, backend, prepared)
+            ]
+            if trace is not None:
+                trace.operation, trace.params = self._endpoint.operation, request.params
+                trace.prompt_tokens = usage.prompt
+                trace.streams = [(stream.request_id, stream.times) for stream in streams]
+            generation = _Generation(
+                streams,
+                request.params.n,
+                usage,
+                request.sent_names,
+                prompt_only=request.prompt_only,
+                request_id=request_id,
+            )
+            answer = (
+                _StreamedAnswer(generation, encoder, self._pool)
+                if request.stream
+                else _JsonAnswer(generation, encoder, self._pool)
+            )
+            last = await answer.write(send)
+            if trace is not None and answer.failure is not None:
+                trace.failure = answer.failure.code
+        # Sent last: the client may disconnect as soon as it has it.
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+
+    def _frame(
+        self, request_id: str, backend: Backend, prepared: PreparedRequest, usage: Usage
+    ) -> Frame:
+        request, vocabulary = prepared.request, backend.vocabulary
+        return Frame(
+            id=self._endpoint.prefix + request_id,
+            created=int(time.time()),
+            model=request.model,
+            top=request.params.logprobs,
+            usage=request.include_usage,
+            token_bytes=vocabulary.token_bytes,
+            special=vocabulary.special,
+            prompts=ShownPrompts(
+                n=request.params.n,
+                ids=prepared.prompts,
+                echo=prepared.echo,
+                token_text=vocabulary.token_text,
+                top=request.prompt_logprobs,
+            ),
+            running=usage if request.running_usage else None,
+            new_parser=functools.partial(
+                backend.replies.parser,
+                request.tools.use,
+                prompt_end=prepared.prompt_end,
+                show_reasoning=request.show_reasoning,
+            ),
+            forced=request.tools.use.forced is not None,
+            echo=request.echo,
+        )
+
+    def _submissions(
+        self, scope: Scope, backend: Backend, prepared: PreparedRequest
+    ) -> list[Submission]:
+        request, prompts, keyed = prepared.request, prepared.prompts, scope.get(TENANT)
+        request_id, several = scope[REQUEST_ID], len(prompts) > 1
+        tools = bool(request.tools.for_template)
+        chat = self._endpoint is not COMPLETIONS
+        shown = backend.replies.shown_ids(tools=tools) if chat else frozenset()
+        return [
+            Submission(
+                prompt=prompt,
+                params=request.params,
+                id=f"{request_id}-{number}" if several else request_id,
+                tenant=request.user if keyed is None else keyed,
+                salt=self._salter.salt(keyed, request.cache_salt),
+                priority=request.priority,
+                shown=shown,
+            )
+            for number, prompt in enumerate(prompts)
+        ]
+
+
+def _answer_bytes(prepared: PreparedRequest, max_model_len: int, *, whole: bool) -> int:
+    """What an answer's log-probabilities take: those of the prompts always, of the output where it
+    is held ``whole``, as the last event of a response is too; text alone is small. Raises ApiError.
+    """
+    params, prompts = prepared.request.params, prepared.prompts
+    parts: list[Scored] = []
+    if whole and params.logprobs is not None:
+        longest = max(0, max_model_len - min(map(len, prompts)))
+        tokens, choices = min(params.max_tokens or longest, longest), len(prompts) * params.n
+        words = f"{choices} choices * {tokens} max_tokens"
+        parts.append(Scored("logprobs", words, choices * tokens, params.logprobs))
+    if params.prompt_logprobs is not None:
+        tokens = sum(map(len, prompts))
+        words = f"{tokens} prompt tokens"
+        parts.append(Scored("prompt_logprobs", words, tokens, params.prompt_logprobs))
+    try:
+        return answer_bytes(parts)
+    except errors.ApiError as error:
+        raise error.renamed(prepared.request.sent_names) from None
+
+
+async def _submit(
+    backend: Backend, submission: Submission, sent_names: Mapping[str, str]
+) -> OutputStream:
+    """Raises ApiError, with the body's own field names, for a request the engine can never run."""
+    try:
+        return await backend.service.submit(submission)
+    except RequestError as error:
+        error = error.renamed(sent_names)
+        needed = len(submission.prompt) + (submission.params.max_tokens or 1)
+        code = (
+            "context_length_exceeded" if needed > backend.service.max_model_len else "invalid_value"
+        )
+        raise errors.ApiError(400, str(error), param=error.param, code=code) from None
+
+
+def _timed(stream: OutputStream, arrived: float, timeout: float | None) -> OutputStream:
+    return stream if timeout is None else TimedStream(stream, arrived + timeout)
+
+
+class _Generation(NamedTuple):
+    """The running streams of one request, one per prompt, and their token usage so far."""
+
+    streams: Sequence[OutputStream]
+    n: int
+    usage: Usage
+    sent_names: Mapping[str, str]
+    prompt_only: bool = False  # the generated token is no part of the answer
+    request_id: str = ""
+
+    async def outputs(self) -> AsyncGenerator[tuple[int, Output], None]:
+        """Every output with its choice's index among the choices of all prompts. Raises the error
+        that ends the request.
+        """
+        if len(self.streams) == 1:  # the usual case needs neither tasks nor a queue
+            async for output in self.streams[0]:
+                yield output.index, self._shown(output)
+        else:
+            async with aclosing(_interleaved(self.streams)) as outputs:
+                async for place, output in outputs:
+                    yield place * self.n + output.index, self._shown(output)
+        self.usage.cached = sum(stream.cached_tokens for stream in self.streams)
+
+    def _shown(self, output: Output) -> Output:
+        """The output as the answer shows it, counted. Raises what its end stands for."""
+        if output.finish_reason is FinishReason.ERROR:
+            if output.message == NOTHING_ALLOWED:
+                raise errors.ApiError(400, NOTHING_ALLOWED, code="no_token_allowed")
+            if output.message.startswith(FAILED):
+                reason = output.message.removeprefix(FAILED)
+                raise RequestError(PARAM, reason).renamed(self.sent_names)
+            raise errors.internal_error()
+        if output.finish_reason is FinishReason.ABORT:
+            raise errors.ApiError(503, "the server cancelled the request; retry", code="aborted")
+        shown = _without_tokens(output) if self.prompt_only else output
+        self.usage.completion += len(shown.token_ids)
+        return shown
+
+
+def _without_tokens(output: Output) -> Output:
+    return Output(
+        output.index,
+        (),
+        "",
+        None if output.logprobs is None else (),
+        FinishReason.LENGTH,
+        prompt_logprobs=output.prompt_logprobs,
+    )
+
+
+class _JsonAnswer:
+    """The answer as one JSON body."""
+
+    failure = None  # is raised
+
+    def __init__(self, generation: _Generation, encoder: Encoder, pool: PromptPool) -> None:
+        self._generation = generation
+        self._encoder = encoder
+        self._pool = pool
+
+    async def write(self, send: Send) -> bytes:
+        """Send the head; return the last bytes of the body."""
+        choices = [WholeChoice() for _ in range(self._generation.n * len(self._generation.streams))]
+        async with aclosing(self._generation.outputs()) as outputs:
+            async for index, output in outputs:
+                choices[index].add(output)
+        await send({"type": "http.response.start", "status": 200, "headers": _JSON})
+        parts = self._encoder.whole(choices, self._generation.usage)
+        if not any(choice.logprobs or choice.prompt_logprobs for choice in choices):
+            return b"".join(parts)
+        piece = await self._pool.encode(_next_piece, parts)
+        while following := await self._pool.encode(_next_piece, parts):
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+            piece = following
+        return piece
+
+
+def _next_piece(parts: Iterator[bytes]) -> bytes:
+    """At least PIECE bytes of them; less at the end."""
+    piece = bytearray()
+    for part in parts:
+        piece += part
+        if len(piece) >= PIECE:
+            break
+    return bytes(piece)
+
+
+class _StreamedAnswer:
+    """The answer as server-sent events, from the first output on."""
+
+    def __init__(self, generation: _Generation, encoder: Encoder, pool: PromptPool) -> None:
+        self._generation = generation
+        self._encoder = encoder
+        self._pool = pool
+        self._started = False
+        self.failure: errors.ApiError | None = None  # after the first byte
+
+    async def write(self, send: Send) -> bytes:
+        """Send all events but the last and return that. Raises only before the first byte."""
+        try:
+            async with aclosing(self._generation.outputs()) as outputs:
+                async for index, output in outputs:
+                    if not self._started:
+                        self._started = True
+                        await send({"type": "http.response.start", "status": 200, "headers": _SSE})
+                    if events := await self._encode(index, output):
+                        await send(
+                            {"type": "http.response.body", "body": events, "more_body": True}
+                        )
+        except Exception as error:
+            if not self._started:
+                raise
+            log_late_failure(error, self._generation.request_id)
+            self.failure = errors.from_exception(error)
+            return self._encoder.failure(self.failure)
+        return self._encoder.ending(self._generation.usage)
+
+    async def _encode(self, index: int, output: Output) -> bytes:
+        """Log-probabilities in the thread; text alone takes less than the way there."""
+        if output.logprobs or output.prompt_logprobs:
+            return await self._pool.encode(self._encoder.events, index, output)
+        return self._encoder.events(index, output)
+
+
+async def _interleaved(streams: Sequence[OutputStream]) -> AsyncGenerator[tuple[int, Output], None]:
+    """(position of the stream, output) in order of arrival. Raises what any stream raises."""
+    queue: asyncio.Queue[tuple[int, Output] | Exception | None] = asyncio.Queue(
+        MERGED_AHEAD * len(streams)
+    )
+    pumps = [
+        asyncio.ensure_future(_pump(place, stream, queue)) for place, stream in enumerate(streams)
+    ]
+    try:
+        for _ in streams:
+            while (item := await queue.get()) is not None:
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+    finally:
+        for pump in pumps:
+            pump.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)
+
+
+async def _pump(
+    place: int, stream: OutputStream, queue: asyncio.Queue[tuple[int, Output] | Exception | None]
+) -> None:
+    try:
+        async for output in stream:
+            await queue.put((place, output))
+        await queue.put(None)
+    except Exception as error:  # noqa: BLE001 - the reader of the queue raises it
+        await queue.put(error)

@@ -1,0 +1,115 @@
+"""The routes that tokenize: ``/tokenize`` and ``/detokenize``, with vLLM's bodies and answers.
+
+The same template and tokenizer as in a generation, so that the counts agree. Tokenizes in the pool,
+never on the event loop.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal
+
+import orjson
+from pydantic import FailFast, Field
+from starlette.requests import Request
+from starlette.responses import Response
+from transformers import PreTrainedTokenizerBase
+
+from fairlead_runtime.api.bodies.messages import MAX_MESSAGES, Message, for_template
+from fairlead_runtime.api.bodies.prompts import chat_text, text_ids
+from fairlead_runtime.api.bodies.tool_bodies import MAX_TOOLS, Tool, tools_of
+from fairlead_runtime.api.state.state import Backend, ServerState
+from fairlead_runtime.front.auth import TENANT
+from fairlead_runtime.front.errors import invalid
+from fairlead_runtime.front.limits import PromptPool, is_large, read_body
+from fairlead_runtime.front.strict_body import MAX_NAME, StrictBody, check_model, validated
+from fairlead_runtime.front.strict_json import parse_object
+
+Answer = Mapping[str, Any]
+
+
+class TokenizeBody(StrictBody):
+    """Either ``prompt`` or ``messages``."""
+
+    model: str | None = Field(default=None, max_length=MAX_NAME)
+    prompt: str | None = None
+    messages: list[Message] | None = Field(default=None, min_length=1, max_length=MAX_MESSAGES)
+    add_special_tokens: bool | None = None  # default: true for a prompt, false for messages
+    add_generation_prompt: bool | None = None
+    continue_final_message: Literal[False] | None = None
+    return_token_strs: bool | None = None
+    tools: list[Tool] | None = Field(default=None, max_length=MAX_TOOLS)
+
+
+class DetokenizeBody(StrictBody):
+    model: str | None = Field(default=None, max_length=MAX_NAME)
+    tokens: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], FailFast()]
+
+
+class TokenizeRoutes:
+    def __init__(self, state: ServerState, pool: PromptPool) -> None:
+        self._state = state
+        self._pool = pool
+
+    async def tokenize(self, request: Request) -> Response:
+        return await self._answer(request, tokenize)
+
+    async def detokenize(self, request: Request) -> Response:
+        return await self._answer(request, detokenize)
+
+    async def _answer(
+        self, request: Request, work: Callable[[bytes, str, Backend], Answer]
+    ) -> Response:
+        with self._state.request() as backend, self._pool.bodies.hold() as take:
+            body = await read_body(request.scope, request.receive, take)
+            tenant = request.scope.get(TENANT)
+            answer = await self._pool.run(tenant, work, body, self._state.name, backend)
+        return Response(orjson.dumps(answer), media_type="application/json")
+
+
+def tokenize(body: bytes, served: str, backend: Backend) -> Answer:
+    """Raises ApiError or RequestError, which name the field, and ServiceError."""
+    fields = parse_object(body)
+    check_model(fields.get("model"), served)
+    parsed = validated(TokenizeBody, fields)
+    tokenizer, longest = backend.encoder.tokenizer, backend.service.max_model_len
+    large = is_large(body)
+    if (parsed.prompt is None) == (parsed.messages is None):
+        raise invalid("prompt", "send either prompt or messages")
+    if parsed.messages is None:
+        special = parsed.add_special_tokens is not False
+        prompt = parsed.prompt or ""
+        ids = list(text_ids(prompt, backend.encoder, longest, special=special, large=large))
+    else:
+        if parsed.add_special_tokens:
+            raise invalid(
+                "add_special_tokens",
+                "is not supported with messages: the chat template writes them; leave it out",
+                "unsupported_parameter",
+            )
+        text = chat_text(
+            for_template(parsed.messages),
+            tokenizer,
+            longest,
+            tools=tools_of(parsed.tools, None, parallel=None).for_template,
+            add_generation_prompt=parsed.add_generation_prompt is not False,
+        )
+        ids = list(backend.encoder.encode(text, special=False, large=large))
+    pieces = tokenizer.convert_ids_to_tokens(ids) if parsed.return_token_strs else None
+    return {"count": len(ids), "max_model_len": longest, "tokens": ids, "token_strs": pieces}
+
+
+def detokenize(body: bytes, served: str, backend: Backend) -> Answer:
+    """Raises ApiError, also for an id that the tokenizer does not have."""
+    fields = parse_object(body)
+    check_model(fields.get("model"), served)
+    ids = validated(DetokenizeBody, fields).tokens
+    for place, token in enumerate(ids):
+        if not _known(backend.encoder.tokenizer, token):
+            raise invalid(f"tokens.{place}", "the tokenizer has no token of this id")
+    return {"prompt": backend.vocabulary.decode(ids)}
+
+
+def _known(tokenizer: PreTrainedTokenizerBase, token: int) -> bool:
+    try:
+        return tokenizer.convert_ids_to_tokens(token) is not None
+    except IndexError:  # of tokenizers that have no Rust backend
+        return False

@@ -1,0 +1,1 @@
+"""What routes and ports share while a model loads, serves and drains: state, load, traces."""

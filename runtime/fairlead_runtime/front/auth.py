@@ -1,0 +1,82 @@
+"""API keys: which requests are allowed, and which tenant sent them.
+
+Owns the decision on ``scope["path"]``, made before the body is read. Every path of the public port,
+existing or not, needs a key, except the probes.
+"""
+
+import hmac
+import secrets
+from contextlib import ExitStack
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from fairlead_runtime.front.errors import ApiError
+from fairlead_runtime.front.key_file import MAX_KEY, Key, KeyRing
+
+# /readyz and its names on other servers, for load balancers that are configured for those.
+READINESS = ("/readyz", "/health", "/ping")
+OPEN_PATHS = frozenset({"/healthz", *READINESS})
+TENANT = "fairlead.tenant"  # the scope's entry for the caller's tenant; absent without keys
+
+
+class AuthMiddleware:
+    """Pure ASGI: refuses requests to the public app without a valid key, or beyond the limits of
+    their key. Without a key ring it refuses none.
+    """
+
+    def __init__(self, app: ASGIApp, keys: KeyRing | None) -> None:
+        self._app = app
+        self._keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._keys is None or scope["path"] in OPEN_PATHS:
+            await self._app(scope, receive, send)
+            return
+        key = _key(self._keys, scope)
+        if key is None:
+            self._keys.unauthorized += 1
+            await _unauthorized().response()(scope, receive, send)
+            return
+        scope[TENANT] = key.tenant
+        with ExitStack() as running:
+            try:
+                running.enter_context(key.usage.request(key.limits))
+            except ApiError as refusal:
+                self._keys.limited += 1
+                await refusal.response()(scope, receive, send)
+                return
+            await self._app(scope, receive, send)
+
+
+def _key(keys: KeyRing, scope: Scope) -> Key | None:
+    headers = [value for name, value in scope["headers"] if name == b"authorization"]
+    scheme, _, credential = headers[0].partition(b" ") if len(headers) == 1 else (b"", b"", b"")
+    text = credential.strip() if scheme.lower() == b"bearer" else b""
+    # Always compare, so that a malformed header takes as long as a wrong key.
+    key = keys.find(text[:MAX_KEY])
+    return key if text and len(text) <= MAX_KEY else None
+
+
+def _unauthorized() -> ApiError:
+    return ApiError(
+        401,
+        "this server needs an API key: send it as 'Authorization: Bearer KEY'",
+        headers={"www-authenticate": "Bearer"},
+    )
+
+
+class Salter:
+    """Separates prefix caches by key, so that no tenant can probe another tenant's prompts.
+
+    Without keys only ``cache_salt`` separates them, so that equal prompts share blocks.
+    """
+
+    def __init__(self) -> None:
+        self._secret = secrets.token_bytes(32)
+
+    def salt(self, keyed_tenant: str | None, cache_salt: str | None) -> bytes:
+        text = (cache_salt or "").encode()
+        if keyed_tenant is None:
+            return text
+        # A tenant holds no zero byte, so no two (tenant, salt) pairs make the same message.
+        return hmac.digest(self._secret, keyed_tenant.encode() + b"\0" + text, "sha256")
