@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 from fairlead_runtime.engine.inbox import Bounds
 from fairlead_runtime.outputs import ChoiceEvent, EngineState, ModelFacts
-from fairlead_runtime.request import FinishReason, Request
+from fairlead_runtime.processes import spawn
+from fairlead_runtime.request.sequence import FinishReason, Request
 from fairlead_runtime.serving import wire
-from fairlead_runtime.start import spawn
 
 MANY = 1 << 16
 BOUNDS = Bounds(

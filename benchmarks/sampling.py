@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fairlead_runtime.device.sampling.host_sampler import SamplingBatch, sample
-from fairlead_runtime.request import Request, SamplingParams, Sequence
+from fairlead_runtime.request.sequence import Request, SamplingParams, Sequence
 
 CASES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},

@@ -20,7 +20,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from fairlead_runtime.request import Request, SamplingParams
+from fairlead_runtime.request.sequence import Request, SamplingParams
 from fairlead_runtime.scheduling import Limits, Result, Scheduler
 from fairlead_runtime.sizing.groups import group_layers
 

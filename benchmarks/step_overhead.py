@@ -13,7 +13,7 @@ import statistics
 import time
 
 from fairlead_runtime.recording.record import RecordedScheduler
-from fairlead_runtime.request import Request, SamplingParams
+from fairlead_runtime.request.sequence import Request, SamplingParams
 from fairlead_runtime.scheduling import Limits, Result, Scheduler
 from fairlead_runtime.sizing.groups import group_layers
 

@@ -16,8 +16,8 @@ from typing import Any
 import yaml
 
 from fairlead_operator.decide.pods.blockers import CODES, NORMAL
-from fairlead_runtime.config import EngineConfig, base_type, choices_of, flag_of
-from fairlead_runtime.supported import NOT_YET
+from fairlead_runtime.settings.engine_config import EngineConfig, base_type, choices_of, flag_of
+from fairlead_runtime.settings.supported import NOT_YET
 
 ROOT = Path(__file__).parents[1]
 VALUES = ROOT / "charts" / "fairlead" / "values.yaml"

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from fairlead_runtime.supported import IN_RESOURCE
+from fairlead_runtime.settings.supported import IN_RESOURCE
 
 ROOT = Path(__file__).parents[1]
 PAGE, CRD = ROOT / "docs" / "resource.md", ROOT / "crds" / "inferencedeployments.yaml"

@@ -15,11 +15,11 @@ from benchmarks.gpu.patch import replaced
 from benchmarks.gpu.sizes import STEP, WARM, Sizes, new_tokens
 
 from fairlead_runtime import LLM, SamplingParams
+from fairlead_runtime.build import load_rank
 from fairlead_runtime.device.proof import selftest
 from fairlead_runtime.device.warmup.decode_plan import Decodes
 from fairlead_runtime.models import loading
 from fairlead_runtime.outputs import Submission
-from fairlead_runtime.start import rank_parts
 
 BLOCK = 16
 
@@ -149,7 +149,7 @@ class Ours:
 PARTS: tuple[tuple[str, Any, str], ...] = (
     ("weights, made on the device", loading, "load"),
     ("fusing, kernels, self-test", selftest, "prepare_and_test"),
-    ("profile", rank_parts, "_profile"),
+    ("profile", load_rank, "_profile"),
     ("graphs, measured", Decodes, "measure"),
     ("graphs, captured", Decodes, "capture"),
 )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fairlead_runtime.llm import LLM
-    from fairlead_runtime.request import SamplingParams
+    from fairlead_runtime.request.sequence import SamplingParams
 
 __all__ = ["LLM", "SamplingParams"]
 
@@ -18,7 +18,7 @@ def __getattr__(name: str) -> Any:
 
         return LLM
     if name == "SamplingParams":
-        from fairlead_runtime.request import SamplingParams
+        from fairlead_runtime.request.sequence import SamplingParams
 
         return SamplingParams
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -15,15 +15,15 @@ from typing import Self
 import torch
 from tqdm import tqdm
 
-from fairlead_runtime.config import EngineConfig
+from fairlead_runtime.build.build_engine import EngineParts, build
 from fairlead_runtime.grammar.checker import Checker
 from fairlead_runtime.hub.download_progress import resolve_with_bar
-from fairlead_runtime.logprobs import Logprob
 from fairlead_runtime.models import chat
 from fairlead_runtime.outputs import ChoiceEvent, EngineDead, Output, QueueFull, Submission
-from fairlead_runtime.request import FinishReason, Request, RequestError, SamplingParams
+from fairlead_runtime.request.logprobs import Logprob
+from fairlead_runtime.request.sequence import FinishReason, Request, RequestError, SamplingParams
 from fairlead_runtime.serving.choice import ChoiceText
-from fairlead_runtime.start.build import EngineParts, build
+from fairlead_runtime.settings.engine_config import EngineConfig
 
 Prompt = str | Mapping[str, Sequence[int]]
 

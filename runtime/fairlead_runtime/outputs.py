@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple, Protocol, Self
 
-from fairlead_runtime.logprobs import Logprob, PromptLogprobs, TokenLogprobs
-from fairlead_runtime.request import FinishReason, SamplingParams, Status
+from fairlead_runtime.request.logprobs import Logprob, PromptLogprobs, TokenLogprobs
+from fairlead_runtime.request.sequence import FinishReason, SamplingParams, Status
 from fairlead_runtime.scheduling.plan import Work
 from fairlead_runtime.scheduling.scheduler import SchedulerStats
 

@@ -24,7 +24,7 @@ from fairlead_operator.reconcile import Reconciler
 from fairlead_operator.resource.fields import ResourceError
 from fairlead_operator.resource.kinds import DEPLOYMENT, RESOURCE, Object
 from fairlead_operator.resource.resource import InferenceDeployment
-from fairlead_runtime.supported import IN_RESOURCE
+from fairlead_runtime.settings.supported import IN_RESOURCE
 from support.crd import SPEC, nodes
 from support.fake_api_server import FakeApiServer, FakeCluster
 from support.operator_bodies import AFFINITY, SETTINGS, VOLUMES, merged, resource_body

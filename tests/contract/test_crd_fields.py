@@ -13,8 +13,8 @@ from cluster.harness.cel_cases import CASES, Case
 from fairlead_operator.resource.fields import camel
 from fairlead_operator.resource.resource import NARROWER
 from fairlead_operator.resource.spec import Spec
-from fairlead_runtime.config import EngineConfig, base_type, choices_of
-from fairlead_runtime.supported import IN_RESOURCE, Limit
+from fairlead_runtime.settings.engine_config import EngineConfig, base_type, choices_of
+from fairlead_runtime.settings.supported import IN_RESOURCE, Limit
 from support.crd import CRD, FILE, SCHEMA, SPEC, VERSION, nodes
 
 TYPES = {bool: {"boolean"}, int: {"integer"}, float: {"number", "integer"}, str: {"string"}}

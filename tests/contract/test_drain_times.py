@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from fairlead_operator.decide.children.podtemplate import pod_template
-from fairlead_runtime.config import EngineConfig
+from fairlead_runtime.settings.engine_config import EngineConfig
 from support.operator_bodies import SETTINGS, resource
 
 

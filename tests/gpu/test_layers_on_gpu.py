@@ -22,12 +22,12 @@ from fairlead_kernels.packages import humming_package
 from fairlead_kernels.packages.humming_products import TOLERANCE, HummingPacked, HummingProducts
 from fairlead_kernels.plain.torch_operations import TorchOperations
 from fairlead_runtime import LLM, SamplingParams
-from fairlead_runtime.config import EngineConfig
 from fairlead_runtime.device.conversion.fusion import fuse
 from fairlead_runtime.device.model.paged_model import PagedModel
 from fairlead_runtime.device.proof import selftest
 from fairlead_runtime.device.ranks import shards
 from fairlead_runtime.models import families, loading, rope, tiny
+from fairlead_runtime.settings.engine_config import EngineConfig
 from fairlead_runtime.sizing.terms import weights
 from support.operation_cases import (
     ActivationCase,

@@ -50,7 +50,7 @@ def _gpu() -> None:
 def storage(monkeypatch: pytest.MonkeyPatch, piece_units: int = 1) -> CacheStorage:
     groups = group_layers([None, 8, None])
     unit = CacheStorage.unit_bytes(groups, HEADS, 16)
-    monkeypatch.setattr("fairlead_runtime.sizing.offload.PIECE_BYTES", piece_units * unit)
+    monkeypatch.setattr("fairlead_runtime.sizing.offload_space.PIECE_BYTES", piece_units * unit)
     cache = CacheStorage(groups, HEADS, device=CUDA, units=UNITS, host_units=HOST, block_size=16)
     for part in (cache.keys, cache.values):
         raw = part.view(torch.uint8)

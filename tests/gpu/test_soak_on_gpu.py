@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from fairlead_runtime import LLM
+from fairlead_runtime.build.host import process_age
 from fairlead_runtime.models import tiny
-from fairlead_runtime.start.host import process_age
 from support import soak
 
 SECONDS, FEWEST = 480.0, 470.0

@@ -22,7 +22,6 @@ from fairlead_kernels.interface import reference
 from fairlead_kernels.interface.attention import AttentionBackend, DecodeAttention
 from fairlead_kernels.interface.layer import LayerOperations
 from fairlead_kernels.interface.not_available import NotAvailableError
-from fairlead_runtime.config import EngineConfig
 from fairlead_runtime.device.conversion.fusion import fuse, quantize_weights
 from fairlead_runtime.device.memory.storage import CacheStorage
 from fairlead_runtime.device.model.batch import BatchBuilder
@@ -34,12 +33,13 @@ from fairlead_runtime.device.step.graph_cache import GraphCache
 from fairlead_runtime.device.step.model_runner import ModelRunner
 from fairlead_runtime.engine.isolate import Executor
 from fairlead_runtime.grammar.guides import Guides
-from fairlead_runtime.logprobs import TokenLogprobs
 from fairlead_runtime.models import families, rope, tiny
-from fairlead_runtime.request import FinishReason, Request, SamplingParams, Sequence
+from fairlead_runtime.request.logprobs import TokenLogprobs
+from fairlead_runtime.request.sequence import FinishReason, Request, SamplingParams, Sequence
 from fairlead_runtime.scheduling.plan import Finished, Limits, Result, Row, Work
 from fairlead_runtime.scheduling.scheduler import Scheduler, SchedulerStats
-from fairlead_runtime.sizing.graphs import step_sizes
+from fairlead_runtime.settings.engine_config import EngineConfig
+from fairlead_runtime.sizing.graph_sizes import step_sizes
 from fairlead_runtime.sizing.groups import LayerGroup, group_layers
 from support import flashinfer_standin, rank_pair, triton_standin
 from support.fp8_reference import Fp8Cache

@@ -9,12 +9,12 @@ from typing import Any
 from fairlead_runtime.engine.engine import Bounds, Engine, Prepare
 from fairlead_runtime.engine.observer import Observer
 from fairlead_runtime.engine.progress import NO_TIMES, StepTimes
-from fairlead_runtime.logprobs import TokenLogprobs
 from fairlead_runtime.outputs import ChoiceEvent
-from fairlead_runtime.request import FinishReason, Request, SamplingParams
+from fairlead_runtime.request.logprobs import TokenLogprobs
+from fairlead_runtime.request.seeds import mix64
+from fairlead_runtime.request.sequence import FinishReason, Request, SamplingParams
 from fairlead_runtime.scheduling.plan import Limits, Result, Row, Work
 from fairlead_runtime.scheduling.scheduler import Scheduler
-from fairlead_runtime.seeds import mix64
 from fairlead_runtime.sizing.groups import LayerGroup
 
 VOCABULARY = 1000

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fairlead_runtime.grammar.compile import TokenizerFacts
 from fairlead_runtime.grammar.guides import Guide
 from fairlead_runtime.models import tokenizer
-from fairlead_runtime.request import Request, SamplingParams, Sequence
+from fairlead_runtime.request.sequence import Request, SamplingParams, Sequence
 
 # Two bytes that often follow each other, so that a text has several spellings, as with real models.
 MERGES = [('"', "a"), ("Ġ", "Ġ"), ("a", "a"), ("aa", "aa"), ("{", '"'), ('"', ":"), ("Ċ", "Ġ")]

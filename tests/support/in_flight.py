@@ -5,7 +5,7 @@ from typing import Any
 
 from fairlead_runtime.device.step.model_runner import ModelRunner
 from fairlead_runtime.grammar.guides import Guides
-from fairlead_runtime.request import Request
+from fairlead_runtime.request.sequence import Request
 from fairlead_runtime.scheduling.plan import Result, Work
 from fairlead_runtime.scheduling.scheduler import Scheduler
 from support.engine_rig import Rig, Setting

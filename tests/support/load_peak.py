@@ -4,10 +4,10 @@ import threading
 from pathlib import Path
 from typing import NamedTuple
 
-from fairlead_runtime.config import EngineConfig
+from fairlead_runtime.child.heap import release_memory
 from fairlead_runtime.device.proof import selftest
-from fairlead_runtime.heap import release_memory
 from fairlead_runtime.models import loading
+from fairlead_runtime.settings.engine_config import EngineConfig
 
 
 class Measured(NamedTuple):

@@ -3,7 +3,7 @@
 # Begins a program for ``python -c``: private() is in bytes, after what was freed is given back.
 PROGRAM = """
 from pathlib import Path
-from fairlead_runtime.heap import release_memory
+from fairlead_runtime.child.heap import release_memory
 def private():
     release_memory()
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]

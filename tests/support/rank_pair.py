@@ -20,7 +20,6 @@ from fairlead_kernels.formats.quantize import Format
 from fairlead_kernels.interface.attention import AttentionBackend
 from fairlead_kernels.plain.torch_operations import TorchOperations
 from fairlead_runtime.child import frames
-from fairlead_runtime.config import ConfigError, EngineConfig
 from fairlead_runtime.device.conversion.fusion import fuse
 from fairlead_runtime.device.memory.storage import CacheStorage
 from fairlead_runtime.device.model.batch import Batch
@@ -32,6 +31,7 @@ from fairlead_runtime.device.ranks import shards
 from fairlead_runtime.models import architecture, loading
 from fairlead_runtime.models.headers import Header, TensorEntry
 from fairlead_runtime.scheduling.plan import DeviceLostError, Work
+from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
 from fairlead_runtime.sizing.shape import ModelShape
 from support import humming_standin
 

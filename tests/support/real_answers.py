@@ -13,9 +13,9 @@ import transformers
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from fairlead_runtime.config import EngineConfig
 from fairlead_runtime.models import chat, loading
 from fairlead_runtime.models.loading import LoadedModel
+from fairlead_runtime.settings.engine_config import EngineConfig
 from support.real_weights import SMOLLM2
 
 FOLDER = Path(__file__).parents[1] / "functional" / "real_weights"

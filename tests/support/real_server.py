@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from fairlead_runtime.api.state.state import Backend
-from fairlead_runtime.config import EngineConfig
+from fairlead_runtime.build.build_engine import build
 from fairlead_runtime.grammar.checker import Checker
 from fairlead_runtime.grammar.compile import CheckLimits
 from fairlead_runtime.hub import source
@@ -14,7 +14,7 @@ from fairlead_runtime.serving.measurements import RequestMetrics
 from fairlead_runtime.serving.metrics import EngineMetrics
 from fairlead_runtime.serving.prompt_encoder import PromptEncoder
 from fairlead_runtime.serving.service import Service
-from fairlead_runtime.start.build import build
+from fairlead_runtime.settings.engine_config import EngineConfig
 from support.api_harness import MODEL, WITHIN, Server, running_server
 
 CONFIG = EngineConfig(

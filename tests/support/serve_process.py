@@ -24,11 +24,14 @@ from typing import Any
 
 import httpx
 
-from fairlead_runtime.start import engine_process, rank_process, ranks, spawn
+from fairlead_runtime.build import rank_leader
+from fairlead_runtime.processes import engine_process, rank_process, spawn
 
 WITHIN = 300.0  # seconds; a limit for hung processes, long enough for a busy machine
 forks = multiprocessing.get_context("forkserver")
-forks.set_forkserver_preload(["fairlead_runtime.start.serve", "fairlead_runtime.start.build"])
+forks.set_forkserver_preload(
+    ["fairlead_runtime.processes.http_process", "fairlead_runtime.build.build_engine"]
+)
 
 
 class Process:
@@ -288,7 +291,7 @@ def _main(
     from fairlead_runtime.cli import main
 
     spawn.spawn = lambda connection, level: Fork(connection, level, prepare)  # type: ignore[assignment,return-value]
-    ranks.spawn = ForkedRank
+    rank_leader.spawn = ForkedRank
     prepare_http()
     sys.exit(main(arguments))
 

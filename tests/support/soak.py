@@ -22,7 +22,7 @@ import torch
 from fairlead_runtime import LLM
 from fairlead_runtime.engine.engine import Engine
 from fairlead_runtime.outputs import Submission
-from fairlead_runtime.request import FinishReason, Request, SamplingParams
+from fairlead_runtime.request.sequence import FinishReason, Request, SamplingParams
 
 MIB = 1 << 20
 # What of a process must not grow, and by how much it may: allocators keep pages of their own, and a

@@ -1,6 +1,6 @@
 """Start a real engine on a tiny model in a pod of any memory, and take a token from it.
 
-The pod's memory is a cgroup limit in a copy of the files that ``start/host.py`` reads; weights,
+The pod's memory is a cgroup limit in a copy of the files that ``build/host.py`` reads; weights,
 profiling run, cache and steps are real.
 """
 
@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from fairlead_runtime.config import EngineConfig
+from fairlead_runtime.build import build_engine, checks, host
+from fairlead_runtime.build.resolve import ResolvedConfig
 from fairlead_runtime.llm import LLM
-from fairlead_runtime.request import SamplingParams
+from fairlead_runtime.request.sequence import SamplingParams
+from fairlead_runtime.settings.engine_config import EngineConfig
 from fairlead_runtime.sizing.terms import GIB
-from fairlead_runtime.start import build, checks, host
-from fairlead_runtime.start.resolve import ResolvedConfig
 
 # Threads do not speed up tiny matrices; on shared cores they slow them down a hundredfold.
 torch.set_num_threads(1)
@@ -47,7 +47,7 @@ def start_engine(
     One token of prompt and one of answer: with room for less, nothing is asked.
     """
     monkeypatch.setattr(checks, "memory_limit", partial(host.memory_limit, root))
-    monkeypatch.setattr(build, "resident_bytes", lambda: process)
+    monkeypatch.setattr(build_engine, "resident_bytes", lambda: process)
     llm = LLM(str(model), **dataclasses.asdict(config))
     try:
         resolved = llm._parts.resolved  # type: ignore[union-attr]

@@ -92,7 +92,7 @@ class DelayedCache(CacheStorage):
         self, *arguments: Any, choose: Choose, piece_bytes: int = 1 << 14, **options: Any
     ) -> None:
         self.delayed = DelayedStreams(choose)
-        with patch("fairlead_runtime.sizing.offload.PIECE_BYTES", piece_bytes):
+        with patch("fairlead_runtime.sizing.offload_space.PIECE_BYTES", piece_bytes):
             super().__init__(*arguments, streams=self.delayed.lanes, **options)
 
     def copy(self, work: Work) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from fairlead_runtime.request import FINAL, FinishReason, Sequence
+from fairlead_runtime.request.sequence import FINAL, FinishReason, Sequence
 from fairlead_runtime.scheduling import Finished, Plan, Result, Row, Scheduler, Token, Work
 from fairlead_runtime.sizing.groups import NULL, group_layers
 from support.whole_run_device import Device, RunError

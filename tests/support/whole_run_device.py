@@ -1,7 +1,7 @@
 """A fake device whose cache slots hold stamps of what was written; every read checks them."""
 
-from fairlead_runtime.logprobs import TokenLogprobs
-from fairlead_runtime.request import Sequence
+from fairlead_runtime.request.logprobs import TokenLogprobs
+from fairlead_runtime.request.sequence import Sequence
 from fairlead_runtime.scheduling import Result, Row, Work
 from fairlead_runtime.sizing.groups import NULL, LayerGroup
 from support.whole_run_scenario import mix, next_token, start_stamp

@@ -3,7 +3,7 @@
 import random
 from dataclasses import dataclass, replace
 
-from fairlead_runtime.request import FinishReason, Request, SamplingParams
+from fairlead_runtime.request.sequence import FinishReason, Request, SamplingParams
 from fairlead_runtime.scheduling import Limits
 
 VOCABULARY, EOS = 6, 0

@@ -22,8 +22,8 @@ from fairlead_operator.resource.fields import (
 )
 from fairlead_operator.resource.kinds import RESOURCE
 from fairlead_operator.resource.spec import Source, Spec, Toleration
-from fairlead_runtime.config import ConfigError, EngineConfig
-from fairlead_runtime.supported import IN_RESOURCE, Limit
+from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
+from fairlead_runtime.settings.supported import IN_RESOURCE, Limit
 
 NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
 REVISION = re.compile(r"([A-Za-z0-9][A-Za-z0-9._/-]*)?")

@@ -10,7 +10,7 @@ Owns reference counts and the content index. Knows no sequence, position or tens
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from fairlead_runtime.request import BlockHash
+from fairlead_runtime.request.sequence import BlockHash
 
 
 class PoolError(RuntimeError):

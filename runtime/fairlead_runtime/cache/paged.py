@@ -15,7 +15,7 @@ from typing import NamedTuple
 from fairlead_runtime.cache.blocks import BlockPool, PoolError
 from fairlead_runtime.cache.offload import HostPool
 from fairlead_runtime.cache.prefix import extend_chain, link, longest_hit, root
-from fairlead_runtime.request import BlockHash, Sequence
+from fairlead_runtime.request.sequence import BlockHash, Sequence
 from fairlead_runtime.sizing.groups import NULL, LayerGroup
 
 Pairs = list[tuple[int, int]]

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from fairlead_runtime.commands.parser import Parser
-from fairlead_runtime.config import ConfigError
-from fairlead_runtime.start import termination
+from fairlead_runtime.processes import termination
+from fairlead_runtime.settings.engine_config import ConfigError
 
 
 def main(argv: list[str], environ: Mapping[str, str] = os.environ) -> int:

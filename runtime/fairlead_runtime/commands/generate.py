@@ -7,8 +7,8 @@ import argparse
 import dataclasses
 import sys
 
-from fairlead_runtime.config import ConfigError, EngineConfig, add_arguments
-from fairlead_runtime.start import termination
+from fairlead_runtime.processes import termination
+from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig, add_arguments
 
 
 def main(argv: list[str]) -> int:
@@ -58,7 +58,7 @@ def _generate(options: argparse.Namespace) -> None:
     from fairlead_runtime.llm import LLM
     from fairlead_runtime.models import chat
     from fairlead_runtime.outputs import Submission
-    from fairlead_runtime.request import FinishReason, RequestError, SamplingParams
+    from fairlead_runtime.request.sequence import FinishReason, RequestError, SamplingParams
 
     if options.max_tokens < 1:
         raise ConfigError("max_tokens", f"{options.max_tokens} is below the smallest allowed, 1")

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from fairlead_runtime.start import termination
+from fairlead_runtime.processes import termination
 
 
 class Parser(argparse.ArgumentParser):

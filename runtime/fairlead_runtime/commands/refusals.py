@@ -6,10 +6,10 @@ failed; 4: the engine gave up. Any other exception is a bug and keeps its traceb
 
 from typing import NamedTuple
 
-from fairlead_runtime.config import ConfigError
 from fairlead_runtime.models.model_error import CanaryError, ModelError, SelfTestError
 from fairlead_runtime.outputs import EngineDead
-from fairlead_runtime.request import RequestError
+from fairlead_runtime.request.sequence import RequestError
+from fairlead_runtime.settings.engine_config import ConfigError
 
 
 class Refusal(NamedTuple):

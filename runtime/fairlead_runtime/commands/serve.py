@@ -13,9 +13,9 @@ import sys
 from collections.abc import Sequence
 
 from fairlead_runtime.commands.parser import Parser
-from fairlead_runtime.config import ConfigError, EngineConfig, add_arguments
-from fairlead_runtime.start import logs, spawn, termination
-from fairlead_runtime.supported import check_supported
+from fairlead_runtime.processes import logs, spawn, termination
+from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig, add_arguments
+from fairlead_runtime.settings.supported import check_supported
 
 
 def main(argv: Sequence[str]) -> int:
@@ -29,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
             _leave_torch_out()
             logs.adopt_transformers()
             # Imported after parsing: --help and wrong flags need no heavy imports.
-            from fairlead_runtime.start.serve import run
+            from fairlead_runtime.processes.http_process import run
 
             ports = (options.port, options.admin_port)
             return run(engine, options.model, config, options.host, *ports)

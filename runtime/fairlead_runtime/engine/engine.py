@@ -32,10 +32,10 @@ from fairlead_runtime.outputs import (
     RequestView,
     ServiceError,
 )
-from fairlead_runtime.request import FinishReason, Request, RequestError
+from fairlead_runtime.request.sequence import FinishReason, Request, RequestError
+from fairlead_runtime.request.structured import StructuredOutputs
 from fairlead_runtime.scheduling.plan import DeviceLostError, Event, Token, Work
 from fairlead_runtime.scheduling.scheduler import InvariantViolation, Scheduler
-from fairlead_runtime.structured import StructuredOutputs
 
 __all__ = ["CANARY", "Bounds", "Engine", "Observer", "canary"]
 log = logging.getLogger("fairlead.engine")

@@ -12,7 +12,7 @@ from typing import Any, Protocol, Self
 
 from fairlead_runtime.engine.progress import StepProgress
 from fairlead_runtime.outputs import EngineDead, QueueFull, ServiceError
-from fairlead_runtime.request import FinishReason, Request, RequestError
+from fairlead_runtime.request.sequence import FinishReason, Request, RequestError
 from fairlead_runtime.scheduling.admission import refusal
 from fairlead_runtime.scheduling.plan import Limits
 from fairlead_runtime.sizing.terms import QUEUE_TOKENS

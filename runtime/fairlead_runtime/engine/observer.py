@@ -3,7 +3,7 @@
 import uuid
 from collections.abc import Sequence
 
-from fairlead_runtime.request import FinishReason, Request, SamplingParams
+from fairlead_runtime.request.sequence import FinishReason, Request, SamplingParams
 from fairlead_runtime.scheduling.plan import Event, Work
 
 CANARY = "canary/"  # no client's id holds a slash

@@ -7,7 +7,7 @@ from collections import abc
 from dataclasses import dataclass
 
 from fairlead_runtime.outputs import RequestView
-from fairlead_runtime.request import FINAL, Request, Sequence, Status
+from fairlead_runtime.request.sequence import FINAL, Request, Sequence, Status
 from fairlead_runtime.sizing.groups import NULL
 
 

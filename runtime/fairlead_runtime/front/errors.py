@@ -11,7 +11,7 @@ import orjson
 from starlette.responses import Response
 
 from fairlead_runtime.outputs import GrammarsBusy, QueueFull, QueueTimeout, ServiceError
-from fairlead_runtime.request import RequestError
+from fairlead_runtime.request.sequence import RequestError
 
 MAX_MESSAGE = 1900  # bytes; even if escaping doubles them, the body stays below 4 KiB
 _INTERNAL = "the server failed on this request; its log has the details under the request id"

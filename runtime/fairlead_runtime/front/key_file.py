@@ -13,9 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from fairlead_runtime.config import ConfigError
 from fairlead_runtime.front.key_limits import KeyLimits, KeyUsage
 from fairlead_runtime.front.watched_files import Stamp, stamp_of
+from fairlead_runtime.settings.engine_config import ConfigError
 
 MAX_KEY = 1024  # bytes; a longer credential is not a valid key
 MAX_KEYS = 1000  # every request is compared with each

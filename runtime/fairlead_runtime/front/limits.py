@@ -13,9 +13,9 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from starlette.types import Receive, Scope
 
+from fairlead_runtime.child.threads import be_nicer
 from fairlead_runtime.front.errors import ApiError
 from fairlead_runtime.front.turns import Turns
-from fairlead_runtime.threads import be_nicer
 
 MAX_BODY = 2 * 1024 * 1024  # bytes
 # For a whole body: these seconds, and one more for each LINK_RATE bytes of it. The largest body may

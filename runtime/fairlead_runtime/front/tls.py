@@ -12,9 +12,9 @@ import ssl
 from collections.abc import Callable
 from pathlib import Path
 
-from fairlead_runtime.config import ConfigError
 from fairlead_runtime.front.access_log import describe
 from fairlead_runtime.front.watched_files import Stamp, stamp_of
+from fairlead_runtime.settings.engine_config import ConfigError
 
 HANDSHAKE_SECONDS = 10.0
 CLOSE_SECONDS = 2.0  # for the peer's part of the end of TLS

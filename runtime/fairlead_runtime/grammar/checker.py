@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from fairlead_runtime.child.program import Answer, ChildLost, ChildProgram, command_of
 from fairlead_runtime.grammar.compile import CheckLimits, TokenizerFacts
-from fairlead_runtime.request import RequestError
-from fairlead_runtime.structured import StructuredOutputs
+from fairlead_runtime.request.sequence import RequestError
+from fairlead_runtime.request.structured import StructuredOutputs
 
 MAX_WAITING = 32  # checks that wait or run; one more is refused
 MAX_WAIT = 4.5  # seconds for a verdict, from asking; the child's own deadline is shorter

@@ -22,6 +22,7 @@ from typing import Any, BinaryIO
 from llguidance import LLMatcher, LLTokenizer
 
 from fairlead_runtime.child import frames
+from fairlead_runtime.child.heap import release_memory
 from fairlead_runtime.grammar.compile import (
     NO_OUTPUT,
     CheckLimits,
@@ -30,8 +31,7 @@ from fairlead_runtime.grammar.compile import (
     check,
     compile_matcher,
 )
-from fairlead_runtime.heap import release_memory
-from fairlead_runtime.structured import TOO_COMPLEX, StructuredOutputs
+from fairlead_runtime.request.structured import TOO_COMPLEX, StructuredOutputs
 
 MAX_FORKS = 2  # checks at a time
 # Smaller than the stacks of the engine's threads, so that a grammar that passes here cannot

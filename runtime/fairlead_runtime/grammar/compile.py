@@ -16,7 +16,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
 from tokenizers import Tokenizer
 
-from fairlead_runtime.structured import WHITE_SPACE, StructuredOutputs, text_rule
+from fairlead_runtime.request.structured import WHITE_SPACE, StructuredOutputs, text_rule
 
 _JSON_OPTIONS: Any = {
     "item_separator": ",",

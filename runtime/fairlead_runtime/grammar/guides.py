@@ -18,15 +18,15 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
+from fairlead_runtime.child.threads import be_nicer
 from fairlead_runtime.grammar.compile import (
     GrammarError,
     TokenizerFacts,
     check,
     compile_matcher,
 )
-from fairlead_runtime.request import Sequence
-from fairlead_runtime.structured import FAILED, TOO_COMPLEX, StructuredOutputs
-from fairlead_runtime.threads import be_nicer
+from fairlead_runtime.request.sequence import Sequence
+from fairlead_runtime.request.structured import FAILED, TOO_COMPLEX, StructuredOutputs
 
 CACHE_BYTES = 128 * 1024 * 1024  # of compiled grammars that no sequence needs
 # A mask takes milliseconds; where one takes longer than this, beyond the forward pass, its sequence

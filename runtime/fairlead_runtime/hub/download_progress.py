@@ -12,9 +12,9 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from fairlead_runtime.config import EngineConfig
 from fairlead_runtime.hub.fetch import Progress, Report
 from fairlead_runtime.hub.source import resolve
+from fairlead_runtime.settings.engine_config import EngineConfig
 
 log = logging.getLogger(__name__)
 STEP = 10  # percent between two log lines

@@ -13,9 +13,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from fairlead_runtime import preflight
 from fairlead_runtime.hub.fetch import Progress
 from fairlead_runtime.models.files import CONFIG
+from fairlead_runtime.settings import preflight
 
 BACKLOG = 16
 IDLE_SECONDS = 10  # a connection that sends nothing for this long is closed

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import unquote, urlsplit
 
-from fairlead_runtime.config import ConfigError
 from fairlead_runtime.hub.fetch import COMMIT, Report, fetch
 from fairlead_runtime.models.model_error import ModelError
+from fairlead_runtime.settings.engine_config import ConfigError
 
 ACCEPTED = "use demo:, hf://owner/name, owner/name, file:///path or a path"
 DEMO = "demo:"

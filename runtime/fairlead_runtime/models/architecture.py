@@ -8,9 +8,9 @@ table.
 from collections.abc import Mapping
 from typing import Any
 
-from fairlead_runtime.config import ConfigError
 from fairlead_runtime.models.headers import Header
 from fairlead_runtime.models.model_error import ModelError, unsupported_shape
+from fairlead_runtime.settings.engine_config import ConfigError
 from fairlead_runtime.sizing.config_json import ShapeError, UnknownFamilyError
 from fairlead_runtime.sizing.family_table import FAMILIES
 from fairlead_runtime.sizing.shape import ModelShape

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from fairlead_runtime.request import RequestError
+from fairlead_runtime.request.sequence import RequestError
 
 
 def has_chat_template(tokenizer: PreTrainedTokenizerBase) -> bool:

@@ -17,8 +17,8 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from fairlead_runtime.child import frames
-from fairlead_runtime.heap import release_memory
-from fairlead_runtime.threads import be_idle
+from fairlead_runtime.child.heap import release_memory
+from fairlead_runtime.child.threads import be_idle
 
 
 def main() -> int:

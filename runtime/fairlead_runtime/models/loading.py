@@ -24,16 +24,16 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from fairlead_runtime.config import ConfigError, EngineConfig
 from fairlead_runtime.models import architecture, published
 from fairlead_runtime.models import files as model_files
 from fairlead_runtime.models.files import ModelFiles
 from fairlead_runtime.models.identity import identity
 from fairlead_runtime.models.model_error import ModelError, first_line
 from fairlead_runtime.models.tokenizer_files import load_tokenizer
-from fairlead_runtime.sizing.published import published as stored_format
+from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
+from fairlead_runtime.settings.supported import check_supported
+from fairlead_runtime.sizing.checkpoint_formats import published as stored_format
 from fairlead_runtime.sizing.shape import ModelShape
-from fairlead_runtime.supported import check_supported
 
 log = logging.getLogger(__name__)
 

@@ -2,8 +2,8 @@
 
 Owns the modules that receive the stored tensors while transformers loads the rest, and what they
 become: ``QuantizedLinear``, at once or, of a split model, part by part. Which formats there are is
-``sizing/published.py``'s. The tensors are untrusted: their sizes come from checked headers and must
-be those of the layer.
+``sizing/checkpoint_formats.py``'s. The tensors are untrusted: their sizes come from checked headers
+and must be those of the layer.
 """
 
 from collections.abc import Iterable, Mapping

@@ -14,8 +14,8 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 from fairlead_runtime.models import families
 from fairlead_runtime.models.headers import Header
 from fairlead_runtime.models.model_error import ModelError, unsupported_shape
+from fairlead_runtime.sizing.checkpoint_formats import published
 from fairlead_runtime.sizing.config_json import STANDARD, ShapeError
-from fairlead_runtime.sizing.published import published
 from fairlead_runtime.sizing.shape import ModelShape
 
 LARGEST_COUNT = 1 << 14

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from fairlead_runtime.request import Request, SamplingParams, Sequence
+from fairlead_runtime.request.sequence import Request, SamplingParams, Sequence
 from fairlead_runtime.scheduling.plan import Event, Finished, Limits, Plan, Result, Work
 from fairlead_runtime.scheduling.scheduler import Scheduler
 from fairlead_runtime.sizing.groups import LayerGroup

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from fairlead_runtime.cache.prefix import root
-from fairlead_runtime.request import FINAL, BlockHash, Sequence, Status
+from fairlead_runtime.request.sequence import FINAL, BlockHash, Sequence, Status
 from fairlead_runtime.scheduling.planner import State, plan_step
 from fairlead_runtime.sizing.groups import NULL
 

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
-from fairlead_runtime.config import EngineConfig, SchedulerType
-from fairlead_runtime.logprobs import TokenLogprobs
-from fairlead_runtime.request import FINAL, FinishReason, Sequence
+from fairlead_runtime.request.logprobs import TokenLogprobs
+from fairlead_runtime.request.sequence import FINAL, FinishReason, Sequence
+from fairlead_runtime.settings.engine_config import EngineConfig, SchedulerType
 
 
 @dataclass(frozen=True, slots=True)

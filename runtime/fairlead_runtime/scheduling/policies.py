@@ -7,8 +7,8 @@ import heapq
 from bisect import bisect_left, insort
 from collections.abc import Container, Iterable, Iterator
 
-from fairlead_runtime.config import SchedulerType
-from fairlead_runtime.request import Sequence
+from fairlead_runtime.request.sequence import Sequence
+from fairlead_runtime.settings.engine_config import SchedulerType
 
 Rank = tuple[int, ...]
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from typing import cast
 
 from fairlead_runtime.cache.paged import PagedCache
-from fairlead_runtime.request import (
+from fairlead_runtime.request.sequence import (
     FINAL,
     FinishReason,
     Request,

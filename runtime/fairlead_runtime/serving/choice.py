@@ -6,9 +6,9 @@ engine thread. Knows no queue and no asyncio.
 
 from collections.abc import Sequence
 
-from fairlead_runtime.logprobs import Logprob, PromptLogprobs
 from fairlead_runtime.outputs import ChoiceEvent, Output, Submission
-from fairlead_runtime.request import FinishReason
+from fairlead_runtime.request.logprobs import Logprob, PromptLogprobs
+from fairlead_runtime.request.sequence import FinishReason
 from fairlead_runtime.serving.detokenize import Detokenizer, Vocabulary
 
 

@@ -13,9 +13,9 @@ import threading
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
+from fairlead_runtime.child.heap import release_memory
 from fairlead_runtime.engine.engine import Engine
 from fairlead_runtime.engine.inbox import Bounds
-from fairlead_runtime.heap import release_memory
 from fairlead_runtime.outputs import (
     CacheView,
     ChoiceEvent,
@@ -24,7 +24,7 @@ from fairlead_runtime.outputs import (
     RequestView,
     ServiceError,
 )
-from fairlead_runtime.request import Request
+from fairlead_runtime.request.sequence import Request
 from fairlead_runtime.serving.measurements import EngineReport, RequestMetrics
 
 log = logging.getLogger("fairlead.service")

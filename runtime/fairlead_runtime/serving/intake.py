@@ -10,8 +10,8 @@ from array import array
 from collections.abc import Callable, Sequence
 
 from fairlead_runtime.outputs import ModelFacts, Submission
-from fairlead_runtime.request import Request, RequestError, SamplingParams
-from fairlead_runtime.seeds import resolve_seed
+from fairlead_runtime.request.seeds import resolve_seed
+from fairlead_runtime.request.sequence import Request, RequestError, SamplingParams
 
 # Log-probabilities of one prompt: the engine holds them until its first token, about 64 bytes each.
 MAX_PROMPT_LOGPROBS = 1 << 19

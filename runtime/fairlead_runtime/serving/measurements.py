@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from fairlead_runtime import metric_names as names
 from fairlead_runtime.engine.engine import CANARY, Observer
 from fairlead_runtime.outputs import EngineSnapshot
-from fairlead_runtime.request import FinishReason, Request
+from fairlead_runtime.request.sequence import FinishReason, Request
 from fairlead_runtime.scheduling.plan import Event, Token, Work
+from fairlead_runtime.settings import metric_names as names
 
 COMPLETED = frozenset({FinishReason.STOP, FinishReason.LENGTH})
 

@@ -21,10 +21,10 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from fairlead_runtime import metric_names as names
 from fairlead_runtime.outputs import EngineSnapshot
-from fairlead_runtime.request import FinishReason
+from fairlead_runtime.request.sequence import FinishReason
 from fairlead_runtime.serving.measurements import EngineReport, Histogram, MetricsSnapshot, Totals
+from fairlead_runtime.settings import metric_names as names
 
 HELP = {
     names.RUNNING: "Choices of requests that are running.",

@@ -1,7 +1,7 @@
 """The engine in a process of its own, as the service sees it: an EngineLink over a socket.
 
 Owns the HTTP process's end of the socket and the end of the engine's process: whatever ends it ends
-the link, with a reason. The other end is ``start/engine_process.py``.
+the link, with a reason. The other end is ``processes/engine_process.py``.
 """
 
 import asyncio
@@ -15,14 +15,14 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
-from fairlead_runtime.config import ConfigError
 from fairlead_runtime.engine.inbox import Bounds
 from fairlead_runtime.models.model_error import ModelError, SelfTestError
 from fairlead_runtime.outputs import CacheView, EngineDead, EngineState, RequestView, ServiceError
-from fairlead_runtime.request import Request
+from fairlead_runtime.request.sequence import Request
 from fairlead_runtime.serving import wire
 from fairlead_runtime.serving.engine_link import Deliver, settle_memory
 from fairlead_runtime.serving.measurements import EngineReport
+from fairlead_runtime.settings.engine_config import ConfigError
 
 log = logging.getLogger("fairlead.service")
 

@@ -30,7 +30,8 @@ from fairlead_runtime.outputs import (
     StreamTimes,
     Submission,
 )
-from fairlead_runtime.request import Request, SamplingParams
+from fairlead_runtime.request.sequence import Request, SamplingParams
+from fairlead_runtime.request.structured import StructuredOutputs
 from fairlead_runtime.serving.choice import ChoiceText
 from fairlead_runtime.serving.detokenize import Vocabulary
 from fairlead_runtime.serving.engine_link import EngineLink
@@ -38,7 +39,6 @@ from fairlead_runtime.serving.intake import Intake
 from fairlead_runtime.serving.measurements import EngineReport
 from fairlead_runtime.serving.stream import Stream
 from fairlead_runtime.serving.text_thread import TextThread
-from fairlead_runtime.structured import StructuredOutputs
 
 log = logging.getLogger("fairlead.service")
 

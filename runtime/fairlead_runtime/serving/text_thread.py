@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
+from fairlead_runtime.child.threads import be_nicer
 from fairlead_runtime.outputs import TextLate
-from fairlead_runtime.threads import be_nicer
 
 log = logging.getLogger("fairlead.service")
 

@@ -15,7 +15,6 @@ from typing import Any, Literal
 import msgspec
 
 from fairlead_runtime import outputs
-from fairlead_runtime.config import EngineConfig
 from fairlead_runtime.engine.inbox import Bounds
 from fairlead_runtime.outputs import (
     CacheView,
@@ -25,8 +24,9 @@ from fairlead_runtime.outputs import (
     RequestView,
     ServiceError,
 )
-from fairlead_runtime.request import Request
+from fairlead_runtime.request.sequence import Request
 from fairlead_runtime.serving.measurements import EngineReport
+from fairlead_runtime.settings.engine_config import EngineConfig
 
 MAX_FRAME = 64 << 20  # bytes; the largest body of a request becomes a fifth of it
 PULSE_SECONDS = 1.0  # between two messages of an engine, at most

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from fairlead_runtime.config import EngineConfig, flag_of
+from fairlead_runtime.settings.engine_config import EngineConfig, flag_of
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.solve import solve
 from fairlead_runtime.sizing.terms import DEFAULT_QUEUE, GIB, DeviceFacts, max_model_len

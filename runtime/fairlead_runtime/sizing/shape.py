@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fairlead_runtime.sizing.checkpoint_formats import published
 from fairlead_runtime.sizing.config_json import (
     EXPERTS,
     ConfigReader,
@@ -26,7 +27,6 @@ from fairlead_runtime.sizing.family_table import (
     Family,
 )
 from fairlead_runtime.sizing.parameters import ParameterCount, count_layer, has_flat_norm
-from fairlead_runtime.sizing.published import published
 from fairlead_runtime.sizing.stored import KEY, Published, QuantizedError, Stored
 
 

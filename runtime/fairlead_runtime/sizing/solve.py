@@ -11,9 +11,9 @@ solution into words. Pure: allocates nothing and reads no device.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fairlead_runtime.config import EngineConfig
+from fairlead_runtime.settings.engine_config import EngineConfig
 from fairlead_runtime.sizing.groups import LayerGroup, group_layers
-from fairlead_runtime.sizing.loading import loading_bytes
+from fairlead_runtime.sizing.load_peak import loading_bytes
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.terms import (
     GIB,

@@ -1,7 +1,7 @@
 """The terms of the memory equation: what one engine takes beside its cache, each in bytes.
 
 Owns the arithmetic of every term but the cache; ``solve`` puts them into the equation. Pure:
-allocates nothing and reads no device; ``start/host.py`` reads a machine's limit.
+allocates nothing and reads no device; ``build/host.py`` reads a machine's limit.
 """
 
 from collections.abc import Sequence
@@ -10,11 +10,11 @@ from typing import Literal, Self
 
 from fairlead_kernels.cpu.slabs import SLAB
 from fairlead_kernels.packages.humming_memory import COMPILER, OWN_PAIR, PAIR, takes
-from fairlead_runtime.config import EngineConfig
+from fairlead_runtime.settings.engine_config import EngineConfig
 from fairlead_runtime.sizing.config_json import DTYPE_BYTES
-from fairlead_runtime.sizing.graphs import graph_bytes, may_capture, plan_bytes
+from fairlead_runtime.sizing.graph_sizes import graph_bytes, may_capture, plan_bytes
 from fairlead_runtime.sizing.groups import LayerGroup, group_layers, layers_per_unit
-from fairlead_runtime.sizing.offload import Staging, units_of
+from fairlead_runtime.sizing.offload_space import Staging, units_of
 from fairlead_runtime.sizing.shape import ModelShape
 
 GIB = 1 << 30

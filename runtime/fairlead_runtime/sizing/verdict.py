@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from fairlead_runtime.config import ConfigError, EngineConfig
-from fairlead_runtime.sizing.published import as_stored
-from fairlead_runtime.sizing.ranks import COUNTS, reason_against, refuse
+from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
+from fairlead_runtime.settings.supported import is_supported
+from fairlead_runtime.sizing.checkpoint_formats import as_stored
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.solve import CPU_CACHE, MemoryPlan, solve
+from fairlead_runtime.sizing.tensor_parallel import COUNTS, reason_against, refuse
 from fairlead_runtime.sizing.terms import DEFAULT_QUEUE, GIB, DeviceFacts, dtype_of, gib, split
-from fairlead_runtime.supported import is_supported
 
 LARGEST_HOST = 4096  # GiB: no larger machine is suggested
 

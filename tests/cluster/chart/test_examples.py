@@ -24,7 +24,7 @@ from cluster.harness.resources import KIND, condition, status
 from fairlead_operator.decide.children.podtemplate import pod_template
 from fairlead_operator.resource.kinds import ADMIN_PORT, GROUP, NAME_LABEL
 from fairlead_operator.resource.settings import Settings
-from fairlead_runtime import metric_names
+from fairlead_runtime.settings import metric_names
 from support.operator_bodies import resource
 
 pytestmark = [pytest.mark.cluster("kubectl"), pytest.mark.usefixtures("crd")]

@@ -9,11 +9,11 @@ import pytest
 
 from fairlead_runtime.api.ports.app import public_app
 from fairlead_runtime.api.state.state import ServerState
-from fairlead_runtime.config import ConfigError
 from fairlead_runtime.front.auth import Salter
 from fairlead_runtime.front.key_file import KeyRing
 from fairlead_runtime.front.limits import PromptPool
-from fairlead_runtime.start import logs
+from fairlead_runtime.processes import logs
+from fairlead_runtime.settings.engine_config import ConfigError
 from support.api_harness import (
     FakeService,
     asgi,

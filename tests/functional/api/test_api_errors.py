@@ -18,7 +18,7 @@ from fairlead_runtime.front.errors import ApiError
 from fairlead_runtime.front.limits import MAX_BODY, PromptPool, read_body
 from fairlead_runtime.front.strict_json import MAX_BRACKETS, MAX_KEYS, parse_object
 from fairlead_runtime.outputs import Draining, EngineDead, QueueFull, QueueTimeout
-from fairlead_runtime.request import MAX_LOGPROBS, RequestError
+from fairlead_runtime.request.sequence import MAX_LOGPROBS, RequestError
 from support.api_harness import (
     MODEL,
     FakeService,

@@ -15,9 +15,9 @@ from fairlead_runtime.api.ports.app import admin_app, public_app
 from fairlead_runtime.api.ports.drain import Drain
 from fairlead_runtime.api.ports.server import listen
 from fairlead_runtime.api.state.state import Backend, ServerState
-from fairlead_runtime.config import ConfigError
 from fairlead_runtime.front.limits import PromptPool
 from fairlead_runtime.outputs import Draining, DrainResult, EngineDead, Health
+from fairlead_runtime.settings.engine_config import ConfigError
 from support.api_harness import (
     FakeService,
     Server,

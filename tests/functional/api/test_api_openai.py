@@ -7,9 +7,9 @@ import openai
 import pytest
 
 from fairlead_runtime.api.answers.logprob_bodies import chat_content, completion_logprobs
-from fairlead_runtime.logprobs import Logprob
 from fairlead_runtime.outputs import ServiceError
-from fairlead_runtime.request import FinishReason, RequestError
+from fairlead_runtime.request.logprobs import Logprob
+from fairlead_runtime.request.sequence import FinishReason, RequestError
 from support.api_harness import MODEL, TEXT, FakeService, chat, completion, events, fake_server, run
 
 

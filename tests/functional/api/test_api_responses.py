@@ -8,7 +8,7 @@ from pydantic import TypeAdapter
 
 from fairlead_runtime.models import tiny
 from fairlead_runtime.outputs import ServiceError
-from fairlead_runtime.request import FinishReason, RequestError
+from fairlead_runtime.request.sequence import FinishReason, RequestError
 from support.api_harness import TEXT, FakeService, Server, fake_server, is_error, run
 
 ROUTE = "/v1/responses"

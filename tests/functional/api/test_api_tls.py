@@ -13,10 +13,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from fairlead_runtime.config import ConfigError
 from fairlead_runtime.front import tls
 from fairlead_runtime.front.limits import MAX_BODY
 from fairlead_runtime.front.tls import Certificates
+from fairlead_runtime.settings.engine_config import ConfigError
 from support.api_harness import FakeService, Server, completion, events, fake_server, http, run
 from support.certificates import Pair, make_pair
 

@@ -202,7 +202,7 @@ def test_a_traceparent_that_is_none_begins_a_new_trace(given: str) -> None:
 
 def test_opentelemetrys_sdk_is_not_imported_unless_it_is_asked_for() -> None:
     program = (
-        "import sys; import fairlead_runtime.start.serve as s; from os import environ;"
+        "import sys; import fairlead_runtime.processes.http_process as s; from os import environ;"
         "assert s.Tracing.of('m', environ) is None;"
         "parts = ('opentelemetry.sdk', 'opentelemetry.exporter');"
         "print([m for m in sys.modules if m.startswith(parts)])"

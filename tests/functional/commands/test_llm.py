@@ -16,7 +16,6 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]  # public,
 
 import fairlead_runtime
 from fairlead_runtime import LLM, SamplingParams
-from fairlead_runtime.config import ConfigError, EngineConfig
 from fairlead_runtime.device.model.paged_model import PagedModel
 from fairlead_runtime.device.warmup.decode_plan import Decodes
 from fairlead_runtime.grammar import guides
@@ -27,7 +26,8 @@ from fairlead_runtime.models.model_error import ModelError
 from fairlead_runtime.outputs import EngineDead, Submission
 from fairlead_runtime.recording.record import Recording
 from fairlead_runtime.recording.trace import steps
-from fairlead_runtime.request import FinishReason, RequestError
+from fairlead_runtime.request.sequence import FinishReason, RequestError
+from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
 from support import rank_pair
 from support.full import LONG_FORM
 

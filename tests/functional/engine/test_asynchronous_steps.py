@@ -21,7 +21,7 @@ from fairlead_runtime.device.step.decode_steps import DecodeSteps
 from fairlead_runtime.device.step.mixed_steps import MixedSteps
 from fairlead_runtime.device.step.model_runner import ModelRunner
 from fairlead_runtime.engine.engine import Bounds, Engine
-from fairlead_runtime.request import FinishReason, Request, SamplingParams
+from fairlead_runtime.request.sequence import FinishReason, Request, SamplingParams
 from fairlead_runtime.scheduling.plan import Work
 from fairlead_runtime.scheduling.scheduler import Scheduler
 from support import tiny_guides

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from fairlead_runtime.request import Request, SamplingParams
+from fairlead_runtime.request.sequence import Request, SamplingParams
 from support.engine_rig import Rig, Setting, prompts, rig
 from support.full import pairs
 

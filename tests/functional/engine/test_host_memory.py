@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
-from fairlead_runtime.config import EngineConfig
 from fairlead_runtime.grammar.compile import TokenizerFacts
-from fairlead_runtime.request import Request, SamplingParams, pack_ids
+from fairlead_runtime.request.sequence import Request, SamplingParams, pack_ids
 from fairlead_runtime.scheduling.plan import Limits, Result
 from fairlead_runtime.scheduling.scheduler import Scheduler
+from fairlead_runtime.settings.engine_config import EngineConfig
 from fairlead_runtime.sizing import terms
 from fairlead_runtime.sizing.groups import group_layers
 from fairlead_runtime.sizing.shape import ModelShape

@@ -10,13 +10,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from fairlead_kernels.choice.backend import pick
 from fairlead_kernels.plain.torch_operations import TorchOperations
-from fairlead_runtime.config import EngineConfig
 from fairlead_runtime.device.conversion.fusion import fuse
 from fairlead_runtime.device.memory.storage import CacheStorage
 from fairlead_runtime.device.model.paged_model import PagedModel
 from fairlead_runtime.device.warmup import profiling
 from fairlead_runtime.models import architecture, families, rope, tiny
 from fairlead_runtime.models.headers import Header, TensorEntry
+from fairlead_runtime.settings.engine_config import EngineConfig
 from fairlead_runtime.sizing.groups import group_layers
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.terms import GIB, DeviceFacts

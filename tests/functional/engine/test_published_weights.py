@@ -15,14 +15,14 @@ from fairlead_kernels.choice.backend import BackendChoice, pick
 from fairlead_kernels.packages.humming_memory import OWN_PAIR, PAIR
 from fairlead_operator.decide.children.capacity import PlanError, plan_of
 from fairlead_runtime import LLM, SamplingParams
-from fairlead_runtime.config import ConfigError, EngineConfig
+from fairlead_runtime.build import checks
 from fairlead_runtime.device.model.paged_model import PagedModel
 from fairlead_runtime.device.proof import selftest
 from fairlead_runtime.models import loading, tiny
-from fairlead_runtime.sizing import published
+from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
+from fairlead_runtime.sizing import checkpoint_formats
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.terms import GIB, weights
-from fairlead_runtime.start import checks
 from functional.engine.test_plan_and_start import Pod
 from support import humming_standin
 from support.operation_cases import operations
@@ -84,7 +84,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         return BackendChoice(attention, operations(name))
 
     monkeypatch.setattr(selftest, "_pick", pick_it)
-    monkeypatch.setattr(published, "check_supported", lambda *_: None)
+    monkeypatch.setattr(checkpoint_formats, "check_supported", lambda *_: None)
     monkeypatch.setattr(checks, "_check_quantization", lambda *_: None)
 
 

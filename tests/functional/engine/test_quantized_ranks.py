@@ -12,15 +12,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from fairlead_operator.decide.children.capacity import PlanError, plan_of
-from fairlead_runtime.config import ConfigError, EngineConfig
 from fairlead_runtime.device.model.rank_group import Group
 from fairlead_runtime.device.proof import selftest
 from fairlead_runtime.device.ranks import shards
 from fairlead_runtime.device.step.model_runner import ModelRunner
 from fairlead_runtime.models import loading, tiny
 from fairlead_runtime.scheduling.scheduler import Scheduler
+from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
+from fairlead_runtime.sizing.checkpoint_formats import as_stored
 from fairlead_runtime.sizing.groups import group_layers
-from fairlead_runtime.sizing.published import as_stored
 from fairlead_runtime.sizing.terms import weights
 from functional.engine.test_plan_and_start import Pod
 from support import humming_standin, rank_pair

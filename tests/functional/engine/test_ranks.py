@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from fairlead_runtime.config import ConfigError, EngineConfig
 from fairlead_runtime.device.conversion.rounding import Noise
 from fairlead_runtime.device.proof import selftest
 from fairlead_runtime.device.ranks import shards
 from fairlead_runtime.models import loading, tiny
-from fairlead_runtime.sizing.ranks import reason_against
+from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
+from fairlead_runtime.sizing.tensor_parallel import reason_against
 from fairlead_runtime.sizing.terms import weights
 from support import rank_pair
 from support.engine_rig import (

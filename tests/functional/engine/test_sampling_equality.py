@@ -22,7 +22,7 @@ from transformers import (
 
 from fairlead_runtime.device.step.model_runner import ModelRunner
 from fairlead_runtime.models import tiny
-from fairlead_runtime.request import Request, SamplingParams
+from fairlead_runtime.request.sequence import Request, SamplingParams
 from support.engine_rig import EOS, MAX_LEN, Outcome, Rig, Setting, greedy, prompts, rig
 from support.full import pairs
 

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from fairlead_runtime.request import FinishReason, Request, SamplingParams
+from fairlead_runtime.request.sequence import FinishReason, Request, SamplingParams
 from fairlead_runtime.scheduling import Finished, Limits, Result, Scheduler
 from fairlead_runtime.sizing.groups import group_layers
 from support.full import LONG_FORM

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from fairlead_runtime.models import tiny
-from fairlead_runtime.request import FinishReason, Request
+from fairlead_runtime.request.sequence import FinishReason, Request
 from support.engine_rig import (
     FP8_CACHE,
     GRAPHS,

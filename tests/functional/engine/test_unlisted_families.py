@@ -19,7 +19,7 @@ from fairlead_runtime.llm import LLM
 from fairlead_runtime.models import architecture, loading, tiny, unlisted
 from fairlead_runtime.models.headers import read_header
 from fairlead_runtime.models.model_error import ModelError, SelfTestError
-from fairlead_runtime.request import SamplingParams
+from fairlead_runtime.request.sequence import SamplingParams
 from fairlead_runtime.sizing.family_table import FAMILIES
 from support.engine_rig import Setting, greedy, prompts, rig
 from support.kernel_sets import rows_beyond_the_plan

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fairlead_runtime import LLM, SamplingParams
-from fairlead_runtime.request import FinishReason
+from fairlead_runtime.request.sequence import FinishReason
 from support import real_answers
 from support.real_answers import Answer
 

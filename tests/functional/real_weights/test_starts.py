@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from fairlead_runtime.config import EngineConfig
 from fairlead_runtime.device.conversion import recognize_ends
 from fairlead_runtime.device.model.paged_model import PagedModel
 from fairlead_runtime.device.proof import selftest
 from fairlead_runtime.models import loading
+from fairlead_runtime.settings.engine_config import EngineConfig
 from support.full import LONG_FORM
 from support.real_weights import GEMMA, SMOLLM2, Published
 

@@ -21,9 +21,9 @@ from fairlead_runtime.front.limits import LARGE_BODY
 from fairlead_runtime.grammar.compile import TokenizerFacts
 from fairlead_runtime.grammar.guides import Guides
 from fairlead_runtime.models.tokenizer_files import load_tokenizer
+from fairlead_runtime.request.structured import StructuredOutputs
 from fairlead_runtime.serving.detokenize import REPLACEMENT, Detokenizer, Vocabulary, vocabulary_of
 from fairlead_runtime.serving.prompt_encoder import PromptEncoder
-from fairlead_runtime.structured import StructuredOutputs
 from support import grammars
 from support.api_harness import MODEL, FakeService, backend_of
 from support.full import LONG_FORM

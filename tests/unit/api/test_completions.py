@@ -22,9 +22,9 @@ from fairlead_runtime.front.auth import AuthMiddleware
 from fairlead_runtime.front.errors import ApiError
 from fairlead_runtime.front.key_file import MAX_KEY, KeyRing
 from fairlead_runtime.front.limits import PromptPool
-from fairlead_runtime.logprobs import Logprob
 from fairlead_runtime.outputs import Output
-from fairlead_runtime.request import FinishReason
+from fairlead_runtime.request.logprobs import Logprob
+from fairlead_runtime.request.sequence import FinishReason
 from support.api_harness import asgi, chat
 
 FRAME = Frame(id="x", created=1, model="tiny", top=None, usage=False, token_bytes={})

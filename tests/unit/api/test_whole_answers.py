@@ -17,9 +17,9 @@ from fairlead_runtime.api.answers.response_bodies import (
     Usage,
     WholeChoice,
 )
-from fairlead_runtime.logprobs import Logprob
 from fairlead_runtime.outputs import Output
-from fairlead_runtime.request import FinishReason
+from fairlead_runtime.request.logprobs import Logprob
+from fairlead_runtime.request.sequence import FinishReason
 
 TOKENS, TOP = 1000, 20
 ENTRIES = {i: Logprob(-0.5 - i, i + 1, f"é{i}") for i in range(TOP)}

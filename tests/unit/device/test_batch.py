@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fairlead_kernels.interface.attention import NULL
 from fairlead_runtime.device.model.batch import Batch, BatchBuilder
-from fairlead_runtime.request import Request, SamplingParams, Sequence
+from fairlead_runtime.request.sequence import Request, SamplingParams, Sequence
 from fairlead_runtime.scheduling.plan import Row
 from fairlead_runtime.sizing.groups import LayerGroup
 

@@ -19,7 +19,7 @@ from fairlead_runtime.device.sampling.host_sampler import sample as general
 from fairlead_runtime.device.sampling.logit_edits import ChangeList
 from fairlead_runtime.device.sampling.sampling_mode import GENERAL
 from fairlead_runtime.device.sampling.sequence_table import SlotTable
-from fairlead_runtime.request import MAX_LOGPROBS, Request, SamplingParams, Sequence
+from fairlead_runtime.request.sequence import MAX_LOGPROBS, Request, SamplingParams, Sequence
 from fairlead_runtime.scheduling.plan import Row
 from fairlead_runtime.sizing.groups import LayerGroup
 from support.full import LONG_FORM

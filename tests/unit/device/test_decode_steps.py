@@ -16,7 +16,7 @@ from fairlead_runtime.device.sampling.sequence_table import SlotTable
 from fairlead_runtime.device.step.decode_steps import DecodeSteps, is_decode
 from fairlead_runtime.device.step.model_runner import ModelRunner
 from fairlead_runtime.engine.isolate import run_isolated
-from fairlead_runtime.request import Request, SamplingParams, Sequence
+from fairlead_runtime.request.sequence import Request, SamplingParams, Sequence
 from fairlead_runtime.scheduling.plan import Finished, Row, Token, Work
 from fairlead_runtime.scheduling.scheduler import Scheduler
 from support.engine_rig import EOS, Rig, Setting, greedy, rig

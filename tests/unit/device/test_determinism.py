@@ -14,8 +14,8 @@ from fairlead_kernels.choice.backend import BackendChoice, pick
 from fairlead_kernels.gpu import triton_package
 from fairlead_kernels.interface.attention import AttentionBackend
 from fairlead_kernels.interface.not_available import NotAvailableError
+from fairlead_runtime.build import checks
 from fairlead_runtime.commands.refusals import refusal_for
-from fairlead_runtime.config import ConfigError, EngineConfig
 from fairlead_runtime.device.conversion import fusion as fusion_module
 from fairlead_runtime.device.conversion.fixed_order_ends import replace_ends
 from fairlead_runtime.device.conversion.fusion import Fusion, fuse
@@ -25,9 +25,9 @@ from fairlead_runtime.device.model.paged_model import PagedModel
 from fairlead_runtime.device.proof import determinism
 from fairlead_runtime.llm import LLM
 from fairlead_runtime.models.model_error import CanaryError
-from fairlead_runtime.request import SamplingParams
+from fairlead_runtime.request.sequence import SamplingParams
+from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
 from fairlead_runtime.sizing.terms import GIB, DeviceFacts
-from fairlead_runtime.start import checks
 from support.engine_rig import paged
 from support.full import LONG_FORM
 from support.operation_cases import fixed_attention, fixed_operations

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
 
-from fairlead_runtime.config import EngineConfig
 from fairlead_runtime.device.model import experts
 from fairlead_runtime.device.proof import selftest
 from fairlead_runtime.models import loading, tiny
+from fairlead_runtime.settings.engine_config import EngineConfig
 from support import triton_standin
 from support.engine_rig import paged
 

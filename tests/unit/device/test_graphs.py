@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fairlead_runtime.config import EngineConfig
 from fairlead_runtime.device.step.graph_cache import IDLE_STEPS, GraphCache
-from fairlead_runtime.sizing.graphs import step_sizes
+from fairlead_runtime.settings.engine_config import EngineConfig
+from fairlead_runtime.sizing.graph_sizes import step_sizes
 from support.graph_standin import TapeRecorder
 
 

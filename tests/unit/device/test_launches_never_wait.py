@@ -12,7 +12,7 @@ from fairlead_kernels.gpu.triton_experts import TritonExperts
 from fairlead_runtime.device.sampling.device_sampler import RowSampler
 from fairlead_runtime.device.sampling.sequence_table import SlotTable
 from fairlead_runtime.models.tiny import FAMILIES, SIZED, UNLISTED, VARIANTS
-from fairlead_runtime.request import Request, SamplingParams
+from fairlead_runtime.request.sequence import Request, SamplingParams
 from fairlead_runtime.scheduling.plan import Token, Work
 from support.engine_rig import EOS, Rig, Setting, rig
 from support.full import LONG_FORM

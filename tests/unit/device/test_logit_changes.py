@@ -19,7 +19,7 @@ from transformers import (
 from fairlead_runtime.device.sampling import logits_processors
 from fairlead_runtime.device.sampling.host_sampler import SamplingBatch, sample
 from fairlead_runtime.device.sampling.logits_processors import LogitChanges, bitmask
-from fairlead_runtime.request import Request, SamplingParams, Sequence
+from fairlead_runtime.request.sequence import Request, SamplingParams, Sequence
 
 WIDTH = 70  # not a multiple of a mask's word
 EOS = 7

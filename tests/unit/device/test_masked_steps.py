@@ -12,7 +12,7 @@ from fairlead_runtime.device.model.paged_model import PagedModel
 from fairlead_runtime.device.sampling.logits_processors import LogitChanges
 from fairlead_runtime.device.sampling.mask_upload import MaskPacket
 from fairlead_runtime.grammar.guides import Guides, Masks, PendingMasks
-from fairlead_runtime.request import Request, SamplingParams, Sequence
+from fairlead_runtime.request.sequence import Request, SamplingParams, Sequence
 from fairlead_runtime.scheduling.plan import Finished, Token
 from support.engine_rig import Setting, greedy, rig
 from support.in_flight import InFlight

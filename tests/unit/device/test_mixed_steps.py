@@ -16,7 +16,7 @@ from fairlead_runtime.device.sampling.sequence_table import SlotTable
 from fairlead_runtime.device.sampling.token_readback import Fetched
 from fairlead_runtime.device.step.mixed_steps import MixedSteps
 from fairlead_runtime.device.step.model_runner import ModelRunner
-from fairlead_runtime.request import Request, SamplingParams
+from fairlead_runtime.request.sequence import Request, SamplingParams
 from fairlead_runtime.scheduling.plan import DeviceLostError, Finished, Token, Work
 from support.engine_rig import EOS, Setting, greedy, rig
 from support.in_flight import InFlight

@@ -12,7 +12,7 @@ from fairlead_runtime.device.model.batch import UNKNOWN, Batch, BatchBuilder
 from fairlead_runtime.device.model.paged_model import PagedModel
 from fairlead_runtime.device.model.rank_group import Group
 from fairlead_runtime.device.ranks import rank_messages
-from fairlead_runtime.request import Request, SamplingParams, Sequence
+from fairlead_runtime.request.sequence import Request, SamplingParams, Sequence
 from fairlead_runtime.scheduling.plan import Row
 from fairlead_runtime.sizing.groups import LayerGroup
 

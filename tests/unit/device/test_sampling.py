@@ -17,9 +17,9 @@ from torch import Tensor
 from fairlead_kernels.sampling import sample as ops
 from fairlead_runtime.device.sampling import host_sampler
 from fairlead_runtime.device.sampling.host_sampler import SamplingBatch, draw_keys, sample
-from fairlead_runtime.logprobs import TokenLogprobs
-from fairlead_runtime.request import NOTHING_ALLOWED, Request, SamplingParams, Sequence
-from fairlead_runtime.seeds import mix64, resolve_seed
+from fairlead_runtime.request.logprobs import TokenLogprobs
+from fairlead_runtime.request.seeds import mix64, resolve_seed
+from fairlead_runtime.request.sequence import NOTHING_ALLOWED, Request, SamplingParams, Sequence
 from support.full import LONG_FORM
 
 EOS = 0

@@ -22,7 +22,7 @@ from fairlead_runtime.device.sampling.host_sampler import SamplingBatch
 from fairlead_runtime.device.sampling.logits_processors import LogitChanges
 from fairlead_runtime.device.sampling.sampling_mode import GENERAL, Draw, Way
 from fairlead_runtime.device.sampling.sequence_table import PADDING, SlotTable
-from fairlead_runtime.request import Request, SamplingParams, Sequence
+from fairlead_runtime.request.sequence import Request, SamplingParams, Sequence
 from fairlead_runtime.scheduling.plan import Row
 from fairlead_runtime.sizing.groups import LayerGroup
 

@@ -11,7 +11,7 @@ from fairlead_runtime.engine import cache_map
 from fairlead_runtime.engine.cache_map import HOLDERS, CacheCopy
 from fairlead_runtime.engine.engine import Engine
 from fairlead_runtime.outputs import BlockState, CacheView
-from fairlead_runtime.request import Request
+from fairlead_runtime.request.sequence import Request
 from fairlead_runtime.sizing.groups import LayerGroup
 from support.fake_engine import FULL, MIXED, request, rig, run
 

@@ -16,7 +16,7 @@ from fairlead_runtime.engine.progress import (
     StepTimes,
 )
 from fairlead_runtime.outputs import EngineDead, QueueFull, QueueTimeout, RequestView
-from fairlead_runtime.request import FinishReason, Request, RequestError
+from fairlead_runtime.request.sequence import FinishReason, Request, RequestError
 from fairlead_runtime.scheduling.plan import DeviceLostError, Event, Work
 from fairlead_runtime.scheduling.scheduler import Scheduler
 from support.fake_engine import (

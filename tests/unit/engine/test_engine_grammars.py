@@ -9,9 +9,9 @@ import pytest
 
 from fairlead_runtime.engine.inbox import Guide
 from fairlead_runtime.outputs import QueueTimeout, RequestView
-from fairlead_runtime.request import FinishReason, Request
+from fairlead_runtime.request.sequence import FinishReason, Request
+from fairlead_runtime.request.structured import StructuredOutputs
 from fairlead_runtime.scheduling.plan import Work
-from fairlead_runtime.structured import StructuredOutputs
 from support.fake_engine import Clock, FakeRunner, request, rig, run
 
 ASKED = {"regex": "[a-z]+"}

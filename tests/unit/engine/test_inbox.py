@@ -5,7 +5,7 @@ import pytest
 from fairlead_runtime.engine.inbox import Inbox
 from fairlead_runtime.engine.progress import StepProgress
 from fairlead_runtime.outputs import EngineDead, QueueFull
-from fairlead_runtime.request import Request, SamplingParams
+from fairlead_runtime.request.sequence import Request, SamplingParams
 from fairlead_runtime.sizing.terms import QUEUE_TOKENS
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fairlead_runtime.engine.engine import Engine
 from fairlead_runtime.engine.observer import Observer
-from fairlead_runtime.request import FinishReason, Request
+from fairlead_runtime.request.sequence import FinishReason, Request
 from fairlead_runtime.scheduling.plan import DeviceLostError, Event, Work
 from support.fake_engine import (
     FULL,

@@ -16,8 +16,8 @@ import pytest
 from fairlead_runtime.grammar import checker as module
 from fairlead_runtime.grammar.checker import Checker, CheckerBusy
 from fairlead_runtime.grammar.compile import CheckLimits
-from fairlead_runtime.request import RequestError
-from fairlead_runtime.structured import StructuredOutputs
+from fairlead_runtime.request.sequence import RequestError
+from fairlead_runtime.request.structured import StructuredOutputs
 from support.grammars import HOSTILE, LARGE, facts
 
 WITHIN = 300.0  # seconds; a limit for what hangs, long enough for a busy machine

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from fairlead_runtime.structured import (
+from fairlead_runtime.request.structured import (
     MAX_CHOICES,
     MAX_DEPTH,
     MAX_REGEX,

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from fairlead_runtime.config import ConfigError
 from fairlead_runtime.hub.source import Source, demo_directory, parse, resolve
 from fairlead_runtime.models.model_error import ModelError
+from fairlead_runtime.settings.engine_config import ConfigError
 
 
 @pytest.mark.parametrize(

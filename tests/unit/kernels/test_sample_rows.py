@@ -16,8 +16,8 @@ from fairlead_kernels.sampling import sample, sample_rows
 from fairlead_kernels.sampling.sample_rows import NOT_FINITE, RowParameters
 from fairlead_runtime.device.sampling import host_sampler
 from fairlead_runtime.device.sampling.host_sampler import SamplingBatch, draw_keys
-from fairlead_runtime.request import Request, SamplingParams, Sequence
-from fairlead_runtime.seeds import MASK64, mix64
+from fairlead_runtime.request.seeds import MASK64, mix64
+from fairlead_runtime.request.sequence import Request, SamplingParams, Sequence
 
 WORDS = st.integers(-(2**63), 2**63 - 1)
 PARAMETERS = st.fixed_dictionaries(

@@ -11,7 +11,7 @@ from fairlead_runtime.cache.blocks import BlockPool, PoolError
 from fairlead_runtime.cache.offload import HostPool
 from fairlead_runtime.cache.paged import PagedCache
 from fairlead_runtime.cache.prefix import extend_chain, longest_hit, root
-from fairlead_runtime.request import BlockHash, Request, SamplingParams, Sequence
+from fairlead_runtime.request.sequence import BlockHash, Request, SamplingParams, Sequence
 from fairlead_runtime.sizing.groups import NULL, LayerGroup, group_layers, layers_per_unit
 from support.full import LONG_FORM
 

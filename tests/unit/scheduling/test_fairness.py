@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from fairlead_runtime.request import Request, SamplingParams, Sequence
+from fairlead_runtime.request.sequence import Request, SamplingParams, Sequence
 from fairlead_runtime.scheduling import Limits, Plan, Result, Scheduler
 from fairlead_runtime.scheduling.planner import ACCRUAL_STEPS, PASSED_SEQUENCES
 from fairlead_runtime.sizing.groups import group_layers

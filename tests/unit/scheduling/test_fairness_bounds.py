@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fairlead_runtime.config import SchedulerType
-from fairlead_runtime.request import Request, SamplingParams, Sequence, Status
+from fairlead_runtime.request.sequence import Request, SamplingParams, Sequence, Status
 from fairlead_runtime.scheduling import Limits, Plan, Result, Scheduler
 from fairlead_runtime.scheduling.planner import ACCRUAL_STEPS
+from fairlead_runtime.settings.engine_config import SchedulerType
 from fairlead_runtime.sizing.groups import group_layers
 from support.full import LONG_FORM
 from support.whole_run_scenario import POLICIES

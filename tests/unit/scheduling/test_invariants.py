@@ -2,7 +2,7 @@
 
 import pytest
 
-from fairlead_runtime.request import Sequence, Status
+from fairlead_runtime.request.sequence import Sequence, Status
 from fairlead_runtime.scheduling.invariants import InvariantViolation
 from fairlead_runtime.scheduling.scheduler import Scheduler
 from support.fake_engine import FULL, limits, request

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from fairlead_runtime.request import Request, SamplingParams, Sequence
+from fairlead_runtime.request.sequence import Request, SamplingParams, Sequence
 from fairlead_runtime.scheduling import Limits, Result, Scheduler
 from fairlead_runtime.scheduling.policies import POLICIES, Fair, Fifo, Priority
 from fairlead_runtime.sizing.groups import group_layers

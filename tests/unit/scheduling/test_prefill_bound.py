@@ -5,7 +5,7 @@ import zlib
 
 import pytest
 
-from fairlead_runtime.request import Request, SamplingParams
+from fairlead_runtime.request.sequence import Request, SamplingParams
 from fairlead_runtime.scheduling import Limits, Plan, Result, Scheduler
 from fairlead_runtime.sizing.groups import group_layers
 from support.whole_run_scenario import POLICIES

@@ -11,7 +11,7 @@ from fairlead_runtime.commands import replay as replay_command
 from fairlead_runtime.commands import trace as trace_command
 from fairlead_runtime.recording.record import RecordedScheduler, Recording
 from fairlead_runtime.recording.trace import as_text, steps
-from fairlead_runtime.request import Request, SamplingParams
+from fairlead_runtime.request.sequence import Request, SamplingParams
 from fairlead_runtime.scheduling import Limits, Result, Scheduler, Work
 from fairlead_runtime.sizing.groups import group_layers
 from support import whole_run

@@ -5,8 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from fairlead_runtime.config import EngineConfig
-from fairlead_runtime.request import (
+from fairlead_runtime.request.sequence import (
     FinishReason,
     Request,
     RequestError,
@@ -26,6 +25,7 @@ from fairlead_runtime.scheduling import (
     Work,
 )
 from fairlead_runtime.scheduling.scheduler import StepError
+from fairlead_runtime.settings.engine_config import EngineConfig
 from fairlead_runtime.sizing.groups import group_layers
 
 LIMITS = Limits(

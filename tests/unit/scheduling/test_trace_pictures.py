@@ -9,7 +9,7 @@ from fairlead_runtime.commands import trace as command
 from fairlead_runtime.recording.mask import MOST_CELLS, mask_of
 from fairlead_runtime.recording.record import RecordedScheduler
 from fairlead_runtime.recording.trace import RowView, StepView
-from fairlead_runtime.request import Request, SamplingParams
+from fairlead_runtime.request.sequence import Request, SamplingParams
 from fairlead_runtime.scheduling import Limits, Result
 from fairlead_runtime.sizing.groups import group_layers
 

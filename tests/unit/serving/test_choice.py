@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fairlead_runtime.outputs import ChoiceEvent, Submission
-from fairlead_runtime.request import FinishReason, SamplingParams
+from fairlead_runtime.request.sequence import FinishReason, SamplingParams
 from fairlead_runtime.serving.choice import ChoiceText, StopTexts
 from fairlead_runtime.serving.detokenize import Vocabulary
 

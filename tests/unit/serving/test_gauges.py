@@ -2,11 +2,11 @@
 
 import pytest
 
-from fairlead_runtime import metric_names as names
 from fairlead_runtime.engine.engine import Bounds, Engine
 from fairlead_runtime.scheduling.scheduler import Scheduler
 from fairlead_runtime.serving.measurements import RequestMetrics
 from fairlead_runtime.serving.metrics import MonotonicCounters, counters, gauges
+from fairlead_runtime.settings import metric_names as names
 from support.fake_engine import FULL, MIXED, Clock, FakeRunner, limits, request
 
 

@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from fairlead_runtime import metric_names as names
 from fairlead_runtime.engine.engine import Bounds, Engine, Prepare, canary
 from fairlead_runtime.engine.inbox import Guide
 from fairlead_runtime.outputs import QueueFull
-from fairlead_runtime.request import FinishReason
+from fairlead_runtime.request.sequence import FinishReason
 from fairlead_runtime.scheduling.plan import Work
 from fairlead_runtime.scheduling.scheduler import Scheduler
 from fairlead_runtime.serving.measurements import EngineReport, Histogram, RequestMetrics, Totals
@@ -25,6 +24,7 @@ from fairlead_runtime.serving.metrics import (
     FrontReport,
     MonotonicCounters,
 )
+from fairlead_runtime.settings import metric_names as names
 from fairlead_runtime.sizing.terms import QUEUE_TOKENS
 from support.fake_engine import FULL, Clock, FakeRunner, limits, request, run
 

@@ -20,7 +20,7 @@ from fairlead_runtime.hub import source
 from fairlead_runtime.models import chat, tiny
 from fairlead_runtime.models.tokenizer_files import encodes_as_defined, load_tokenizer
 from fairlead_runtime.outputs import ServiceError
-from fairlead_runtime.request import RequestError
+from fairlead_runtime.request.sequence import RequestError
 from fairlead_runtime.serving.prompt_encoder import (
     MAX_REST,
     POLL_SECONDS,

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from fairlead_runtime.config import EngineConfig
 from fairlead_runtime.outputs import (
     EngineDead,
     EngineState,
@@ -21,7 +20,8 @@ from fairlead_runtime.outputs import (
     ServiceError,
     Submission,
 )
-from fairlead_runtime.request import FinishReason, SamplingParams
+from fairlead_runtime.processes import engine_process
+from fairlead_runtime.request.sequence import FinishReason, SamplingParams
 from fairlead_runtime.scheduling.plan import Work
 from fairlead_runtime.serving import remote_engine, wire
 from fairlead_runtime.serving.detokenize import Vocabulary
@@ -30,7 +30,7 @@ from fairlead_runtime.serving.measurements import RequestMetrics
 from fairlead_runtime.serving.remote_engine import RemoteEngine
 from fairlead_runtime.serving.service import Service
 from fairlead_runtime.serving.stream import Stream
-from fairlead_runtime.start import engine_process
+from fairlead_runtime.settings.engine_config import EngineConfig
 from support.fake_engine import VOCABULARY, Clock, Collected, FakeRunner, request, rig
 from support.fake_engine import run as run_engine
 

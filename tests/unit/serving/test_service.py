@@ -26,7 +26,13 @@ from fairlead_runtime.outputs import (
     Submission,
     TextLate,
 )
-from fairlead_runtime.request import FinishReason, RequestError, SamplingParams, Status, pack_ids
+from fairlead_runtime.request.sequence import (
+    FinishReason,
+    RequestError,
+    SamplingParams,
+    Status,
+    pack_ids,
+)
 from fairlead_runtime.scheduling.plan import Work
 from fairlead_runtime.serving.choice import ChoiceText
 from fairlead_runtime.serving.detokenize import Vocabulary

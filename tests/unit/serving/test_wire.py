@@ -9,10 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from fairlead_runtime.config import ConfigError, EngineConfig
 from fairlead_runtime.engine.cache_map import CacheCopy
 from fairlead_runtime.engine.inbox import Bounds
-from fairlead_runtime.logprobs import TokenLogprobs
 from fairlead_runtime.models.model_error import ModelError, SelfTestError
 from fairlead_runtime.outputs import (
     ChoiceEvent,
@@ -26,10 +24,12 @@ from fairlead_runtime.outputs import (
     ServiceError,
     SlowReader,
 )
-from fairlead_runtime.request import FinishReason, Request, SamplingParams, Status
+from fairlead_runtime.request.logprobs import TokenLogprobs
+from fairlead_runtime.request.sequence import FinishReason, Request, SamplingParams, Status
 from fairlead_runtime.serving import wire
 from fairlead_runtime.serving.measurements import EngineReport, RequestMetrics
 from fairlead_runtime.serving.remote_engine import refusal_of
+from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
 from support.fake_engine import Collected, rig, run
 from support.fake_engine import request as a_request
 

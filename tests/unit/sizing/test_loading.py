@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from fairlead_runtime.config import ConfigError, EngineConfig
-from fairlead_runtime.sizing.loading import PARTS, TESTED_ROWS, loading_bytes
+from fairlead_runtime.build.resolve import resolve
+from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
+from fairlead_runtime.sizing.load_peak import PARTS, TESTED_ROWS, loading_bytes
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.terms import GIB, PROCESS, DeviceFacts
 from fairlead_runtime.sizing.verdict import plan_memory
-from fairlead_runtime.start.resolve import resolve
 
 MODEL: dict[str, Any] = {
     "model_type": "llama",

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from fairlead_runtime.config import ConfigError, EngineConfig
+from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
+from fairlead_runtime.settings.supported import is_supported
 from fairlead_runtime.sizing import advice, verdict
 from fairlead_runtime.sizing.advice import suggest_fix
 from fairlead_runtime.sizing.groups import group_layers
@@ -22,7 +23,6 @@ from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.solve import CPU_CACHE, MemoryPlan, sequence_units, solve
 from fairlead_runtime.sizing.terms import GIB, PROCESS, Bookkeeping, DeviceFacts
 from fairlead_runtime.sizing.verdict import plan_memory
-from fairlead_runtime.supported import is_supported
 from support.full import LONG_FORM
 
 LLAMA_8B = ModelShape.from_config(

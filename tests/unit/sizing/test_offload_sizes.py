@@ -9,15 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fairlead_kernels.interface.attention import Heads
-from fairlead_runtime.config import ConfigError, EngineConfig
+from fairlead_runtime.build.resolve import resolve
+from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
 from fairlead_runtime.sizing.groups import group_layers
-from fairlead_runtime.sizing.offload import PIECE_BYTES, PIECES, Staging
+from fairlead_runtime.sizing.offload_space import PIECE_BYTES, PIECES, Staging
 from fairlead_runtime.sizing.report import memory_report
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.solve import solve
 from fairlead_runtime.sizing.terms import GIB, DeviceFacts, split
 from fairlead_runtime.sizing.verdict import plan_memory
-from fairlead_runtime.start.resolve import resolve
 from support.stream_standin import DelayedCache
 
 MODEL: dict[str, Any] = {

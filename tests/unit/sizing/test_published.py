@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from fairlead_runtime.config import ConfigError, EngineConfig
-from fairlead_runtime.sizing.published import as_stored, check_stored, published
+from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
+from fairlead_runtime.sizing.checkpoint_formats import as_stored, check_stored, published
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.stored import Published, QuantizedError
 from fairlead_runtime.sizing.terms import weights

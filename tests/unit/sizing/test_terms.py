@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from fairlead_kernels.packages.humming_memory import COMPILER
-from fairlead_runtime.config import EngineConfig
-from fairlead_runtime.sizing import ranks, terms
+from fairlead_runtime.settings.engine_config import EngineConfig
+from fairlead_runtime.sizing import tensor_parallel as ranks
+from fairlead_runtime.sizing import terms
 from fairlead_runtime.sizing.groups import group_layers
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.terms import (

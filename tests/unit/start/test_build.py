@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from fairlead_runtime import LLM
+from fairlead_runtime.build import build_engine
+from fairlead_runtime.build.resolve import resolve
 from fairlead_runtime.models import tiny
-from fairlead_runtime.start import build
-from fairlead_runtime.start.resolve import resolve
 
 
 @pytest.mark.parametrize(
@@ -40,17 +40,17 @@ def test_one_of_more_than_two_threads_is_left_to_the_http_process_and_of_two_for
 ) -> None:
     chosen: list[int] = []
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(build, "cpu_limit", lambda: cpus)
+    monkeypatch.setattr(build_engine, "cpu_limit", lambda: cpus)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 32)  # torch counts cores, not CPUs
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
-    build._limit_threads(others=others, cached=cached, ranks=ranks)
+    build_engine._limit_threads(others=others, cached=cached, ranks=ranks)
     assert chosen == [threads]
 
 
 def test_a_number_of_threads_that_the_user_set_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     monkeypatch.setattr(torch, "set_num_threads", pytest.fail)
-    build._limit_threads(others=True, cached=False, ranks=1)
+    build_engine._limit_threads(others=True, cached=False, ranks=1)
 
 
 def test_where_nothing_is_captured_the_cache_gets_what_was_planned_for_graphs(
@@ -64,7 +64,7 @@ def test_where_nothing_is_captured_the_cache_gets_what_was_planned_for_graphs(
         seen.append(named.get("measured") or {})
         return whole(*arguments, **named)
 
-    monkeypatch.setattr("fairlead_runtime.start.build.resolve", spy)
+    monkeypatch.setattr("fairlead_runtime.build.build_engine.resolve", spy)
     folder = tiny.save(tiny.build("llama"), tmp_path)
     with LLM(str(folder), max_model_len=64, num_blocks=8):
         pass

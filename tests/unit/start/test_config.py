@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fairlead_runtime.config import (
+from fairlead_runtime.settings.engine_config import (
     ConfigError,
     EngineConfig,
     add_arguments,

@@ -9,7 +9,6 @@ import torch
 
 from fairlead_kernels.packages import flashinfer_attention
 from fairlead_kernels.plain.torch_attention import TorchAttention
-from fairlead_runtime.config import ConfigError, EngineConfig
 from fairlead_runtime.device.memory.storage import CacheStorage
 from fairlead_runtime.device.model.paged_model import PagedModel
 from fairlead_runtime.device.sampling.sampling_mode import LARGEST, LEAST
@@ -17,6 +16,7 @@ from fairlead_runtime.device.step.decode_steps import DecodeSteps
 from fairlead_runtime.device.step.graph_cache import GraphCache
 from fairlead_runtime.device.warmup import decode_plan
 from fairlead_runtime.device.warmup.decode_plan import Decodes
+from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
 from support import flashinfer_standin, triton_standin
 from support.engine_rig import rig
 from support.graph_standin import Tape, TapeRecorder

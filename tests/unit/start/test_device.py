@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fairlead_runtime.config import ConfigError, Device
+from fairlead_runtime.build.checks import device_facts
 from fairlead_runtime.models.model_error import ModelError
-from fairlead_runtime.start.checks import device_facts
+from fairlead_runtime.settings.engine_config import ConfigError, Device
 
 
 @pytest.fixture(params=[False, True], ids=["no accelerator", "accelerator"])

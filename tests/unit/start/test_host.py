@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fairlead_runtime.start.host import cpu_limit, memory_limit, process_age
+from fairlead_runtime.build.host import cpu_limit, memory_limit, process_age
 
 RAM = "MemFree: 12 kB\nMemTotal:       8388608 kB\n"
 GIB = 1 << 30

@@ -12,9 +12,9 @@ from fairlead_kernels.cpu import cpu_operations
 from fairlead_kernels.interface.attention import Heads, LayerKind
 from fairlead_kernels.interface.not_available import NotAvailableError
 from fairlead_kernels.packages import flashinfer_package
-from fairlead_runtime.config import ConfigError, EngineConfig
+from fairlead_runtime.build import checks
+from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
 from fairlead_runtime.sizing.terms import GIB, DeviceFacts
-from fairlead_runtime.start import checks
 
 DEMO = Path(checks.__file__).parents[1] / "demo"
 HEADS = Heads(4, 2, 8, 8, torch.float32)

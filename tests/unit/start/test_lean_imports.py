@@ -11,9 +11,9 @@ DEMO = Path(fairlead_runtime.__file__).parent / "demo"
 STARTED = """
 import sys
 from pathlib import Path
-from fairlead_runtime.config import EngineConfig
+from fairlead_runtime.settings.engine_config import EngineConfig
 from fairlead_runtime.serving import wire
-from fairlead_runtime.start import engine_process
+from fairlead_runtime.processes import engine_process
 
 class Channel:
     messages = [wire.Start(sys.argv[1], EngineConfig(), beside=0), None]
@@ -27,7 +27,7 @@ print([name for name in heavy if name in sys.modules])
 # Afterwards: whoever needs the compiler gets it, and it says the same of plain numbers.
 COMPILED = """
 import torch
-from fairlead_runtime.start.lean_imports import SymbolicShapes
+from fairlead_runtime.processes.lean_imports import SymbolicShapes
 stand_in = sys.modules["torch.fx.experimental.symbolic_shapes"]
 assert type(stand_in) is SymbolicShapes
 values = {"sym_eq": [(2, 2), (2, 3), ([1, 2], (1, 2)), ((1,), (1, 2))],

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from fairlead_runtime import preflight
 from fairlead_runtime.api.ports.server import listen
-from fairlead_runtime.config import ConfigError, EngineConfig
+from fairlead_runtime.settings import preflight
+from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
 
 
 def refused(config: EngineConfig) -> ConfigError:

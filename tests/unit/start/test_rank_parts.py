@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from fairlead_kernels.plain.torch_attention import TorchAttention
-from fairlead_runtime.config import EngineConfig
+from fairlead_runtime.build.load_rank import compilers_of, price_of_attention
 from fairlead_runtime.device.model.paged_model import PagedModel
-from fairlead_runtime.start.rank_parts import compilers_of, price_of_attention
+from fairlead_runtime.settings.engine_config import EngineConfig
 from support import flashinfer_standin, triton_standin
 from support.engine_rig import rig
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from fairlead_runtime.build import rank_leader
+from fairlead_runtime.build.rank_leader import Ranks
 from fairlead_runtime.child import frames
-from fairlead_runtime.config import ConfigError, EngineConfig
 from fairlead_runtime.outputs import EngineDead
-from fairlead_runtime.start import ranks
-from fairlead_runtime.start.ranks import Ranks
+from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
 
 SIZES = {"units": 8, "block_size": 4, "host_units": 2}
 REFUSED = ("ConfigError", ("num_blocks", "8 blocks could not be allocated", "lower it"))
@@ -68,7 +68,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Ranks]]:
     def make(*scripts: Callable[[Any], None], code: int = 0, lost: Any = None) -> Ranks:
         left = iter(scripts)
         monkeypatch.setattr(
-            ranks, "spawn", lambda connection, _: FakeRank(connection, next(left), code)
+            rank_leader, "spawn", lambda connection, _: FakeRank(connection, next(left), code)
         )
         config = EngineConfig(tensor_parallel=len(scripts) + 1)
         made.append(Ranks("model", config, threads=1, lost=lost))

@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 
-from fairlead_runtime.config import ConfigError, EngineConfig
-from fairlead_runtime.sizing.shape import ModelShape
-from fairlead_runtime.sizing.terms import GIB, UNIT_BYTES, DeviceFacts
-from fairlead_runtime.sizing.verdict import plan_memory
-from fairlead_runtime.start.resolve import (
+from fairlead_runtime.build.resolve import (
     CPU_PREFILL_BESIDE_DECODES,
     ResolvedConfig,
     resolve,
     summary,
 )
-from fairlead_runtime.supported import check_supported
+from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
+from fairlead_runtime.settings.supported import check_supported
+from fairlead_runtime.sizing.shape import ModelShape
+from fairlead_runtime.sizing.terms import GIB, UNIT_BYTES, DeviceFacts
+from fairlead_runtime.sizing.verdict import plan_memory
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",

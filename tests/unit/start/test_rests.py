@@ -7,7 +7,7 @@ import pytest
 
 from fairlead_runtime.grammar.compile import TokenizerFacts
 from fairlead_runtime.models import tiny
-from fairlead_runtime.start import serve
+from fairlead_runtime.processes import http_process
 
 
 @pytest.mark.parametrize(
@@ -17,10 +17,10 @@ from fairlead_runtime.start import serve
 def test_large_texts_rest_beside_a_busy_engine_that_takes_all_cores(
     cores: int, busy: bool, rests: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serve, "cpu_limit", lambda: cores)
+    monkeypatch.setattr(http_process, "cpu_limit", lambda: cores)
     tokenizer = tiny.tokenizer()
     service: Any = SimpleNamespace(busy=busy)
     facts = TokenizerFacts.of(tokenizer, len(tokenizer), {0})
-    encoder = serve._prompt_encoder(tokenizer, facts, service)
+    encoder = http_process._prompt_encoder(tokenizer, facts, service)
     assert encoder._rests._busy() is rests
     encoder.close()

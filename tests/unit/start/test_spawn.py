@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-from fairlead_runtime.start import spawn
+from fairlead_runtime.processes import spawn
 
 SERVE = """
 import sys
 from fairlead_runtime.cli import main
-from fairlead_runtime.start import spawn
+from fairlead_runtime.processes import spawn
 
 def spawned(connection, level):
     print(sorted({"fastapi", "torch", "transformers", "uvicorn"} & set(sys.modules)))

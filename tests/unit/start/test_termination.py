@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fairlead_runtime.start import termination
+from fairlead_runtime.processes import termination
 
 
 def reported(environ: dict[str, str]) -> dict[str, str]:

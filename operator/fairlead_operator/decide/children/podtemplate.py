@@ -27,7 +27,7 @@ from fairlead_operator.resource.kinds import (
 )
 from fairlead_operator.resource.resource import InferenceDeployment
 from fairlead_operator.resource.settings import Settings
-from fairlead_runtime.config import Device, EngineConfig
+from fairlead_runtime.settings.engine_config import Device, EngineConfig
 
 HUB_HOME = "/models"  # HF_HOME: an emptyDir, or the shared claim
 CLAIM_ROOT = "/model"  # where a pvc:// source is mounted, read-only

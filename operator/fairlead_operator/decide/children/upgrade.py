@@ -21,7 +21,7 @@ from fairlead_operator.decide.pods.blockers import NORMAL
 from fairlead_operator.resource.kinds import GROUP, Key, Object, key_of
 from fairlead_operator.resource.resource import InferenceDeployment
 from fairlead_operator.resource.settings import Settings
-from fairlead_runtime.config import EngineConfig
+from fairlead_runtime.settings.engine_config import EngineConfig
 
 # Annotations of the Deployment, not of its template: they change without a new pod.
 SPEC_MARK = f"{GROUP}/spec-hash"  # of what the resource asks of the template

@@ -10,7 +10,7 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from fairlead_runtime.metric_names import (
+from fairlead_runtime.settings.metric_names import (
     MODEL,
     REQUEST_GENERATION_TOKENS,
     REQUEST_PROMPT_TOKENS,

@@ -12,7 +12,7 @@ from typing import Any
 from fairlead_operator.decide.pods.load import LoadError, series
 from fairlead_operator.decide.pods.pod import fetch_status, runtime_status
 from fairlead_operator.resource.kinds import Object
-from fairlead_runtime.metric_names import PHASE, STARTUP
+from fairlead_runtime.settings.metric_names import PHASE, STARTUP
 
 PARTS = ("loaded", "warmed")  # the runtime's own
 SERIES = (STARTUP,)  # all that is read here

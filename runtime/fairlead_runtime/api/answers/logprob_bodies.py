@@ -5,7 +5,7 @@ whole characters.
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from fairlead_runtime.logprobs import Logprob
+from fairlead_runtime.request.logprobs import Logprob
 
 FLOOR = -9999.0  # stands for minus infinity, which JSON does not have
 PIECE_TOKENS = 32  # whose log-probabilities are encoded at once, in a few milliseconds

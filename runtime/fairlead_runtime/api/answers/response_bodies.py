@@ -22,9 +22,9 @@ from fairlead_runtime.api.answers.message_parts import delta, message
 from fairlead_runtime.api.answers.shown_prompts import ShownPrompts
 from fairlead_runtime.api.tools.parts import CallBegun, Content, Parser, Part, PlainParser
 from fairlead_runtime.front.errors import ApiError
-from fairlead_runtime.logprobs import Logprob, PromptLogprobs
 from fairlead_runtime.outputs import Output
-from fairlead_runtime.request import FinishReason
+from fairlead_runtime.request.logprobs import Logprob, PromptLogprobs
+from fairlead_runtime.request.sequence import FinishReason
 
 DONE = b"data: [DONE]\n\n"
 PIECE = 64 * 1024  # bytes of a whole answer that are written at once

@@ -8,7 +8,7 @@ import orjson
 from transformers import PreTrainedTokenizerBase
 
 from fairlead_runtime.api.answers.logprob_bodies import FLOOR, PIECE_TOKENS
-from fairlead_runtime.logprobs import PromptLogprobs
+from fairlead_runtime.request.logprobs import PromptLogprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

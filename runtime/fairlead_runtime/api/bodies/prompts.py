@@ -18,7 +18,7 @@ from fairlead_runtime.front.errors import ApiError
 from fairlead_runtime.front.limits import is_large
 from fairlead_runtime.front.strict_json import parse_object
 from fairlead_runtime.models.chat import bad_word_ids, render_chat
-from fairlead_runtime.request import RequestError, pack_ids
+from fairlead_runtime.request.sequence import RequestError, pack_ids
 from fairlead_runtime.serving.intake import check_prompt_logprobs
 from fairlead_runtime.serving.prompt_encoder import PromptEncoder
 

@@ -17,7 +17,7 @@ from fairlead_runtime.api.bodies.structured_bodies import StructuredBody, struct
 from fairlead_runtime.api.bodies.tool_bodies import MAX_TOOLS, NO_TOOLS, Tool, Tools, tools_of
 from fairlead_runtime.front.errors import invalid
 from fairlead_runtime.front.strict_body import MAX_NAME, StrictBody, check_model, validated
-from fairlead_runtime.request import MAX_LOGPROBS, RequestError, SamplingParams
+from fairlead_runtime.request.sequence import MAX_LOGPROBS, RequestError, SamplingParams
 
 MAX_PROMPTS = 64
 MAX_TIMEOUT = 24 * 3600  # seconds

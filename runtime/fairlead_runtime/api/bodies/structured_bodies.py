@@ -11,7 +11,7 @@ from pydantic import Field
 
 from fairlead_runtime.front.errors import invalid
 from fairlead_runtime.front.strict_body import MAX_NAME, StrictBody
-from fairlead_runtime.structured import KINDS, PARAM
+from fairlead_runtime.request.structured import KINDS, PARAM
 
 
 class JsonSchema(StrictBody):

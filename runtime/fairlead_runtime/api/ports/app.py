@@ -30,7 +30,7 @@ from fairlead_runtime.front.key_file import KeyRing
 from fairlead_runtime.front.limits import PromptPool
 from fairlead_runtime.front.strict_body import check_model
 from fairlead_runtime.outputs import ServiceError
-from fairlead_runtime.request import RequestError
+from fairlead_runtime.request.sequence import RequestError
 
 
 def public_app(state: ServerState, pool: PromptPool, keys: KeyRing | None = None) -> ASGIApp:

@@ -17,12 +17,10 @@ from typing import NamedTuple
 import uvicorn
 from starlette.types import ASGIApp
 
-from fairlead_runtime import preflight
 from fairlead_runtime.api.ports.app import admin_app, public_app
 from fairlead_runtime.api.ports.drain import Drain
 from fairlead_runtime.api.state.http_load import HttpLoad
 from fairlead_runtime.api.state.state import Backend, ServerState
-from fairlead_runtime.config import ConfigError
 from fairlead_runtime.front.connection import (
     HEADER_BYTES,
     KEEP_ALIVE_SECONDS,
@@ -34,6 +32,8 @@ from fairlead_runtime.front.limits import PromptPool
 from fairlead_runtime.front.tls import MAX_HANDSHAKES, Certificates, accept_forever
 from fairlead_runtime.outputs import DrainResult, EngineDead
 from fairlead_runtime.serving.metrics import PORTS
+from fairlead_runtime.settings import preflight
+from fairlead_runtime.settings.engine_config import ConfigError
 
 BACKLOG = 2048
 # Per port; more than the requests that run and wait by default, so that a full queue can answer.

@@ -17,7 +17,7 @@ from fairlead_runtime.api.bodies.tool_bodies import MAX_TOOLS
 from fairlead_runtime.api.responses.items import MAX_ITEMS, Item, messages_of
 from fairlead_runtime.front.errors import ApiError, invalid
 from fairlead_runtime.front.strict_body import MAX_NAME, StrictBody, check_model, validated
-from fairlead_runtime.request import RequestError
+from fairlead_runtime.request.sequence import RequestError
 
 MAX_METADATA = 16  # pairs, as OpenAI
 LOGPROBS = "message.output_text.logprobs"  # in ``include``

@@ -13,9 +13,9 @@ from fairlead_runtime.api.answers.logprob_bodies import chat_content
 from fairlead_runtime.api.answers.response_bodies import Frame, Usage, WholeChoice
 from fairlead_runtime.api.tools.parts import CallArguments, CallBegun, Content, Part, Reasoning
 from fairlead_runtime.front.errors import ApiError
-from fairlead_runtime.logprobs import Logprob
 from fairlead_runtime.outputs import Output
-from fairlead_runtime.request import FinishReason
+from fairlead_runtime.request.logprobs import Logprob
+from fairlead_runtime.request.sequence import FinishReason
 
 Fields = dict[str, Any]
 Entries = list[orjson.Fragment]  # log-probabilities, one for each token

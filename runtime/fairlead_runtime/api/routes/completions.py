@@ -43,8 +43,8 @@ from fairlead_runtime.front.limits import (
     while_connected,
 )
 from fairlead_runtime.outputs import Output, OutputStream, Submission
-from fairlead_runtime.request import NOTHING_ALLOWED, FinishReason, RequestError
-from fairlead_runtime.structured import FAILED, PARAM
+from fairlead_runtime.request.sequence import NOTHING_ALLOWED, FinishReason, RequestError
+from fairlead_runtime.request.structured import FAILED, PARAM
 
 MERGED_AHEAD = 8  # outputs per prompt that may wait to be written
 

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from typing import NoReturn
 
-from fairlead_runtime import metric_names as names
 from fairlead_runtime.front.limits import PromptPool
 from fairlead_runtime.serving.measurements import Histogram
+from fairlead_runtime.settings import metric_names as names
 
 LAG_SECONDS = 0.25  # between two looks at the event loop
 

@@ -20,7 +20,7 @@ from fairlead_runtime.front.access_log import REQUEST_ID
 from fairlead_runtime.front.errors import from_exception
 from fairlead_runtime.front.limits import ClientDisconnected
 from fairlead_runtime.outputs import StreamTimes
-from fairlead_runtime.request import SamplingParams
+from fairlead_runtime.request.sequence import SamplingParams
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context

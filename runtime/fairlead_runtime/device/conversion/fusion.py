@@ -35,6 +35,7 @@ from fairlead_kernels.formats.quantize import FP8, Format, Quantized, quantize
 from fairlead_kernels.gpu.triton_fixed import FixedOperations
 from fairlead_kernels.interface.attention import Heads
 from fairlead_kernels.interface.layer import LayerOperations, Packed
+from fairlead_runtime.child.heap import release_memory
 from fairlead_runtime.device.conversion import recognize_ends
 from fairlead_runtime.device.conversion.fixed_order_ends import replace_ends
 from fairlead_runtime.device.conversion.float32_view import Widened
@@ -68,7 +69,6 @@ from fairlead_runtime.device.model.paged_attention import (
 )
 from fairlead_runtime.device.model.paged_model import PagedModel, ProbePass, causal_attention
 from fairlead_runtime.device.model.rank_group import Group
-from fairlead_runtime.heap import release_memory
 from fairlead_runtime.models.quantized import QuantizedEmbedding, QuantizedLinear
 
 T = TypeVar("T")

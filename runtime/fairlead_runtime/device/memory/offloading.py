@@ -17,7 +17,7 @@ import torch
 from fairlead_kernels.plain.copy_blocks import copy_blocks, gather_blocks, indices, scatter_blocks
 from fairlead_runtime.device.memory.host_memory import HostMemory, Pinning, within_parts
 from fairlead_runtime.device.memory.streams import Event, Streams
-from fairlead_runtime.sizing.offload import Staging
+from fairlead_runtime.sizing.offload_space import Staging
 
 Pairs = Sequence[tuple[int, int]]
 Parts = tuple[torch.Tensor, torch.Tensor]  # of keys and of values

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from fairlead_kernels.interface.attention import NULL, RaggedRows
-from fairlead_runtime.request import Sequence
+from fairlead_runtime.request.sequence import Sequence
 from fairlead_runtime.scheduling.plan import Row
 from fairlead_runtime.sizing.groups import LayerGroup
 

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from fairlead_kernels.interface.attention import AttentionBackend
-from fairlead_runtime.config import ConfigError
 from fairlead_runtime.device.conversion.fusion import Fusion
 from fairlead_runtime.device.memory.storage import CacheStorage
 from fairlead_runtime.device.model.batch import BatchBuilder
 from fairlead_runtime.device.model.paged_model import PagedModel
 from fairlead_runtime.models.model_error import CanaryError
-from fairlead_runtime.request import Request, SamplingParams, Sequence
+from fairlead_runtime.request.sequence import Request, SamplingParams, Sequence
 from fairlead_runtime.scheduling.plan import Row
+from fairlead_runtime.settings.engine_config import ConfigError
 from fairlead_runtime.sizing.groups import LayerGroup, group_layers
 
 BLOCK_SIZE = 16

@@ -12,7 +12,7 @@ import torch
 from fairlead_runtime.device.memory.storage import CacheStorage
 from fairlead_runtime.device.sampling.sampling_mode import LARGEST
 from fairlead_runtime.device.step.decode_steps import DecodeSteps
-from fairlead_runtime.request import Request, SamplingParams, Sequence
+from fairlead_runtime.request.sequence import Request, SamplingParams, Sequence
 from fairlead_runtime.scheduling.plan import Row
 from fairlead_runtime.sizing.groups import LayerGroup
 

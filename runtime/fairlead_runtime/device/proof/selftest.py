@@ -31,7 +31,6 @@ from fairlead_kernels.packages.humming_memory import UNPACKAGED
 from fairlead_kernels.packages.humming_products import HummingProducts
 from fairlead_kernels.plain.torch_attention import TorchAttention
 from fairlead_kernels.proofs.attention_proof import BLOCK_SIZE as PROVEN
-from fairlead_runtime.config import ConfigError
 from fairlead_runtime.device.conversion.fusion import Fusion, fuse, quantize_weights
 from fairlead_runtime.device.conversion.recording_pass import modules_in_float32
 from fairlead_runtime.device.conversion.rounding import Changes
@@ -46,8 +45,9 @@ from fairlead_runtime.device.proof.fp8_reference_cache import RoundedCache
 from fairlead_runtime.device.ranks import shards
 from fairlead_runtime.models.loading import LoadedModel
 from fairlead_runtime.models.model_error import ModelError, SelfTestError
-from fairlead_runtime.request import Request, SamplingParams, Sequence
+from fairlead_runtime.request.sequence import Request, SamplingParams, Sequence
 from fairlead_runtime.scheduling.plan import Row, Work
+from fairlead_runtime.settings.engine_config import ConfigError
 from fairlead_runtime.sizing.config_json import EXPERTS
 from fairlead_runtime.sizing.family_table import FAMILIES
 from fairlead_runtime.sizing.groups import group_layers

@@ -25,14 +25,14 @@ from transformers import PreTrainedModel
 
 from fairlead_kernels.formats.quantize import Format, largest_of_rows, quantize
 from fairlead_kernels.interface.attention import Heads
-from fairlead_runtime.config import ConfigError
 from fairlead_runtime.device.conversion.float32_view import has_weights
 from fairlead_runtime.device.model.rank_group import Group
 from fairlead_runtime.device.model.row_parallel import QuantizedRowSplit, RowSplit
 from fairlead_runtime.models.published import StoredLinear
 from fairlead_runtime.models.quantized import QuantizedLinear
-from fairlead_runtime.sizing.ranks import UNSPLIT, refuse
+from fairlead_runtime.settings.engine_config import ConfigError
 from fairlead_runtime.sizing.shape import ModelShape
+from fairlead_runtime.sizing.tensor_parallel import UNSPLIT, refuse
 
 KEYS = ("k_proj", "v_proj")  # the names by which transformers' plans know keys and values
 COLUMNS, ROWS, PACKED, EXPERTS = "colwise", "rowwise", "packed_colwise", "moe_tp_experts"

@@ -21,7 +21,7 @@ from fairlead_runtime.device.sampling.sampling_mode import GENERAL, Draw, Way
 from fairlead_runtime.device.sampling.sequence_table import SlotTable
 from fairlead_runtime.device.sampling.token_readback import Drawn, Fetched
 from fairlead_runtime.grammar.guides import Masks
-from fairlead_runtime.request import MAX_LOGPROBS
+from fairlead_runtime.request.sequence import MAX_LOGPROBS
 from fairlead_runtime.scheduling.plan import Row
 from fairlead_runtime.sizing.terms import list_room
 

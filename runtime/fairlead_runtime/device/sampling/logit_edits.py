@@ -17,7 +17,7 @@ from torch import Tensor
 from fairlead_kernels.sampling import listed
 from fairlead_kernels.sampling.listed import ALLOWED, EMPTY, END, FORBIDDEN, SEEN, Lists
 from fairlead_runtime.device.sampling.logits_processors import Notes, notes_of
-from fairlead_runtime.request import Sequence
+from fairlead_runtime.request.sequence import Sequence
 
 # Of a row: it has a list, whose entries its new tokens are counted in, which names all it may take.
 LISTED, COUNTS, ONLY = 1, 2, 4

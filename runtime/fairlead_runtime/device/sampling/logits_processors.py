@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fairlead_kernels.sampling import sample as ops
-from fairlead_runtime.request import Sequence
+from fairlead_runtime.request.sequence import Sequence
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

@@ -14,7 +14,7 @@ import torch
 from fairlead_kernels.sampling.sample_rows import RowMasks
 from fairlead_runtime.device.sampling.logits_processors import WORD, notes_of
 from fairlead_runtime.device.sampling.sampling_mode import is_masked
-from fairlead_runtime.request import Sequence
+from fairlead_runtime.request.sequence import Sequence
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

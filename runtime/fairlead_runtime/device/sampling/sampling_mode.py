@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from fairlead_runtime.device.sampling.host_sampler import GREEDY_BELOW
-from fairlead_runtime.request import Sequence
+from fairlead_runtime.request.sequence import Sequence
 
 
 class Draw(enum.IntEnum):

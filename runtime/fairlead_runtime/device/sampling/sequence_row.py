@@ -11,8 +11,8 @@ import numpy as np
 from fairlead_runtime.device.sampling.host_sampler import GREEDY_BELOW
 from fairlead_runtime.device.sampling.logit_edits import ALWAYS
 from fairlead_runtime.device.sampling.sampling_mode import Way, holds_back_until, way_of
-from fairlead_runtime.request import Sequence
-from fairlead_runtime.seeds import MASK64, mix64
+from fairlead_runtime.request.seeds import MASK64, mix64
+from fairlead_runtime.request.sequence import Sequence
 
 # The columns of a row, int64 each: TOP_P holds the bits of a float64, SCALE those of two float32,
 # temperature and min_cut, PENALTIES and the next those of repetition, frequency and presence. FLAGS

@@ -37,7 +37,7 @@ from fairlead_runtime.device.sampling.sequence_row import (
     UNTIL,
     Entry,
 )
-from fairlead_runtime.request import Sequence
+from fairlead_runtime.request.sequence import Sequence
 from fairlead_runtime.scheduling.plan import Row
 from fairlead_runtime.sizing.groups import LayerGroup
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fairlead_kernels.sampling.sample_rows import RowLogprobs
 from fairlead_runtime.device.sampling.host_sampler import ERRORS
-from fairlead_runtime.logprobs import TokenLogprobs
+from fairlead_runtime.request.logprobs import TokenLogprobs
 from fairlead_runtime.scheduling.plan import Result, Row
 
 

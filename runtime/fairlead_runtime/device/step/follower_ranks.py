@@ -1,6 +1,6 @@
 """The processes that hold the other parts of a split model, as the one that schedules sees them.
 
-Owns the protocol; ``start/ranks.py`` has the processes.
+Owns the protocol; ``build/rank_leader.py`` has the processes.
 """
 
 from typing import Protocol

@@ -29,8 +29,8 @@ from fairlead_runtime.device.step.follower_ranks import Followers
 from fairlead_runtime.device.step.mixed_steps import MixedSteps
 from fairlead_runtime.device.step.pending_step import Launched
 from fairlead_runtime.grammar.guides import NO_MASKS, Guides, Masks
-from fairlead_runtime.logprobs import TokenLogprobs
-from fairlead_runtime.request import Sequence
+from fairlead_runtime.request.logprobs import TokenLogprobs
+from fairlead_runtime.request.sequence import Sequence
 from fairlead_runtime.scheduling.plan import Result, Row, Work
 
 Sampler = Callable[[Tensor, SamplingBatch], SampledTokens]

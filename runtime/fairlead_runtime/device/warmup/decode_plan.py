@@ -14,7 +14,6 @@ import torch
 from tqdm import tqdm
 
 from fairlead_kernels.interface.attention import AttentionBackend, DecodeAttention
-from fairlead_runtime.config import ConfigError, EngineConfig
 from fairlead_runtime.device.memory.storage import CacheStorage
 from fairlead_runtime.device.model.paged_model import PagedModel
 from fairlead_runtime.device.proof.graph_proof import replay_error, units_of
@@ -25,7 +24,8 @@ from fairlead_runtime.device.step.cuda_graphs import CudaRecorder
 from fairlead_runtime.device.step.decode_steps import DecodeSteps
 from fairlead_runtime.device.step.graph_cache import GraphCache, Recorder
 from fairlead_runtime.models.model_error import first_line
-from fairlead_runtime.sizing.graphs import WAYS, step_sizes
+from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
+from fairlead_runtime.sizing.graph_sizes import WAYS, step_sizes
 from fairlead_runtime.sizing.groups import group_layers
 
 log = logging.getLogger("fairlead.decodes")

@@ -39,7 +39,7 @@ from fairlead_runtime.device.model.paged_attention import (
 )
 from fairlead_runtime.device.model.paged_model import PagedModel
 from fairlead_runtime.device.sampling.host_sampler import SamplingBatch, sample
-from fairlead_runtime.request import Request, SamplingParams, Sequence
+from fairlead_runtime.request.sequence import Request, SamplingParams, Sequence
 from fairlead_runtime.scheduling.plan import Row
 from fairlead_runtime.sizing.groups import LayerGroup, group_layers
 from fairlead_runtime.sizing.terms import KEPT_MASKS, STRIP

@@ -27,7 +27,7 @@ from fairlead_operator.resource.kinds import (
     Key,
     Kind,
 )
-from fairlead_runtime.metric_names import RUNNING, WAITING
+from fairlead_runtime.settings.metric_names import RUNNING, WAITING
 from support.operator_bodies import SETTINGS, Object, deployment, pod, resource, resource_body
 
 KEY: Key = ("ns", "chat")

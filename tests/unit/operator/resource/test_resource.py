@@ -13,9 +13,9 @@ from cluster.harness.cel_cases import BASE, CASES, Case, build, merge
 from fairlead_operator.resource.fields import Quantity, ResourceError, as_body
 from fairlead_operator.resource.resource import InferenceDeployment
 from fairlead_operator.resource.spec import HUB, Source, Toleration
-from fairlead_runtime.config import EngineConfig
 from fairlead_runtime.hub.source import parse as parse_model
 from fairlead_runtime.models.model_error import ModelError
+from fairlead_runtime.settings.engine_config import EngineConfig
 
 
 def parse(**spec: Any) -> InferenceDeployment:

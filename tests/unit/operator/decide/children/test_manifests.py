@@ -8,7 +8,7 @@ import pytest
 from fairlead_operator.decide.children.manifests import SURGE, keeps_weights, render
 from fairlead_operator.decide.children.podtemplate import model_argument, pod_template
 from fairlead_operator.resource.settings import Settings
-from fairlead_runtime.config import EngineConfig
+from fairlead_runtime.settings.engine_config import EngineConfig
 from support.operator_bodies import AFFINITY, SETTINGS, VOLUMES, Object, merged, resource
 
 OWNER = {

@@ -13,7 +13,7 @@ from fairlead_operator.decide.pods.load import (
     parse,
     parse_served,
 )
-from fairlead_runtime.metric_names import RUNNING, WAITING
+from fairlead_runtime.settings.metric_names import RUNNING, WAITING
 
 GOOD = f"""# HELP {RUNNING} Number of requests in model execution batches.
 # TYPE {RUNNING} gauge

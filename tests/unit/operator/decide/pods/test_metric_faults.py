@@ -14,7 +14,7 @@ import pytest
 
 from fairlead_operator.decide.pods.load import Load, LoadError, Sample, parse
 from fairlead_operator.decide.scale.autoscale import TICK, History, Policy, Supply, decide
-from fairlead_runtime.metric_names import RUNNING, WAITING
+from fairlead_runtime.settings.metric_names import RUNNING, WAITING
 from support.full import LONG_FORM
 
 SEEDS = 50 if LONG_FORM else 2

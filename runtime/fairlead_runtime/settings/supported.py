@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from fairlead_runtime.config import ConfigError, EngineConfig, flag_of
+from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig, flag_of
 
 Setting = bool | int | str
 

@@ -19,14 +19,14 @@ from typing import NoReturn
 from fairlead_runtime.engine.cache_map import CacheCopy
 from fairlead_runtime.engine.engine import Engine
 from fairlead_runtime.outputs import ChoiceEvent, EngineDead, QueueFull, RequestView, ServiceError
-from fairlead_runtime.request import FinishReason, Request
+from fairlead_runtime.processes import logs
+from fairlead_runtime.processes.lean_imports import leave_compiler_out
+from fairlead_runtime.processes.life import FAILED, end_with, leave
+from fairlead_runtime.request.sequence import FinishReason, Request
 from fairlead_runtime.serving import wire
 from fairlead_runtime.serving.engine_link import run_engine, settle_memory
 from fairlead_runtime.serving.measurements import EngineReport, RequestMetrics
 from fairlead_runtime.serving.remote_engine import refusal_of
-from fairlead_runtime.start import logs
-from fairlead_runtime.start.lean_imports import leave_compiler_out
-from fairlead_runtime.start.life import FAILED, end_with, leave
 
 log = logging.getLogger("fairlead.engine")
 
@@ -49,7 +49,7 @@ def _serve(channel: wire.Channel) -> int:
     """Load, step and answer; returns the exit code."""
     leave_compiler_out()
     # Imported before the first message, which may have to wait for a download.
-    from fairlead_runtime.start.build import build
+    from fairlead_runtime.build.build_engine import build
 
     logs.adopt_transformers()
     try:

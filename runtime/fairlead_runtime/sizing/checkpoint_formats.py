@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
-from fairlead_runtime.config import ConfigError, EngineConfig
+from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
+from fairlead_runtime.settings.supported import check_supported
 from fairlead_runtime.sizing.gptq_awq import awq, gptq
 from fairlead_runtime.sizing.stored import (
     GROUP_SIZES,
@@ -21,7 +22,6 @@ from fairlead_runtime.sizing.stored import (
     check_value,
     refusal,
 )
-from fairlead_runtime.supported import check_supported
 
 # How compressed-tensors stores the numbers: as they are, or several in an int32.
 _PLAIN, _PACKED = ("int-quantized", "float-quantized", "naive-quantized"), "pack-quantized"

@@ -15,19 +15,19 @@ from fairlead_kernels.interface.attention import AttentionBackend
 from fairlead_kernels.packages.humming_memory import COMPILER
 from fairlead_kernels.plain.torch_attention import TorchAttention
 from fairlead_kernels.proofs.attention_timing import timing
-from fairlead_runtime.config import ConfigError, EngineConfig
+from fairlead_runtime.build.host import cpu_limit, memory_limit
+from fairlead_runtime.child.heap import release_memory
 from fairlead_runtime.device.memory.storage import CacheStorage
 from fairlead_runtime.device.model.paged_model import PagedModel
 from fairlead_runtime.device.model.rank_group import Group
 from fairlead_runtime.device.proof import selftest
 from fairlead_runtime.device.warmup import profiling
 from fairlead_runtime.device.warmup.profiling import Profile
-from fairlead_runtime.heap import release_memory
 from fairlead_runtime.models import loading
 from fairlead_runtime.models.loading import LoadedModel
+from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
 from fairlead_runtime.sizing.groups import group_layers
 from fairlead_runtime.sizing.terms import DeviceFacts
-from fairlead_runtime.start.host import cpu_limit, memory_limit
 
 log = logging.getLogger("fairlead.build")
 

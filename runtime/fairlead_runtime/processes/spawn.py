@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-MODULE = "fairlead_runtime.start.engine_process"
+MODULE = "fairlead_runtime.processes.engine_process"
 
 
 @dataclass(frozen=True, slots=True)

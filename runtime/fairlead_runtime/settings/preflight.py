@@ -11,7 +11,7 @@ import socket
 import stat
 from pathlib import Path
 
-from fairlead_runtime.config import ConfigError, EngineConfig, flag_of
+from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig, flag_of
 
 # Errors that the host causes; any other error is the port's.
 _HOST_ERRORS = frozenset({errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.EINVAL})

@@ -16,7 +16,11 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from fairlead_runtime.config import ConfigError, EngineConfig
+from fairlead_runtime.build.checks import check, device_facts, dtype_name
+from fairlead_runtime.build.host import cpu_limit, resident_bytes
+from fairlead_runtime.build.load_rank import RankParts, load_rank
+from fairlead_runtime.build.rank_leader import Lost, Ranks
+from fairlead_runtime.build.resolve import ResolvedConfig, resolve, summary
 from fairlead_runtime.device.memory.storage import CacheStorage
 from fairlead_runtime.device.step.model_runner import ModelRunner
 from fairlead_runtime.device.warmup.decode_plan import Decodes
@@ -33,14 +37,10 @@ from fairlead_runtime.scheduling.plan import Limits
 from fairlead_runtime.scheduling.scheduler import Scheduler
 from fairlead_runtime.serving.detokenize import Vocabulary, vocabulary_of
 from fairlead_runtime.serving.intake import Intake
+from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
 from fairlead_runtime.sizing.groups import group_layers
 from fairlead_runtime.sizing.report import MemoryReport, memory_report
 from fairlead_runtime.sizing.terms import DeviceFacts, decode_state
-from fairlead_runtime.start.checks import check, device_facts, dtype_name
-from fairlead_runtime.start.host import cpu_limit, resident_bytes
-from fairlead_runtime.start.rank_parts import RankParts, load_rank
-from fairlead_runtime.start.ranks import Lost, Ranks
-from fairlead_runtime.start.resolve import ResolvedConfig, resolve, summary
 
 log = logging.getLogger("fairlead.build")
 

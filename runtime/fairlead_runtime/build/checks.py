@@ -10,16 +10,16 @@ import torch
 from fairlead_kernels.choice.backend import check_fixed, cpu_operations, flashinfer_for
 from fairlead_kernels.interface.attention import Heads
 from fairlead_kernels.interface.not_available import NotAvailableError
-from fairlead_runtime.config import ConfigError, Device, EngineConfig
+from fairlead_runtime.build.host import memory_limit
+from fairlead_runtime.build.resolve import resolve
 from fairlead_runtime.models import loading
 from fairlead_runtime.models.loading import InspectedModel
 from fairlead_runtime.models.model_error import ModelError
-from fairlead_runtime.preflight import check_record
-from fairlead_runtime.sizing.published import as_stored
+from fairlead_runtime.settings.engine_config import ConfigError, Device, EngineConfig
+from fairlead_runtime.settings.preflight import check_record
+from fairlead_runtime.settings.supported import check_supported
+from fairlead_runtime.sizing.checkpoint_formats import as_stored
 from fairlead_runtime.sizing.terms import DeviceFacts, split
-from fairlead_runtime.start.host import memory_limit
-from fairlead_runtime.start.resolve import resolve
-from fairlead_runtime.supported import check_supported
 
 
 def device_facts(choice: Device = "auto", ranks: int = 1) -> DeviceFacts:

@@ -18,17 +18,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from fairlead_runtime.child import frames
-from fairlead_runtime.config import ConfigError, EngineConfig
 from fairlead_runtime.models.model_error import ModelError, SelfTestError
+from fairlead_runtime.processes import logs
+from fairlead_runtime.processes.lean_imports import leave_compiler_out
+from fairlead_runtime.processes.life import FAILED, end_with, leave
 from fairlead_runtime.serving.remote_engine import refusal_of
-from fairlead_runtime.start import logs
-from fairlead_runtime.start.lean_imports import leave_compiler_out
-from fairlead_runtime.start.life import FAILED, end_with, leave
+from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
 
 if TYPE_CHECKING:
+    from fairlead_runtime.build.load_rank import RankParts
     from fairlead_runtime.device.memory.storage import CacheStorage
     from fairlead_runtime.device.model.rank_group import Group
-    from fairlead_runtime.start.rank_parts import RankParts
 
 log = logging.getLogger("fairlead.rank")
 
@@ -82,9 +82,9 @@ def _follow(leader: _Leader, store: int) -> NoReturn:
     leave_compiler_out()
     import torch
 
+    from fairlead_runtime.build.checks import device_facts
+    from fairlead_runtime.build.load_rank import load_rank
     from fairlead_runtime.device.model.rank_group import Group
-    from fairlead_runtime.start.checks import device_facts
-    from fairlead_runtime.start.rank_parts import load_rank
 
     start = leader.receive()
     logs.configure(logging.getLevelName(start["level"]))

@@ -7,14 +7,14 @@ allocates nothing. A resolved configuration never changes.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fairlead_runtime.config import ConfigError, EngineConfig
+from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
+from fairlead_runtime.settings.supported import without_effect
 from fairlead_runtime.sizing.advice import suggest_fix
-from fairlead_runtime.sizing.published import check_stored
+from fairlead_runtime.sizing.checkpoint_formats import check_stored
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.solve import MemoryPlan
 from fairlead_runtime.sizing.terms import GIB, PROCESS, DeviceFacts, gib, surplus_queue
 from fairlead_runtime.sizing.verdict import plan_memory
-from fairlead_runtime.supported import without_effect
 
 # A prompt's tokens in a step that also decodes, on a CPU: there a decode step takes as long as
 # reading the weights, and so do some fixed number of prompt tokens, whatever the model's size.

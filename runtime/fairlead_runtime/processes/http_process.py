@@ -22,7 +22,7 @@ from fairlead_runtime.api.ports import server as http
 from fairlead_runtime.api.state.state import Backend, ServerState
 from fairlead_runtime.api.state.tracing import Tracing
 from fairlead_runtime.api.tools.formats import ReplyFormat, reply_format
-from fairlead_runtime.config import EngineConfig
+from fairlead_runtime.build.host import cpu_limit, process_age, resident_bytes
 from fairlead_runtime.front.key_file import KeyRing
 from fairlead_runtime.front.tls import Certificates
 from fairlead_runtime.grammar.checker import Checker
@@ -31,7 +31,7 @@ from fairlead_runtime.hub import source
 from fairlead_runtime.hub.fetch import Progress
 from fairlead_runtime.models.files import CONFIG
 from fairlead_runtime.outputs import DrainResult
-from fairlead_runtime.preflight import check_record
+from fairlead_runtime.processes import spawn, termination
 from fairlead_runtime.serving import wire
 from fairlead_runtime.serving.detokenize import vocabulary_of
 from fairlead_runtime.serving.intake import Intake
@@ -39,8 +39,8 @@ from fairlead_runtime.serving.metrics import EngineMetrics
 from fairlead_runtime.serving.prompt_encoder import PromptEncoder
 from fairlead_runtime.serving.remote_engine import RemoteEngine
 from fairlead_runtime.serving.service import Service
-from fairlead_runtime.start import spawn, termination
-from fairlead_runtime.start.host import cpu_limit, process_age, resident_bytes
+from fairlead_runtime.settings.engine_config import EngineConfig
+from fairlead_runtime.settings.preflight import check_record
 
 log = logging.getLogger("fairlead.serve")
 STOP_SECONDS = 5.0  # for the running step of the engine

@@ -21,19 +21,19 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from fairlead_runtime.child import frames
-from fairlead_runtime.config import ConfigError, EngineConfig
 from fairlead_runtime.device.model.batch import Batch
 from fairlead_runtime.device.model.rank_group import Group, is_taken
 from fairlead_runtime.device.ranks import rank_messages
 from fairlead_runtime.outputs import EngineDead
 from fairlead_runtime.scheduling.plan import DeviceLostError, Work
 from fairlead_runtime.serving.remote_engine import REFUSALS, ending
+from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
 
 log = logging.getLogger("fairlead.ranks")
 
 END_SECONDS = 5.0  # for a rank whose socket is closed to end, before it is killed
 WORDS_SECONDS = 1.0  # for the process behind a closed socket to be seen ended
-PROCESS = "fairlead_runtime.start.rank_process"
+PROCESS = "fairlead_runtime.processes.rank_process"
 Lost = Callable[[Exception], None]
 
 

@@ -6,7 +6,7 @@ while the layers of a CPU are quantized and packed, one after the other. Pure: r
 
 from dataclasses import replace
 
-from fairlead_runtime.config import EngineConfig
+from fairlead_runtime.settings.engine_config import EngineConfig
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.terms import (
     PROCESS,

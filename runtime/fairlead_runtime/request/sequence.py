@@ -11,8 +11,8 @@ from collections import abc
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
-from fairlead_runtime.logprobs import TokenLogprobs
-from fairlead_runtime.structured import StructuredOutputs, StructuredOutputsError
+from fairlead_runtime.request.logprobs import TokenLogprobs
+from fairlead_runtime.request.structured import StructuredOutputs, StructuredOutputsError
 
 MAX_CHOICES = 8
 MAX_LOGPROBS = 20

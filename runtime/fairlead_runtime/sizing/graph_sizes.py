@@ -4,7 +4,7 @@ Owns both rules, for the plan and for the runtime. Pure.
 """
 
 from fairlead_kernels.packages.flashinfer_memory import PLAN_BYTES, WORKSPACE_BYTES, split_bytes
-from fairlead_runtime.config import EngineConfig
+from fairlead_runtime.settings.engine_config import EngineConfig
 from fairlead_runtime.sizing.shape import ModelShape
 
 # Assumed until it is measured at start: of one graph, its kernels' arguments.

@@ -4,7 +4,7 @@ Owns the arithmetic of heads and widths; transformers' plan for the loaded model
 ``device/ranks/shards.py``. Pure.
 """
 
-from fairlead_runtime.config import ConfigError
+from fairlead_runtime.settings.engine_config import ConfigError
 from fairlead_runtime.sizing.shape import ModelShape
 
 COUNTS = (1, 2, 4, 8)

@@ -1,1 +1,0 @@
-"""The composition root: builds a running server from a configuration and a model directory."""
