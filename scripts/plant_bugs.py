@@ -162,8 +162,8 @@ BUGS = (
     Bug(
         "a fork copies another block as its tail",
         "fairlead_runtime.cache.paged:PagedCache.copy_tail",
-        "(source[full], own[full])",
-        "(source[0], own[full])",
+        "(source[full], target[full])",
+        "(source[0], target[full])",
     ),
     Bug(
         "a fork's tail is not copied",
@@ -358,7 +358,7 @@ BUGS = (
     Bug(
         "the spare beside the head is given twice",
         "fairlead_runtime.scheduling.planner:_Draft._may_start",
-        "self._shadow = steps, spare - most",
+        "self._shadow = steps, spare - units",
         "pass",
         10005,
     ),

@@ -117,8 +117,8 @@ class LLM:
         """
         parts = self._require_parts()
         engine = parts.engine
-        submissions = [self._with_bad_word_ids(one) for one in submissions]
-        requests = [self._checked(parts.intake.request(one)) for one in submissions]
+        submissions = [self._with_bad_word_ids(submission) for submission in submissions]
+        requests = [self._checked(parts.intake.request(submission)) for submission in submissions]
         waiting = deque(enumerate(requests))
         live: dict[str, tuple[int, dict[int, ChoiceText]]] = {}
         try:
@@ -179,7 +179,7 @@ class LLM:
                 output, stopped_early = choice.take([event])
                 if stopped_early:
                     self._require_parts().engine.finish(event.request_id, event.choice)
-                if all(one.finished for one in choices.values()):
+                if all(text.finished for text in choices.values()):
                     del live[event.request_id]
                 yield number, output
 

@@ -82,8 +82,8 @@ class Submission:
     ids.
 
     ``prompt``: token ids within the vocabulary. ``id``: if a live request has it, the service
-    appends to it; if empty, the service makes one. ``priority``: lower runs first. ``shown``:
-    special tokens that make text, which others do not.
+    appends to it; if empty, the service makes one. ``priority``: lower runs first.
+    ``visible_tokens``: special tokens that make text, which others do not.
     """
 
     prompt: Sequence[int]
@@ -92,7 +92,7 @@ class Submission:
     tenant: str = ""
     salt: bytes = b""
     priority: int = 0
-    shown: frozenset[int] = frozenset()
+    visible_tokens: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ class RequestView:
 class BlockState(StrEnum):
     FREE = "free"
     CACHED = "cached"  # has content that a later request may share; evicted when others are gone
-    HELD = "held"  # by one or several sequences
+    REFERENCED = "held"  # by one or several sequences
 
 
 @dataclass(frozen=True, slots=True)

@@ -450,7 +450,7 @@ BUGS = (
     PackageBug(
         "the ids of tokens and blocks are not planned",
         "fairlead_runtime.sizing.solve:solve",
-        'left -= kept["bookkeeping"]',
+        'room -= bookkeeping_term["bookkeeping"]',
         "pass",
         ("unit/sizing/test_memory_plan.py",),
     ),
@@ -478,8 +478,8 @@ BUGS = (
     PackageBug(
         "a CPU's cache takes all that is left",
         "fairlead_runtime.sizing.solve:solve",
-        "min(bookkeeping.blocks(left, block), most_here)",
-        "bookkeeping.blocks(left, block)",
+        "min(bookkeeping.blocks(room, block), cpu_blocks)",
+        "bookkeeping.blocks(room, block)",
         ("unit/sizing/test_memory_plan.py",),
     ),
     PackageBug(
@@ -492,7 +492,7 @@ BUGS = (
     PackageBug(
         "pinned blocks fit whatever they take",
         "fairlead_runtime.sizing.solve:solve",
-        "fits=left >= blocks * block and ",
+        "fits=room >= blocks * block and ",
         "fits=",
         ("unit/sizing/test_memory_plan.py",),
     ),
@@ -780,7 +780,7 @@ BUGS = (
     PackageBug(
         "weights outside the layers are split",
         "fairlead_runtime.sizing.terms:weights",
-        "plain = (whole + split(shape.split, tp) + keys + head // tp) * element",
+        "plain = (unsplit + split(shape.split, tp) + keys + head // tp) * element",
         "plain = split(shape.parameters, tp) * element",
         ("unit/sizing/test_memory_plan.py",),
     ),
@@ -857,8 +857,8 @@ BUGS = (
     PackageBug(
         "an id beyond the vocabulary reaches the device",
         "fairlead_runtime.serving.intake:Intake._within_vocabulary",
-        "most >= self._facts.vocab_size",
-        "most > self._facts.vocab_size",
+        "highest >= self._facts.vocab_size",
+        "highest > self._facts.vocab_size",
         ("unit/serving/test_service.py",),
     ),
     PackageBug(
@@ -997,8 +997,8 @@ BUGS = (
     PackageBug(
         "ignore_eos lets the end pass",
         "fairlead_runtime.grammar.guides:Guide.mask",
-        "return others if sequence.request.params.ignore_eos and not self.at_end else self._mask",
-        "return self._mask",
+        "text_mask if sequence.request.params.ignore_eos and not self.at_end else self._mask",
+        "self._mask",
         ("unit/grammar/test_guides.py",),
     ),
     PackageBug(
@@ -1039,7 +1039,7 @@ BUGS = (
     PackageBug(
         "any number of checks may wait",
         "fairlead_runtime.grammar.checker:Checker.ask",
-        "if len(self._asked) >= MAX_WAITING:",
+        "if len(self._checks) >= MAX_WAITING:",
         "if False:",
         ("unit/grammar/test_checker.py",),
     ),
@@ -1158,8 +1158,8 @@ BUGS = (
     PackageBug(
         "a batch that only waits for a grammar ends with an overflow",
         "fairlead_runtime.engine.engine:Engine.sleep",
-        "None if left > TIMEOUT_MAX else max(0.0, left)",
-        "max(0.0, left)",
+        "None if seconds > TIMEOUT_MAX else max(0.0, seconds)",
+        "max(0.0, seconds)",
         ("functional/commands/test_llm.py",),
     ),
     PackageBug(
@@ -1358,8 +1358,8 @@ BUGS = (
     PackageBug(
         "the scales of rows that all ranks have are planned as split",
         "fairlead_runtime.sizing.terms:_layer_shares",
-        "channels + shared + whole\n",
-        "channels + shared + whole // tp\n",
+        "channels + shared + hidden_rows\n",
+        "channels + shared + hidden_rows // tp\n",
         ("unit/device/test_shards.py",),
     ),
     PackageBug(
@@ -2349,8 +2349,8 @@ BUGS = (
     PackageBug(
         "those without blocks count as waiting",
         "fairlead_runtime.scheduling.planner:_Draft._waiting_for_tokens",
-        "if room < 0 or count > most:",
-        "if count > most:",
+        "if room < 0 or count > limit:",
+        "if count > limit:",
         BOUND_TESTS,
     ),
     PackageBug(
@@ -2436,8 +2436,8 @@ BUGS = (
     PackageBug(
         "the row of an aborted sequence counts as a token",
         "fairlead_runtime.engine.engine:Engine._update",
-        "seen = outcome.ran.living()",
-        "seen = outcome.ran",
+        "live_work = outcome.ran.living()",
+        "live_work = outcome.ran",
         PIPELINE_TESTS,
     ),
     PackageBug(

@@ -38,14 +38,14 @@ class BlockPool:
         """``count`` units with one reference each and no content."""
         if count > self.available:
             raise PoolError(f"{count} units requested, {self.available} available")
-        taken: list[int] = []
+        units: list[int] = []
         for _ in range(count):
             if not self.free:
                 self.forget(next(iter(self.cached)))
             unit = self.free.pop()
             self.refs[unit] = 1
-            taken.append(unit)
-        return taken
+            units.append(unit)
+        return units
 
     def forget(self, unit: int) -> None:
         """Remove a unit's content from the index; an unreferenced unit becomes free."""

@@ -169,8 +169,8 @@ class PagedCache:
             return []
         self.grow(sequence, sequence.computed)
         return [
-            (source[full], own[full])
-            for source, own in zip(sibling.tables, sequence.tables, strict=True)
+            (source[full], target[full])
+            for source, target in zip(sibling.tables, sequence.tables, strict=True)
         ]
 
     def offload(self, sequence: Sequence) -> Pairs:

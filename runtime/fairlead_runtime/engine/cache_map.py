@@ -86,7 +86,7 @@ class CacheCopy:
         for offset, references in enumerate(self.references):
             state = BlockState.FREE
             if references:
-                state = BlockState.HELD
+                state = BlockState.REFERENCED
             elif self.has_content[offset]:
                 state = BlockState.CACHED
             now = (state, references, tuple(holders.get(self.start + offset, ())))

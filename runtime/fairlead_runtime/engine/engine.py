@@ -301,7 +301,7 @@ class Engine:
         self.counters.steps_launched += self._pipeline.add(work, self._scheduler)
 
     def _update(self, outcome: Outcome, began: float) -> None:
-        seen = outcome.ran.living()
+        live_work = outcome.ran.living()
         events = self._scheduler.update(outcome.ran, outcome.results)
         for row, error in outcome.failed:
             log.error(
@@ -314,12 +314,12 @@ class Engine:
             reason = f"the model could not compute this request ({type(error).__name__})"
             events += self._scheduler.fail(row.sequence.id, reason)
         ended = self._now()
-        if seen.rows or not outcome.ran.rows:  # else it was a step of dead rows
-            self.counters.count(seen, ended - began)
-            self._contain(self._observer.stepped, seen, events, began, ended)
+        if live_work.rows or not outcome.ran.rows:  # else it was a step of dead rows
+            self.counters.count(live_work, ended - began)
+            self._contain(self._observer.stepped, live_work, events, began, ended)
         self.counters.step_failures += bool(outcome.failed)
         self._emit(events)
-        if seen.rows:
+        if live_work.rows:
             self._canaries_lost, self._fault_canary = 0, None
         elif outcome.failed:
             canary_lost = any(
@@ -470,5 +470,5 @@ class Engine:
     def sleep(self) -> None:
         """Sleep until a message comes or the oldest waiting request times out."""
         oldest = next(iter(self._waiting_since.values()), None)
-        left = math.inf if oldest is None else oldest + self.bounds.queue_timeout - self._now()
-        self._inbox.wait(None if left > TIMEOUT_MAX else max(0.0, left))
+        seconds = math.inf if oldest is None else oldest + self.bounds.queue_timeout - self._now()
+        self._inbox.wait(None if seconds > TIMEOUT_MAX else max(0.0, seconds))

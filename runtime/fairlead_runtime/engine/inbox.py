@@ -124,7 +124,7 @@ class Inbox:
         self._oldest: float | None = None  # arrival of the request that waits longest
         # When the queue began to drain, then when requests left it, and how many; empty while
         # nobody waits.
-        self._left: deque[tuple[float, int]] = deque(maxlen=MEASURED_STEPS + 1)
+        self._departures: deque[tuple[float, int]] = deque(maxlen=MEASURED_STEPS + 1)
         self._closed = ""  # why no request is accepted; empty while the inbox is open
         self.rejected_requests = self.rejected_tokens = 0  # requests refused, by the limit
         self.stopping = False
@@ -188,10 +188,10 @@ class Inbox:
         """Seconds after which to retry: in which the queue empties as fast as it did lately. While
         none has left it, as long as the oldest request has waited.
         """
-        now, left = self._now(), sum(count for _, count in [*self._left][1:])
+        now, departures = self._now(), sum(count for _, count in [*self._departures][1:])
         seconds = now - self._oldest if self._oldest is not None else 0.0
-        if left:
-            seconds = self.queued * (now - self._left[0][0]) / left
+        if departures:
+            seconds = self.queued * (now - self._departures[0][0]) / departures
         return min(LONGEST_RETRY, max(1.0, seconds))
 
     # -- the engine thread
@@ -221,14 +221,14 @@ class Inbox:
             self._waiting_tokens = tokens
             self._progress.end(working=working or bool(self._messages))
 
-    def _measure(self, left: int, queued: int) -> None:
+    def _measure(self, departures: int, queued: int) -> None:
         """Note how many left the queue in a step. Those that found a free slot do not count: the
         queue drains from the first step on after which somebody waits.
         """
         if not queued:
-            self._left.clear()
-        elif left or not self._left:
-            self._left.append((self._now(), left))
+            self._departures.clear()
+        elif departures or not self._departures:
+            self._departures.append((self._now(), departures))
 
     def wait(self, timeout: float | None) -> None:
         """Sleep until a message or ``stop`` comes, for at most ``timeout`` seconds."""

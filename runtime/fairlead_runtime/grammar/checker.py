@@ -77,12 +77,12 @@ class Checker:
         self._max_wait = max_wait
         self._lock = threading.Lock()
         self._verdicts: OrderedDict[str, Verdict] = OrderedDict()
-        self._asked: dict[str, Future[Verdict]] = {}  # by digest
+        self._checks: dict[str, Future[Verdict]] = {}  # by digest
 
     @property
     def pending(self) -> int:
         """Checks that wait or run."""
-        return len(self._asked)
+        return len(self._checks)
 
     async def check(self, outputs: StructuredOutputs) -> StructuredOutputs:
         """The same outputs with the memory that they take. Raises RequestError for what cannot be
@@ -118,13 +118,13 @@ class Checker:
                 future: Future[Verdict] = Future()
                 future.set_result(known)
                 return future
-            if digest in self._asked:
+            if digest in self._checks:
                 self.counts.hits += 1
-                return self._asked[digest]
-            if len(self._asked) >= MAX_WAITING:
+                return self._checks[digest]
+            if len(self._checks) >= MAX_WAITING:
                 self.counts.busy += 1
                 raise CheckerBusy
-            future = self._asked[digest] = Future()
+            future = self._checks[digest] = Future()
         # JSON, because MessagePack has no integers beyond 64 bits, which a schema may hold.
         question = {"outputs": json.dumps(_fields(outputs))}
         self._program.ask(question).add_done_callback(functools.partial(self._answered, digest))
@@ -133,7 +133,7 @@ class Checker:
     def _answered(self, digest: str, answer: "Future[Answer]") -> None:
         """Runs in a thread of the child program."""
         with self._lock:
-            future = self._asked.pop(digest)
+            future = self._checks.pop(digest)
             if isinstance(answer.exception(), ChildLost):
                 verdict = None
             else:

@@ -169,15 +169,15 @@ def _brief(message: str, source: str) -> str:
     """The first line, and the reason that a regular expression is refused, without the words that
     they quote of the source; the other lines quote the grammar or the library's state.
     """
-    first, *others = message.strip().splitlines() or [""]
-    reasons = [line for line in others if line.startswith("error: ")]
+    first, *details = message.strip().splitlines() or [""]
+    reasons = [line for line in details if line.startswith("error: ")]
     written = source + _unescaped(source)
 
-    def shown(word: re.Match[str]) -> str:
+    def redact(word: re.Match[str]) -> str:
         return "…" if word[0] in written and word[0] not in _KEYWORDS else word[0]
 
     # Cut first: a message may quote the whole source.
-    return _WORD.sub(shown, "; ".join([first, *reasons[:1]])[:300])
+    return _WORD.sub(redact, "; ".join([first, *reasons[:1]])[:300])
 
 
 def _unescaped(source: str) -> str:

@@ -67,9 +67,9 @@ class Guide:
             check(self._matcher)
             self._followed = len(generated)
             self._mask = fill(self._matcher, len(self._mask))
-        others = self._mask & ~self._eos
-        self.at_end = not others.any()
-        return others if sequence.request.params.ignore_eos and not self.at_end else self._mask
+        text_mask = self._mask & ~self._eos
+        self.at_end = not text_mask.any()
+        return text_mask if sequence.request.params.ignore_eos and not self.at_end else self._mask
 
 
 def fill(matcher: LLMatcher, words: int) -> Array:

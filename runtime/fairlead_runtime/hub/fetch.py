@@ -228,11 +228,11 @@ def _list_files(hub: Hub, repository: str, revision: str) -> tuple[str, dict[str
         if "/" not in name and any(Path(name).match(pattern) for pattern in files.PATTERNS)
     }
     if not any(name in allowed for name in (files.WEIGHTS, files.INDEX)):
-        others = sorted(name for name in all_sizes if name.endswith(files.PICKLES))[:5]
-        others_text = f"; it has {', '.join(others)}, which are never opened" if others else ""
+        pickles = sorted(name for name in all_sizes if name.endswith(files.PICKLES))[:5]
+        pickles_text = f"; it has {', '.join(pickles)}, which are never opened" if pickles else ""
         raise ModelError(
             "NoSafetensors",
-            f"{repository}: no {files.WEIGHTS} and no {files.INDEX} at {revision}{others_text}",
+            f"{repository}: no {files.WEIGHTS} and no {files.INDEX} at {revision}{pickles_text}",
             "use a revision with safetensors",
         )
     return commit, allowed

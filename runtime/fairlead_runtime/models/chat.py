@@ -86,10 +86,10 @@ def bad_word_ids(
     vLLM's rule: each word as it begins a text, and as it follows a space where that is a different
     first token and as many of them. Raises RequestError for a word without tokens.
     """
-    found: list[tuple[int, ...]] = []
+    id_runs: list[tuple[int, ...]] = []
     for word in words:
         if not isinstance(word, str):
-            found.append(word)
+            id_runs.append(word)
             continue
         try:
             bare, spaced = (
@@ -102,10 +102,10 @@ def bad_word_ids(
             raise RequestError(
                 "bad_words", "has a word that the model's tokenizer has no token for"
             )
-        found.append(bare)
+        id_runs.append(bare)
         if spaced and spaced[0] != bare[0] and len(spaced) == len(bare):
-            found.append(spaced)
-    return tuple(found)
+            id_runs.append(spaced)
+    return tuple(id_runs)
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool) -> list[int]:

@@ -247,8 +247,8 @@ def _shards(path: Path, names: set[str]) -> dict[str, set[str]]:
 
 
 def _no_safetensors(path: Path) -> ModelError:
-    others = sorted(entry.name for entry in os.scandir(path) if entry.name.endswith(PICKLES))
-    pickles = f"; found {', '.join(others[:5])}, which are never opened" if others else ""
+    names = sorted(entry.name for entry in os.scandir(path) if entry.name.endswith(PICKLES))
+    pickles = f"; found {', '.join(names[:5])}, which are never opened" if names else ""
     return ModelError(
         "NoSafetensors",
         f"{path}: neither {WEIGHTS} nor {INDEX} exists{pickles}",
@@ -257,16 +257,16 @@ def _no_safetensors(path: Path) -> ModelError:
 
 
 def _check_index(shards: Mapping[str, set[str]], headers: Mapping[str, Header]) -> None:
-    seen: set[str] = set()
+    tensors: set[str] = set()
     for file, header in headers.items():
         missing = shards[file] - set(header.tensors)
         if missing:
             raise ModelError(
                 "BadWeights", f"{file}: {min(missing)[:100]!r} is in the index but not in the file"
             )
-        duplicates = seen & set(header.tensors)
+        duplicates = tensors & set(header.tensors)
         if duplicates:
             raise ModelError(
                 "BadWeights", f"{file}: {min(duplicates)[:100]!r} is in another file too"
             )
-        seen |= set(header.tensors)
+        tensors |= set(header.tensors)

@@ -83,16 +83,16 @@ def _check(
     for leaf, tensor in tensors.items():
         if leaf in shapes and (tuple(tensor.shape), tensor.dtype) != shapes[leaf]:
             shape, dtype = shapes[leaf]
-            found = f"{tuple(tensor.shape)} of {tensor.dtype}"
-            raise ValueError(f"{leaf}: {found}, where {shape} of {dtype} is expected")
+            actual = f"{tuple(tensor.shape)} of {tensor.dtype}"
+            raise ValueError(f"{leaf}: {actual}, where {shape} of {dtype} is expected")
 
 
 def _integers(words: Tensor) -> Tensor:
     """Eight integers of 4 bits of each int32, or two of each byte, the lowest bits first, side by
     side: [N, W] → uint8 [N, 8 W].
     """
-    held = words.contiguous().view(torch.uint8)
-    return torch.stack([held & 15, held >> 4], dim=-1).flatten(1)
+    pairs = words.contiguous().view(torch.uint8)
+    return torch.stack([pairs & 15, pairs >> 4], dim=-1).flatten(1)
 
 
 def _in_order(integers: Tensor) -> Tensor:
@@ -103,10 +103,10 @@ def _in_order(integers: Tensor) -> Tensor:
 def _order(index: Tensor, groups: int) -> Tensor | None:
     """The columns group after group, int32; None where they already are."""
     size = len(index) // groups
-    own = torch.arange(len(index), dtype=index.dtype, device=index.device) // size
-    if torch.equal(index, own):
+    group_index = torch.arange(len(index), dtype=index.dtype, device=index.device) // size
+    if torch.equal(index, group_index):
         return None
     order = index.argsort(stable=True)
-    if not torch.equal(index[order], own):
+    if not torch.equal(index[order], group_index):
         raise ValueError(f"its index does not give each of {groups} groups {size} columns")
     return order.int()

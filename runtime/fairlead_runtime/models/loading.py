@@ -91,15 +91,15 @@ def inspect(path: Path | str, config: EngineConfig | None = None) -> InspectedMo
         files.config, maps, trusted=settings.trust_remote_code, weights=files.weights
     )
     check_supported(settings)
-    own = shape.max_len
-    if settings.max_model_len is not None and settings.max_model_len > own:
+    model_len = shape.max_len
+    if settings.max_model_len is not None and settings.max_model_len > model_len:
         raise ConfigError(
             "max_model_len",
-            f"{settings.max_model_len} is more than the model's {own} tokens",
-            f"set at most {own}",
+            f"{settings.max_model_len} is more than the model's {model_len} tokens",
+            f"set at most {model_len}",
         )
     dtype = _dtype(files, shape, settings)
-    return InspectedModel(files, shape, dtype, settings.max_model_len or own)
+    return InspectedModel(files, shape, dtype, settings.max_model_len or model_len)
 
 
 def load(
@@ -240,11 +240,11 @@ def _progress_on_terminals_only() -> Iterator[None]:
     do.
     """
     control: Any = transformers.utils.logging
-    shown = control.is_progress_bar_enabled()
+    enabled = control.is_progress_bar_enabled()
     if not sys.stderr.isatty():
         control.disable_progress_bar()
     try:
         yield
     finally:
-        if shown:
+        if enabled:
             control.enable_progress_bar()

@@ -54,15 +54,15 @@ class _Loader(HfQuantizer):  # type: ignore[misc] # the same
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
         settings = self.quantization_config
         scale = f".{settings.stored.scale}"
-        left = {name.removesuffix(scale) for name in settings.tensors if name.endswith(scale)}
+        layers = {name.removesuffix(scale) for name in settings.tensors if name.endswith(scale)}
         for name, module in list(model.named_modules()):
             prefixes = (name, name.removeprefix(f"{model.base_model_prefix}."))
-            found = next((prefix for prefix in prefixes if prefix in left), None)
-            if found is not None and isinstance(module, nn.Linear):
-                left.discard(found)
-                model.set_submodule(name, StoredLinear(settings, found, module))
-        if left:
-            raise ValueError(f"{min(left)[:100]!r} is no linear layer of the model")
+            layer = next((prefix for prefix in prefixes if prefix in layers), None)
+            if layer is not None and isinstance(module, nn.Linear):
+                layers.discard(layer)
+                model.set_submodule(name, StoredLinear(settings, layer, module))
+        if layers:
+            raise ValueError(f"{min(layers)[:100]!r} is no linear layer of the model")
 
     def is_serializable(self) -> bool:
         return False
@@ -84,7 +84,7 @@ class StoredLinear(nn.Module):
         self.name = name
         self._shape = (linear.out_features, linear.in_features)
         self._floats = False  # whether the numbers are floats, held as integers
-        for leaf in (self._stored.weight, *self._stored.beside):
+        for leaf in (self._stored.weight, *self._stored.side_tensors):
             entry = settings.tensors.get(f"{name}.{leaf}")
             if entry is None and leaf not in self._stored.needed:
                 continue
@@ -134,8 +134,8 @@ class StoredLinear(nn.Module):
         scales = scales.reshape(-1).expand(rows).contiguous()
         served: Format = "fp8" if self._stored.format == "fp8" else "int8"
         expected = STORED[served]
-        if (found := FP8 if self._floats else numbers.dtype) is not expected:
-            raise ValueError(f"{self.name[:100]}: {found} where {expected} is expected")
+        if (dtype := FP8 if self._floats else numbers.dtype) is not expected:
+            raise ValueError(f"{self.name[:100]}: {dtype} where {expected} is expected")
         weight = Quantized(served, numbers.view(torch.int8).contiguous(), scales)
         return QuantizedLinear(weight, self.bias)
 
@@ -175,10 +175,10 @@ def check_biases(
     biases = {f"{x.name}.bias" for x in model.modules() if isinstance(x, StoredLinear)}
     biases.intersection_update(unexpected)
     for file, header in weights.items():
-        if not (here := sorted(biases.intersection(header.tensors))):
+        if not (names := sorted(biases.intersection(header.tensors))):
             continue
         with safe_open(folder / file, framework="pt") as stored:
-            for name in here:
+            for name in names:
                 if stored.get_tensor(name).any():
                     raise ModelError(
                         "BadWeights",

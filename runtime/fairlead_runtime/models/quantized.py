@@ -24,10 +24,10 @@ class QuantizedLinear(nn.Module):
         super().__init__()
         self._format: Held = weight.format
         groups = weight if isinstance(weight, Grouped) else None
-        self.bits, self.scales = _held(weight.bits), _held(weight.scales)
-        self.zeros = None if groups is None else _held(groups.zeros)
-        self.order = None if groups is None or groups.order is None else _held(groups.order)
-        self.bias = None if bias is None else _held(bias)
+        self.bits, self.scales = _freeze(weight.bits), _freeze(weight.scales)
+        self.zeros = None if groups is None else _freeze(groups.zeros)
+        self.order = None if groups is None or groups.order is None else _freeze(groups.order)
+        self.bias = None if bias is None else _freeze(bias)
 
     @property
     def weight(self) -> Quantized:
@@ -46,7 +46,7 @@ class QuantizedLinear(nn.Module):
         return F.linear(x, self.weight.rows(part).dequantize().to(x.dtype), bias)
 
 
-def _held(tensor: Tensor) -> nn.Parameter:
+def _freeze(tensor: Tensor) -> nn.Parameter:
     return nn.Parameter(tensor, requires_grad=False)
 
 

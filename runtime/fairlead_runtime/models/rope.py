@@ -54,11 +54,11 @@ def pin(model: torch.nn.Module, max_model_len: int) -> int:
 
 def _factor_of_phimoe(module: Any, max_model_len: int) -> float | None:
     """What its forward pass multiplies with; None: what comes with the frequencies."""
-    given = module.config.rope_parameters
-    if given["rope_type"] == "default" or module.rope_type == PINNED:
+    parameters = module.config.rope_parameters
+    if parameters["rope_type"] == "default" or module.rope_type == PINNED:
         return None
-    original = given["original_max_position_embeddings"]
-    return float(given["long_mscale" if max_model_len > original else "short_mscale"])
+    original = parameters["original_max_position_embeddings"]
+    return float(parameters["long_mscale" if max_model_len > original else "short_mscale"])
 
 
 def _keep_what_phimoe_computes(module: Any, scaling: float | None) -> None:

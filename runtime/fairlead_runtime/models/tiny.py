@@ -99,7 +99,7 @@ _LONGROPE = {
     "long_factor": [1.0 + 0.9 * i for i in range(8)],
 }
 _WINDOWS: dict[str, Any] = {"sliding_window": WINDOW, "layer_types": [_SLIDING, _FULL, _SLIDING]}
-_OWN: dict[str, dict[str, Any]] = {
+_SETTINGS: dict[str, dict[str, Any]] = {
     **{family: {} for family in (*SIZED, *UNLISTED)},
     **{
         family: {"head_dim": 16}
@@ -155,11 +155,11 @@ def build(family: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     ``overrides`` are settings of the family's transformers configuration. Equal arguments give
     equal weights. Raises ValueError for an unknown family.
     """
-    if family not in _OWN:
-        raise ValueError(f"{family}: unknown family, use one of {', '.join(_OWN)}")
+    if family not in _SETTINGS:
+        raise ValueError(f"{family}: unknown family, use one of {', '.join(_SETTINGS)}")
     grouped = {} if family in _UNGROUPED else {"num_key_value_heads": 2}
     config = AutoConfig.for_model(
-        _MODEL_TYPES.get(family, family), **{**_COMMON, **grouped, **_OWN[family], **overrides}
+        _MODEL_TYPES.get(family, family), **{**_COMMON, **grouped, **_SETTINGS[family], **overrides}
     )
     factory: Any = AutoModelForCausalLM  # transformers' classes are untyped
     model = factory.from_config(config, dtype=torch.float32, attn_implementation="eager")

@@ -62,7 +62,7 @@ def byte_level(
 
     ``merges`` are written in the byte alphabet; both halves of a merge must exist before it.
     """
-    pieces = [*SPECIAL, *byte_alphabet(), *(left + right for left, right in merges)]
+    pieces = [*SPECIAL, *byte_alphabet(), *(first + second for first, second in merges)]
     vocab = {piece: number for number, piece in enumerate(pieces)}
     if len(vocab) != len(pieces):
         raise ValueError("two merges produce the same piece")

@@ -11,7 +11,7 @@ from fairlead_runtime.recording.record import Recording
 from fairlead_runtime.recording.trace import RowView, StepView
 
 MOST_CELLS = 96  # of a side; a larger mask has several tokens in a cell
-NONE, SOME, ALL = ".", "+", "#"
+NONE, PART, ALL = ".", "+", "#"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,8 @@ def _line(spans: Sequence[tuple[int, int]], keys: int, per_cell: int) -> str:
     cells = []
     for low in range(0, keys, per_cell):
         high = min(keys, low + per_cell)
-        seen = sum(max(0, min(high, end) - max(low, begin)) for begin, end in spans)
-        cells.append(NONE if not seen else ALL if seen == (high - low) * len(spans) else SOME)
+        pairs = sum(max(0, min(high, end) - max(low, begin)) for begin, end in spans)
+        cells.append(NONE if not pairs else ALL if pairs == (high - low) * len(spans) else PART)
     return "".join(cells)
 
 

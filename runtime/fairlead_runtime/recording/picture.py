@@ -12,7 +12,7 @@ from fairlead_runtime.recording.mask import ALL, NONE, mask_of
 from fairlead_runtime.recording.record import Recording
 from fairlead_runtime.recording.trace import RowView, StepView, steps
 
-CELL, ROW, LEFT, TOP = 8, 18, 90, 40  # pixels
+CELL, ROW, MARGIN, TOP = 8, 18, 90, 40  # pixels
 MOST_STEPS = 2000  # of one picture; later steps are left out, and the title says so
 _HEAD = (
     '<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
@@ -32,13 +32,13 @@ def slots_picture(recording: Recording) -> Iterator[str]:
             break
         views.append(view)
     slots = 1 + max((row.slot for view in views for row in view.rows), default=-1)
-    yield _HEAD.format(width=LEFT + CELL * len(views) + 10, height=TOP + ROW * slots + 20)
+    yield _HEAD.format(width=MARGIN + CELL * len(views) + 10, height=TOP + ROW * slots + 20)
     more = f", the first {MOST_STEPS} steps" if cut else ""
     yield _text(4, 16, f"{recording.limits.policy}: {len(views)} steps, {slots} slots{more}")
     for slot in range(slots):
         yield _text(4, TOP + ROW * slot + 13, f"slot {slot}")
     for column, view in enumerate(views):
-        yield from _column(LEFT + CELL * column, view)
+        yield from _column(MARGIN + CELL * column, view)
     yield "</svg>"
 
 
@@ -55,7 +55,7 @@ def mask_picture(view: StepView, window: int | None) -> Iterator[str]:
     """The mask of one step: queries downwards, keys to the right, one colour per request."""
     mask = mask_of(view, window)
     width = len(mask.lines[0]) if mask.lines else 0
-    yield _HEAD.format(width=LEFT + CELL * width + 10, height=TOP + CELL * len(mask.lines) + 20)
+    yield _HEAD.format(width=MARGIN + CELL * width + 10, height=TOP + CELL * len(mask.lines) + 20)
     kind = "full attention" if window is None else f"a window of {window}"
     title = f"step {view.step}: {mask.queries} queries, {mask.keys} keys, {kind}"
     cell = f"; a cell is {mask.per_cell} tokens" if mask.per_cell > 1 else ""
@@ -66,17 +66,17 @@ def mask_picture(view: StepView, window: int | None) -> Iterator[str]:
         if row.name != named:
             named = row.name
             yield _text(4, y + CELL, f"[{row.slot}] {row.name}")
-        for column, seen in enumerate(cells):
-            colour = "#eeeeee" if seen == NONE else _colour(row.name)
-            opacity = 1.0 if seen in {ALL, NONE} else 0.6
-            yield _rectangle(LEFT + CELL * column, y, CELL - 1, CELL - 1, colour, "", opacity)
+        for column, visibility in enumerate(cells):
+            colour = "#eeeeee" if visibility == NONE else _colour(row.name)
+            opacity = 1.0 if visibility in {ALL, NONE} else 0.6
+            yield _rectangle(MARGIN + CELL * column, y, CELL - 1, CELL - 1, colour, "", opacity)
     yield "</svg>"
 
 
 def _tip(view: StepView, row: RowView) -> str:
-    what = "decode" if row.decode else "prefill"
+    phase = "decode" if row.decode else "prefill"
     span = f"{row.start}..{row.start + row.count - 1}"
-    return f"step {view.step}: {row.name} {what} {span}, {row.held} blocks {row.how}".rstrip()
+    return f"step {view.step}: {row.name} {phase} {span}, {row.units} blocks {row.how}".rstrip()
 
 
 def _colour(name: str) -> str:

@@ -33,7 +33,7 @@ class RowView(NamedTuple):
     count: int  # type: ignore[assignment]  # as in plan.Row
     tokens: int  # prompt and generated, before the step
     limit: int
-    held: int  # units
+    units: int
     decode: bool
     how: str  # how it started: "starts", "prefix 8", "fork of r1/0", "restored"; else ""
 
@@ -121,8 +121,8 @@ class _TraceReader:
             f"+ {name}{full_name}: prompt {prompt}, max_tokens {request['max_tokens']}, n {n}"
         )
 
-    def _remove(self, name: str, why: str) -> None:
-        self.notes.append(f"- {name}: {why}")
+    def _remove(self, name: str, reason: str) -> None:
+        self.notes.append(f"- {name}: {reason}")
         for i, sequence in list(self.sequences.items()):
             if sequence.name == name or sequence.name.startswith(name + "/"):
                 self._free_slot(i)
@@ -145,8 +145,8 @@ class _TraceReader:
                 "restored" if source == "restore" else f"prefix {start}" if start else "starts"
             )
         rows = [
-            self._row(i, start, count, held, how.get(i, ""))
-            for (i, start, count, _), held in zip(plan["rows"], line["held"], strict=True)
+            self._row(i, start, count, units, how.get(i, ""))
+            for (i, start, count, _), units in zip(plan["rows"], line["held"], strict=True)
         ]
         waiting = [self.sequences[i].name for i in line["waiting"]]
         view = StepView(
@@ -162,12 +162,12 @@ class _TraceReader:
         self.notes = []
         return view
 
-    def _row(self, i: int, start: int, count: int, held: int, how: str) -> RowView:
+    def _row(self, i: int, start: int, count: int, units: int, how: str) -> RowView:
         sequence = self.sequences[i]
         decode = count == 1 and start >= sequence.prompt
         slot = -1 if sequence.slot is None else sequence.slot
         return RowView(
-            sequence.name, slot, start, count, sequence.tokens, sequence.limit, held, decode, how
+            sequence.name, slot, start, count, sequence.tokens, sequence.limit, units, decode, how
         )
 
     def _update(self, line: Line, view: StepView) -> StepView:
@@ -207,9 +207,9 @@ def as_text(recording: Recording) -> Iterator[str]:
     units = limits.num_blocks * len(groups)
     kinds = ", ".join("full" if g.window is None else f"window {g.window}" for g in groups)
     bound = limits.prefill_beside_decodes
-    beside = f" ({bound} of prompts beside decodes)" if bound else ""
+    bound_text = f" ({bound} of prompts beside decodes)" if bound else ""
     yield (
-        f"{limits.policy}: {limits.max_batch_tokens} tokens{beside} and "
+        f"{limits.policy}: {limits.max_batch_tokens} tokens{bound_text} and "
         f"{limits.max_requests} requests a step; "
         f"{units} blocks of {limits.block_size} tokens ({kinds}), margin {limits.safety_margin:.0%}"
     )
@@ -238,27 +238,29 @@ def as_text(recording: Recording) -> Iterator[str]:
 
 def _row_text(row: RowView, width: int) -> str:
     end = row.start + row.count
-    what = (
+    phase = (
         f"decode  {row.start}" if row.decode else f"prefill {row.start}..{end - 1} of {row.tokens}"
     )
     scale = 24 / row.limit
     done, now = round(row.start * scale), max(round(end * scale), round(row.start * scale) + 1)
     bar = ("=" * done + "#" * (now - done))[:24].ljust(24, ".")
-    text = f"  [{row.slot}] {row.name:<{width}} |{bar}| {what:<22} {row.held:>4} blocks  {row.how}"
+    text = (
+        f"  [{row.slot}] {row.name:<{width}} |{bar}| {phase:<22} {row.units:>4} blocks  {row.how}"
+    )
     return text.rstrip()
 
 
-def _packed(rows: list[RowView], most: int = 80) -> str:
+def _packed(rows: list[RowView], width: int = 80) -> str:
     """The step's packed tokens, each as the last digit of its slot; "|" separates sequences, and a
     token attends only within its own.
     """
-    strip = "|".join(str(row.slot % 10) * min(row.count, most) for row in rows)
-    return strip if len(strip) <= most else strip[: most - 3] + "..."
+    strip = "|".join(str(row.slot % 10) * min(row.count, width) for row in rows)
+    return strip if len(strip) <= width else strip[: width - 3] + "..."
 
 
 def _names(names: list[str]) -> str:
-    shown = " ".join(names[:8]) + (" ..." if len(names) > 8 else "")
-    return f" ({shown})" if names else ""
+    text = " ".join(names[:8]) + (" ..." if len(names) > 8 else "")
+    return f" ({text})" if names else ""
 
 
 # -- trace events
@@ -280,15 +282,15 @@ def as_events(recording: Recording) -> Iterator[dict[str, Any]]:
                 named.add(slot)
                 yield _meta("thread_name", slot, f"slot {slot}")
         for row in view.rows:
-            what = "decode" if row.decode else f"prefill {row.start}..{row.start + row.count - 1}"
+            phase = "decode" if row.decode else f"prefill {row.start}..{row.start + row.count - 1}"
             args = {
                 "step": view.step,
                 "start": row.start,
                 "count": row.count,
-                "blocks": row.held,
+                "blocks": row.units,
                 "how": row.how,
             }
-            yield _event("X", f"{row.name} {what}", row.slot, at, dur=length, args=args, cat="row")
+            yield _event("X", f"{row.name} {phase}", row.slot, at, dur=length, args=args, cat="row")
         for name, slot, offload in view.preempted:
             args = {"step": view.step, "offload": offload}
             yield _event("i", f"{name} preempted", slot, at, s="t", args=args, cat="preemption")

@@ -48,8 +48,8 @@ def refusal(limits: Capacity, prompt_len: int, max_tokens: int | None) -> str:
     """Why a request of this size can never run, with the arithmetic and the fix; "" if it can."""
     if prompt_len < 1:
         return "the prompt is empty: give at least one token"
-    wanted = 1 if max_tokens is None else max_tokens
-    if prompt_len + wanted <= limits.capacity:
+    new_tokens = 1 if max_tokens is None else max_tokens
+    if prompt_len + new_tokens <= limits.capacity:
         return ""
     if limits.capacity == limits.max_model_len:
         holds = f"one sequence holds {limits.capacity} (max_model_len)"
@@ -59,5 +59,5 @@ def refusal(limits: Capacity, prompt_len: int, max_tokens: int | None) -> str:
         )
     room = limits.capacity - prompt_len
     fix = f"lower max_tokens to {room} or shorten the prompt" if room > 0 else "shorten the prompt"
-    total = f"prompt {prompt_len} + max_tokens {wanted} = {prompt_len + wanted} tokens"
+    total = f"prompt {prompt_len} + max_tokens {new_tokens} = {prompt_len + new_tokens} tokens"
     return f"{total}, but {holds}: {fix}"

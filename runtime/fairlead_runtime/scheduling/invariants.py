@@ -103,8 +103,8 @@ def _check_references(state: State, live: Mapping[int, Sequence]) -> None:
             raise InvariantViolation(
                 "I14", f"sequence {sequence.id} holds blocks after its end, with no step in flight"
             )
-    held = referenced and not state.ended
-    if not live and (held or state.families or state.running or len(state.policy)):
+    leaked = referenced and not state.ended
+    if not live and (leaked or state.families or state.running or len(state.policy)):
         raise InvariantViolation(
             "I11", f"no sequence is live, but {len(referenced)} units are held"
         )
@@ -144,8 +144,8 @@ def _check_sequence(state: State, sequence: Sequence) -> None:
         state.limits.policy in ("fifo", "prefill_first")
         and sequence.preemptions > 4 + sequence.seniors
     ):
-        seen = f"{sequence.preemptions} times with {sequence.seniors} seniors"
-        raise InvariantViolation("I13", f"sequence {sequence.id} was preempted {seen}")
+        text = f"{sequence.preemptions} times with {sequence.seniors} seniors"
+        raise InvariantViolation("I13", f"sequence {sequence.id} was preempted {text}")
     if sequence.tables:
         _check_tables(state, sequence, sequence.tables)
         _check_hashes(state, sequence)
@@ -158,8 +158,8 @@ def _check_tables(state: State, sequence: Sequence, tables: list[list[int]]) -> 
     for group, table in zip(cache.groups, tables, strict=True):
         if len(table) != cache.blocks(sequence.reached):
             flying = sequence.flying_computed
-            held = f"{len(table)} blocks for {sequence.computed} tokens and {flying} in flight"
-            raise InvariantViolation("I5", f"sequence {sequence.id}, group {group.index}: {held}")
+            text = f"{len(table)} blocks for {sequence.computed} tokens and {flying} in flight"
+            raise InvariantViolation("I5", f"sequence {sequence.id}, group {group.index}: {text}")
         first = group.first_block(sequence.computed, cache.block_size)
         if any((unit == NULL) != (i < first) for i, unit in enumerate(table)):
             raise InvariantViolation(

@@ -154,18 +154,18 @@ class _Draft:
             waiting = max(decodes, self._waiting_for_tokens(prefills, enough))
             self.tokens = min(self.tokens, bound * waiting // decodes)
 
-    def _waiting_for_tokens(self, prefills: list[Sequence], most: int) -> int:
-        """Sequences whose prompts this step computes or could start, counted up to ``most``: the
+    def _waiting_for_tokens(self, prefills: list[Sequence], limit: int) -> int:
+        """Sequences whose prompts this step computes or could start, counted up to ``limit``: the
         running ones, and those of the queue for which slots and blocks are free whatever the prefix
         cache has.
         """
         cache, count = self.cache, len(prefills)
-        if count > most or not self.slots:
+        if count > limit or not self.slots:
             return count
         room = self._room - sum(cache.growth(s, s.reached) for s in prefills)
         for sequence in itertools.islice(self.state.policy.candidates(), self.slots):
             room -= cache.growth(sequence, 0)
-            if room < 0 or count > most:
+            if room < 0 or count > limit:
                 break
             count += 1
         return count
@@ -205,10 +205,10 @@ class _Draft:
                 self.free += self.cache.units(row.start, row.start + row.count)
                 break
         self.free += self.cache.units_freed(victim, self._released_refs)
-        held = self.cache.units_held(victim)
-        offload = 0 < held <= self.host_free
+        units = self.cache.units_held(victim)
+        offload = 0 < units <= self.host_free
         if offload:
-            self.host_free -= held
+            self.host_free -= units
         self._preempted_ids.add(victim.id)
         self.preempted.append(Preemption(victim, offload))
         return victim
@@ -368,10 +368,10 @@ class _Draft:
         sequence = candidate.admission.sequence
         if self._steps_left(candidate.admission) <= steps:
             return True
-        most = self.cache.most_units(sequence)
-        if most > spare:
+        units = self.cache.most_units(sequence)
+        if units > spare:
             return False
-        self._shadow = steps, spare - most
+        self._shadow = steps, spare - units
         return True
 
     def _reserved(self, head: _Candidate) -> int:

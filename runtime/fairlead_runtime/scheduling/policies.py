@@ -131,8 +131,8 @@ class Fair(Fifo):
     def on_arrival(self, sequence: Sequence) -> None:
         tenant = sequence.request.tenant
         if tenant not in self._live:
-            others = [self._counters[t] for t in self._live]
-            self._floor = max(self._floor, min(others)) if others else self._floor
+            counters = [self._counters[t] for t in self._live]
+            self._floor = max(self._floor, min(counters)) if counters else self._floor
             self._counters[tenant] = max(self._counters.get(tenant, 0), self._floor)
             # Drop the counters of idle tenants that the floor has reached: they no longer matter.
             if len(self._counters) > 2 * len(self._live) + 64:

@@ -32,8 +32,8 @@ class StopTexts:
         text = self._held_back + text
         if may_stop:
             # One that ends in the text before the new one came before min_tokens.
-            found = ((text.find(s, max(0, before + 1 - len(s))), s) for s in self._stops)
-            matches = [(at, i, stop) for i, (at, stop) in enumerate(found) if at >= 0]
+            places = ((text.find(s, max(0, before + 1 - len(s))), s) for s in self._stops)
+            matches = [(at, i, stop) for i, (at, stop) in enumerate(places) if at >= 0]
             if matches:
                 at, _, stop = min(matches)
                 return text[: at + len(stop) if self._included else at], stop
@@ -65,7 +65,7 @@ class ChoiceText:
         # The first choice's events bring them for all.
         self._wants_prompt = params.prompt_logprobs is not None and not index
         self._shows_stop = params.include_stop_str_in_output
-        self._text = Detokenizer(vocabulary, submission.prompt, submission.shown)
+        self._text = Detokenizer(vocabulary, submission.prompt, submission.visible_tokens)
         self._stops = StopTexts(tuple(params.stop), included=self._shows_stop)
         self._token_text = vocabulary.token_text
 

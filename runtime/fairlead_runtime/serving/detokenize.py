@@ -99,9 +99,9 @@ def _byte_alphabet() -> dict[str, int]:
     other bytes (GPT-2's table).
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
+    unprintable = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {
-        chr(0x100 + i): byte for i, byte in enumerate(others)
+        chr(0x100 + i): byte for i, byte in enumerate(unprintable)
     }
 
 
@@ -117,14 +117,14 @@ def _bytes_of(piece: str, alphabet: Mapping[str, int]) -> bytes:
 
 class Detokenizer:
     """The text of one choice. ``prompt`` gives the first token its neighbours on the left.
-    ``shown``: special tokens that make text here.
+    ``visible_tokens``: special tokens that make text here.
     """
 
     __slots__ = (
         "_bytes",
+        "_final_length",
         "_in_bytes",
         "_replacement_pending",
-        "_shown",
         "_silent",
         "_vocabulary",
         "_window",
@@ -134,16 +134,16 @@ class Detokenizer:
         self,
         vocabulary: Vocabulary,
         prompt: Sequence[int] = (),
-        shown: frozenset[int] = frozenset(),
+        visible_tokens: frozenset[int] = frozenset(),
     ) -> None:
         self._vocabulary = vocabulary
-        self._silent = vocabulary.special - shown if shown else vocabulary.special
+        self._silent = vocabulary.special - visible_tokens if visible_tokens else vocabulary.special
         self._bytes = _utf8(errors="replace")
         self._in_bytes = False
         # The last tokens that made text, how many characters of their text were returned, and
         # whether a U+FFFD at its end still waits for the next token.
         self._window = [t for t in prompt[-WINDOW:] if t not in vocabulary.special][-CONTEXT:]
-        self._shown = 0
+        self._final_length = 0
         self._replacement_pending = False
         if vocabulary.byte_level:
             self._bytes.decode(b"".join(vocabulary.token_bytes.get(t, b"") for t in self._window))
@@ -159,37 +159,37 @@ class Detokenizer:
             return self._bytes.decode(token_bytes or b"")
         self._window.append(token)
         if token_bytes is not None:
-            held, self._replacement_pending = (
+            replacement, self._replacement_pending = (
                 REPLACEMENT if self._replacement_pending else "",
                 False,
             )
             self._in_bytes = True
             del self._window[:-CONTEXT]
-            return held + self._bytes.decode(token_bytes)
+            return replacement + self._bytes.decode(token_bytes)
         if self._in_bytes:
             return self._leave_bytes() + self._settled()
         return self._settled()
 
     def finish(self) -> str:
         """The text held back until now; the bytes of an unfinished character become U+FFFD."""
-        held = REPLACEMENT if self._replacement_pending else ""
-        return held + self._bytes.decode(b"", final=True)
+        replacement = REPLACEMENT if self._replacement_pending else ""
+        return replacement + self._bytes.decode(b"", final=True)
 
     def _leave_bytes(self) -> str:
         """End a run of byte tokens, complete or not, when a token with its own text follows."""
-        held = self._bytes.decode(b"", final=True)
+        text = self._bytes.decode(b"", final=True)
         self._bytes.reset()
         self._in_bytes = False
-        self._shown = len(self._vocabulary.decode(self._window[:-1]))
-        return held
+        self._final_length = len(self._vocabulary.decode(self._window[:-1]))
+        return text
 
     def _settled(self) -> str:
         """The new final text: all but a last U+FFFD, which may still become a character."""
         text = self._vocabulary.decode(self._window)
         self._replacement_pending = text.endswith(REPLACEMENT)
         end = len(text) - self._replacement_pending
-        piece = text[self._shown : end]
-        self._shown = max(self._shown, end)
+        piece = text[self._final_length : end]
+        self._final_length = max(self._final_length, end)
         if len(self._window) > WINDOW:
             del self._window[:-CONTEXT]
             self._rebase()
@@ -198,4 +198,4 @@ class Detokenizer:
     def _rebase(self) -> None:
         text = self._vocabulary.decode(self._window) if self._window else ""
         self._replacement_pending = text.endswith(REPLACEMENT)
-        self._shown = len(text) - self._replacement_pending
+        self._final_length = len(text) - self._replacement_pending

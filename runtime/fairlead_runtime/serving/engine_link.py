@@ -29,7 +29,7 @@ from fairlead_runtime.serving.measurements import EngineReport, RequestMetrics
 
 log = logging.getLogger("fairlead.service")
 
-Seen = TypeVar("Seen")
+ViewT = TypeVar("ViewT")
 Deliver = Callable[[list[ChoiceEvent]], None]
 
 
@@ -129,15 +129,15 @@ class LocalEngine:
         return None if copy is None else await asyncio.to_thread(copy.view)
 
     async def _inspected(
-        self, inspect: Callable[[Callable[[Seen | None], None]], None]
-    ) -> Seen | None:
-        answer: asyncio.Future[Seen | None] = asyncio.get_running_loop().create_future()
+        self, inspect: Callable[[Callable[[ViewT | None], None]], None]
+    ) -> ViewT | None:
+        answer: asyncio.Future[ViewT | None] = asyncio.get_running_loop().create_future()
 
-        def resolve(seen: Seen | None) -> None:
+        def resolve(view: ViewT | None) -> None:
             if not answer.done():
-                answer.set_result(seen)
+                answer.set_result(view)
 
-        inspect(lambda seen: self._call_on_loop(resolve, seen))
+        inspect(lambda view: self._call_on_loop(resolve, view))
         return await answer
 
     async def report(self) -> EngineReport:

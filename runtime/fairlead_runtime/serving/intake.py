@@ -63,10 +63,10 @@ class Intake:
         self._within_vocabulary("allowed_token_ids", allowed or ())
         self._within_vocabulary("bad_words", [*itertools.chain.from_iterable(bad_words)])
         if allowed is not None:
-            left = set(allowed).difference(word[0] for word in bad_words if len(word) == 1)
+            remaining_ids = set(allowed).difference(word[0] for word in bad_words if len(word) == 1)
             if params.min_tokens:
-                left -= self._facts.eos_ids.union(params.stop_token_ids)
-            if not left:
+                remaining_ids -= self._facts.eos_ids.union(params.stop_token_ids)
+            if not remaining_ids:
                 raise RequestError(
                     "allowed_token_ids", "bad_words and min_tokens forbid all of them: allow others"
                 )
@@ -76,8 +76,8 @@ class Intake:
         not just this request.
         """
         if ids:
-            least, most = _ends(ids)
-            if least < 0 or most >= self._facts.vocab_size:
+            lowest, highest = _ends(ids)
+            if lowest < 0 or highest >= self._facts.vocab_size:
                 last = self._facts.vocab_size - 1
                 raise RequestError(field, f"token ids must be from 0 to {last}")
 

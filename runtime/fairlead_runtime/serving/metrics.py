@@ -115,7 +115,7 @@ HELP = {
 
 
 PORTS = ("public", "admin")
-OTHERS = "(others)"  # no key can have this name
+OTHER_TENANTS = "(others)"  # no key can have this name
 
 
 class Labelled(NamedTuple):
@@ -163,10 +163,10 @@ class FrontReport:
         """The live requests of each tenant that has its own series, and of all others together:
         what clients write into ``user`` becomes no label.
         """
-        waiting = dict.fromkeys((*self.tenants, OTHERS), 0)
+        waiting = dict.fromkeys((*self.tenants, OTHER_TENANTS), 0)
         running = dict(waiting)
         for tenant, (not_started, started) in counts.items():
-            label = tenant if tenant in waiting else OTHERS
+            label = tenant if tenant in waiting else OTHER_TENANTS
             waiting[label] += not_started
             running[label] += started
         return [

@@ -44,7 +44,7 @@ log = logging.getLogger("fairlead.service")
 
 IDLE_CANARY_INTERVAL = 30.0  # seconds between two canaries of an idle engine
 MAX_FAILED_CANARIES = 3  # idle canaries that fail in a row make the server not ready
-Seen = TypeVar("Seen")
+ViewT = TypeVar("ViewT")
 INSPECT_SECONDS = 2.0  # the debug view waits this long for the running step
 
 
@@ -305,13 +305,13 @@ class Service:
         self.died.set()
 
 
-async def _inspected(seen: Awaitable[Seen | None]) -> Seen:
+async def _inspected(answer: Awaitable[ViewT | None]) -> ViewT:
     """What the engine shows of itself. Raises ServiceError."""
     try:
         async with asyncio.timeout(INSPECT_SECONDS):
-            found = await seen
+            view = await answer
     except TimeoutError:
         raise ServiceError("the engine is in a long step: retry", retry_after=1.0) from None
-    if found is None:
+    if view is None:
         raise ServiceError("the view could not be made: see the log")
-    return found
+    return view

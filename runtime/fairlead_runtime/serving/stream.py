@@ -166,7 +166,7 @@ class Stream:
             if not self._choices[index].finished
         ]
 
-    def made(self, outputs: list[tuple[Output, bool]]) -> None:
+    def deliver(self, outputs: list[tuple[Output, bool]]) -> None:
         self._making = False
         if not self._dropped:
             for output, stopped_early in outputs:

@@ -32,9 +32,9 @@ class Source(Protocol[EventsT, MadeT]):
         ...
 
     def make(self, events: EventsT) -> MadeT: ...
-    def made(self, outputs: MadeT) -> None: ...
+    def deliver(self, outputs: MadeT) -> None: ...
     def fail(self, error: Exception) -> None:
-        """In place of ``made``."""
+        """In place of ``deliver``."""
         ...
 
 
@@ -87,7 +87,7 @@ class TextThread:
             if job.late:
                 continue
             if job.error is None:
-                job.source.made(job.outputs)
+                job.source.deliver(job.outputs)
             else:
                 job.source.fail(job.error)
 

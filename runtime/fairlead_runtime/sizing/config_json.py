@@ -57,14 +57,14 @@ class ConfigReader:
     def __init__(self, config: Mapping[str, Any], family: Family) -> None:
         self._config = config
         self._family = family
-        self.heads = self.whole("num_attention_heads")
+        self.heads = self.integer("num_attention_heads")
         kv_heads, head_dim = (
             (self.optional(k) for k in ("num_key_value_heads", "head_dim"))
             if family.grouped
             else (None, None)
         )
         self.kv_heads = kv_heads or self.heads
-        self.head_dim = head_dim or max(1, self.whole("hidden_size") // self.heads)
+        self.head_dim = head_dim or max(1, self.integer("hidden_size") // self.heads)
 
     def get(self, name: str) -> Any:
         for key in (self._family.aliases.get(name, name), name):
@@ -73,9 +73,9 @@ class ConfigReader:
         return self._family.defaults.get(name)
 
     def optional(self, name: str) -> int | None:
-        return None if self.get(name) is None else self.whole(name)
+        return None if self.get(name) is None else self.integer(name)
 
-    def whole(self, name: str, low: int = 1) -> int:
+    def integer(self, name: str, low: int = 1) -> int:
         value, high = self.get(name), LARGEST.get(name, LARGEST_OTHER)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
             raise ShapeError(

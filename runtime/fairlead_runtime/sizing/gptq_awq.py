@@ -56,7 +56,7 @@ def awq(settings: Mapping[str, Any]) -> Published:
     if version != "gemm":
         raise refusal("version", version, "gemm is served")
     plain = settings.get("modules_to_not_convert") or []
-    others = [name for name in plain if name not in HEAD] if isinstance(plain, list) else [plain]
-    if others:
-        raise refusal("modules_to_not_convert", others[0], PARTLY)
+    layers = [name for name in plain if name not in HEAD] if isinstance(plain, list) else [plain]
+    if layers:
+        raise refusal("modules_to_not_convert", layers[0], PARTLY)
     return Published("int4", WEIGHT, PACKED, "awq", int(settings.get("group_size", 128)))

@@ -25,13 +25,13 @@ class ParameterCount:
     split: int = 0
     keys: int = 0
 
-    def __add__(self, other: "ParameterCount") -> "ParameterCount":
+    def __add__(self, addend: "ParameterCount") -> "ParameterCount":
         return ParameterCount(
-            self.matrices + other.matrices,
-            self.channels + other.channels,
-            self.rest + other.rest,
-            self.split + other.split,
-            self.keys + other.keys,
+            self.matrices + addend.matrices,
+            self.channels + addend.channels,
+            self.rest + addend.rest,
+            self.split + addend.split,
+            self.keys + addend.keys,
         )
 
     def __mul__(self, times: int) -> "ParameterCount":
@@ -57,7 +57,7 @@ def _rows(inputs: int, outputs: int, *, bias: bool = False) -> ParameterCount:
 
 def count_layer(s: ConfigReader, family: Family, index: int) -> tuple[ParameterCount, int, int]:
     """Parameters of one layer, the elements its MLP keeps per token, and its MLP's inner width."""
-    hidden = s.whole("hidden_size")
+    hidden = s.integer("hidden_size")
     mlp, width, inner = _mlp(s, family, index)
     norms = family.norms * hidden * (2 if family.norm_bias else 1)
     return _attention(s, family) + mlp + ParameterCount(rest=norms), width, inner
@@ -69,7 +69,7 @@ def has_flat_norm(s: ConfigReader, family: Family) -> bool:
 
 
 def _attention(s: ConfigReader, family: Family) -> ParameterCount:
-    hidden, q, kv = s.whole("hidden_size"), s.heads * s.head_dim, s.kv_heads * s.head_dim
+    hidden, q, kv = s.integer("hidden_size"), s.heads * s.head_dim, s.kv_heads * s.head_dim
     bias = s.flag_or_constant(family.qkv_bias)
     keys = _columns(hidden, 2 * kv, bias=bias)
     count = _columns(hidden, q, bias=bias) + replace(keys, split=0, keys=keys.split)
@@ -80,7 +80,7 @@ def _attention(s: ConfigReader, family: Family) -> ParameterCount:
 
 
 def _mlp(s: ConfigReader, family: Family, index: int) -> tuple[ParameterCount, int, int]:
-    hidden = s.whole("hidden_size")
+    hidden = s.integer("hidden_size")
     parts = 2 if family.gated else 1
     if not _sparse(s, family, index):
         inner, bias = (
@@ -90,7 +90,7 @@ def _mlp(s: ConfigReader, family: Family, index: int) -> tuple[ParameterCount, i
         count = _columns(hidden, parts * inner, bias=bias) + _rows(inner, hidden, bias=bias)
         return count, family.mlp_copies * inner, inner
     inner, experts, chosen = (
-        s.whole(k) for k in (family.experts, "num_local_experts", "num_experts_per_tok")
+        s.integer(k) for k in (family.experts, "num_local_experts", "num_experts_per_tok")
     )
     expert = _columns(hidden, parts * inner, bias=family.expert_bias)
     expert += _rows(inner, hidden, bias=family.expert_bias)
@@ -109,4 +109,4 @@ def _sparse(s: ConfigReader, family: Family, index: int) -> bool:
     dense = s.get("mlp_only_layers") or ()
     if not isinstance(dense, list | tuple):
         raise ShapeError("mlp_only_layers", "must be a list of layer numbers")
-    return index not in dense and (index + 1) % s.whole("decoder_sparse_step") == 0
+    return index not in dense and (index + 1) % s.integer("decoder_sparse_step") == 0

@@ -100,14 +100,14 @@ class ModelShape:
         check_traits(s)
         stored = _quantized(config, experts=bool(family.experts))
         layers, hidden, vocab = (
-            s.whole(k) for k in ("num_hidden_layers", "hidden_size", "vocab_size")
+            s.integer(k) for k in ("num_hidden_layers", "hidden_size", "vocab_size")
         )
         tied = s.flag("tie_word_embeddings")
         counts = [count_layer(s, family, i) for i in range(layers)]
         body = sum((c for c, _, _ in counts), ParameterCount())
         queries, inners = s.heads * s.head_dim, [inner for _, _, inner in counts]
         outside = vocab * hidden * (1 if tied else 2)
-        outside += s.whole("max_position_embeddings") * hidden if family.positions else 0
+        outside += s.integer("max_position_embeddings") * hidden if family.positions else 0
         outside += hidden * (2 if family.norm_bias else 1)
         return cls(
             model_type=name,
@@ -122,10 +122,10 @@ class ModelShape:
             logit_copies=2 if s.get("final_logit_softcapping") is not None else family.logit_copies,
             explicit_scores=family.sinks or s.get("attn_logit_softcapping") is not None,
             vocab=vocab,
-            max_len=s.whole("max_position_embeddings"),
+            max_len=s.integer("max_position_embeddings"),
             tied=tied,
-            experts=s.whole("num_local_experts") if family.experts else 0,
-            experts_per_token=s.whole("num_experts_per_tok") if family.experts else 0,
+            experts=s.integer("num_local_experts") if family.experts else 0,
+            experts_per_token=s.integer("num_experts_per_tok") if family.experts else 0,
             dtype=dtype_of(config),
             quantized=stored.format,
             parameters=body.matrices + body.rest + outside,
@@ -163,7 +163,7 @@ class ModelShape:
         s = ConfigReader(settings, family)
         check_traits(s)
         layers, hidden, vocab = (
-            s.whole(k) for k in ("num_hidden_layers", "hidden_size", "vocab_size")
+            s.integer(k) for k in ("num_hidden_layers", "hidden_size", "vocab_size")
         )
         inner = s.optional("intermediate_size") or s.optional("ffn_dim") or 4 * hidden
         chosen = (s.optional("num_experts_per_tok") or 1) if experts_setting else 0
@@ -189,9 +189,9 @@ class ModelShape:
             logit_copies=UNKNOWN_DENSE.logit_copies,
             explicit_scores=True,
             vocab=vocab,
-            max_len=s.whole("max_position_embeddings"),
+            max_len=s.integer("max_position_embeddings"),
             tied=bool(settings.get("tie_word_embeddings")),
-            experts=s.whole(experts_setting) if experts_setting else 0,
+            experts=s.integer(experts_setting) if experts_setting else 0,
             experts_per_token=chosen,
             dtype=dtype_of(config),
             quantized=stored.format,
@@ -256,6 +256,8 @@ def _windows(s: ConfigReader, family: Family, layers: int) -> tuple[int | None, 
 
 def _slides(s: ConfigReader, family: Family, index: int) -> bool:
     if family.window_from:
-        return index >= s.whole(family.window_from, low=0)
-    every = family.full_every if isinstance(family.full_every, int) else s.whole(family.full_every)
-    return (index + 1) % every != 0
+        return index >= s.integer(family.window_from, low=0)
+    period = (
+        family.full_every if isinstance(family.full_every, int) else s.integer(family.full_every)
+    )
+    return (index + 1) % period != 0

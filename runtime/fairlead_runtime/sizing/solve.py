@@ -116,24 +116,24 @@ def solve(
     terms |= {name: measured[name] for name in terms if name in measured}
     if "process" in terms:
         terms["process"] = max(PROCESS, terms["process"])  # a reservation, not an estimate
-    left, cpu = budget - sum(terms.values()), device.kind == "cpu"
-    most = (SLOTS - 1) // (config.block_size * len(groups))
+    room, cpu = budget - sum(terms.values()), device.kind == "cpu"
+    max_blocks = (SLOTS - 1) // (config.block_size * len(groups))
     bookkeeping, blocks = Bookkeeping.of(shape, config, len(groups)), config.num_blocks
     if blocks is None:
-        blocks = max(0, left) // block
+        blocks = max(0, room) // block
         if cpu:
-            most_here = CPU_CACHE // config.tensor_parallel // block
-            blocks = min(bookkeeping.blocks(left, block), most_here)
-        blocks = min(blocks, most)
+            cpu_blocks = CPU_CACHE // config.tensor_parallel // block
+            blocks = min(bookkeeping.blocks(room, block), cpu_blocks)
+        blocks = min(blocks, max_blocks)
     units = blocks * len(groups)
-    kept = {"bookkeeping": bookkeeping.size(blocks)}
+    bookkeeping_term = {"bookkeeping": bookkeeping.size(blocks)}
     if cpu:
-        terms |= kept
-        left -= kept["bookkeeping"]
-    possible = blocks <= most and loading <= budget
+        terms |= bookkeeping_term
+        room -= bookkeeping_term["bookkeeping"]
+    possible = blocks <= max_blocks and loading <= budget
     return MemoryPlan(
         terms=terms | {"kv": blocks * block},
-        host=host_terms(shape, config, device.kind) | kept,
+        host=host_terms(shape, config, device.kind) | bookkeeping_term,
         total=device.total_bytes,
         budget=budget,
         weights_bytes=weights(shape, config, 1, device.kind),
@@ -143,11 +143,11 @@ def solve(
         unit_bytes=unit,
         num_blocks=blocks,
         num_units=units,
-        most_blocks=most,
+        most_blocks=max_blocks,
         offload_units=offload_units(shape, config, groups),
         loading=loading,
         max_model_len=longest,
         full_length_sequences=units // sequence_units(groups, longest, config.block_size),
-        fits=left >= blocks * block and longest <= blocks * config.block_size and possible,
+        fits=room >= blocks * block and longest <= blocks * config.block_size and possible,
         message="",
     )

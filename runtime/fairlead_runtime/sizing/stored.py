@@ -15,7 +15,7 @@ HEAD = ("lm_head", "re:.*lm_head", "re:.*lm_head.*", "embed_out")
 # compressed-tensors' names, beside a weight: what it is multiplied by, what stands for 0, and what
 # belongs to the order of columns, to activations or to calibration.
 SCALE, ZERO, INDEX = "weight_scale", "weight_zero_point", "weight_g_idx"
-BESIDE = (SCALE, ZERO, INDEX, "weight_shape", "input_scale", "input_zero_point")
+SIDE_TENSORS = (SCALE, ZERO, INDEX, "weight_shape", "input_scale", "input_zero_point")
 # The same of GPTQ and AWQ.
 GROUP_SCALES, GROUP_ZEROS, GROUP_INDEX = "scales", "qzeros", "g_idx"
 GROUP_SIZES = (32, 64, 128)
@@ -59,14 +59,14 @@ class Published:
         return (self.weight, SCALE) if rows else (self.weight, GROUP_SCALES, GROUP_ZEROS)
 
     @property
-    def beside(self) -> tuple[str, ...]:
+    def side_tensors(self) -> tuple[str, ...]:
         """Those that a matrix may have beside its numbers."""
-        return BESIDE if self.layout == "rows" else (GROUP_SCALES, GROUP_ZEROS, GROUP_INDEX)
+        return SIDE_TENSORS if self.layout == "rows" else (GROUP_SCALES, GROUP_ZEROS, GROUP_INDEX)
 
     def plain(self, name: str, dimensions: tuple[int, ...]) -> tuple[str, tuple[int, ...]] | None:
         """The tensor of the unquantized checkpoint in the place of this one, None for none."""
         module, _, leaf = name.rpartition(".")
-        if leaf in self.beside:
+        if leaf in self.side_tensors:
             return None
         if leaf != self.weight or self.packed == 1 or len(dimensions) < 2:
             return name, dimensions

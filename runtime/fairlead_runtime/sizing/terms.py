@@ -138,8 +138,8 @@ def _in_slabs(shape: ModelShape, config: EngineConfig, tokens: int, rotary: int)
     width = shape.hidden + shape.slab_width
     slab = min(tokens, SLAB)
     digits = shape.hidden // 2 + DIGITS_HEAD if config.quantization == "int8" else 0
-    whole = tokens * (shape.hidden + rotary + TOKEN_INDICES) + slab * (width + digits)
-    return 4 * whole
+    values = tokens * (shape.hidden + rotary + TOKEN_INDICES) + slab * (width + digits)
+    return 4 * values
 
 
 def decode_state(shape: ModelShape, config: EngineConfig, groups: Sequence[LayerGroup]) -> int:
@@ -183,8 +183,8 @@ def host_terms(
     groups = group_layers(shape.windows)
     if may_capture(config, kind):
         process += plan_bytes(config, len(groups))
-    four = kind == "cuda" and config.quantization == "int4"
-    if four and packaged(shape, config.tensor_parallel):
+    int4 = kind == "cuda" and config.quantization == "int4"
+    if int4 and packaged(shape, config.tensor_parallel):
         process += COMPILER
     units = offload_units(shape, config, groups) * config.tensor_parallel
     offload = units * unit_bytes(shape, config, groups)
@@ -228,14 +228,14 @@ class Bookkeeping:
         sequences = self.rows * min(blocks, self.longest) * self.row_block
         return self.queue + blocks * self.block + sequences
 
-    def blocks(self, left: int, block_bytes: int) -> int:
-        """The most blocks of ``block_bytes`` each that fit into ``left`` bytes with it; at least
+    def blocks(self, room: int, block_bytes: int) -> int:
+        """The most blocks of ``block_bytes`` each that fit into ``room`` bytes with it; at least
         0.
         """
-        each, left = block_bytes + self.block, left - self.queue
-        blocks = left // (each + self.rows * self.row_block)
+        per_block, room = block_bytes + self.block, room - self.queue
+        blocks = room // (per_block + self.rows * self.row_block)
         if blocks > self.longest:
-            blocks = (left - self.rows * self.longest * self.row_block) // each
+            blocks = (room - self.rows * self.longest * self.row_block) // per_block
         return max(0, blocks)
 
 
@@ -299,9 +299,9 @@ def weights(shape: ModelShape, config: EngineConfig, tp: int, kind: str) -> int:
             matrices = shape.layer_matrices // 2 + groups + 4 * shape.orders
         return matrices + (shape.parameters - shape.layer_matrices) * element
     head = 0 if shape.tied or shape.vocab % tp else shape.vocab * shape.hidden
-    whole = shape.parameters - shape.split - shape.keys - head
+    unsplit = shape.parameters - shape.split - shape.keys - head
     keys = split(shape.keys, min(tp, shape.kv_heads))
-    plain = (whole + split(shape.split, tp) + keys + head // tp) * element
+    plain = (unsplit + split(shape.split, tp) + keys + head // tp) * element
     if config.quantization == "none":
         return plain
     matrices, channels = _layer_shares(shape, tp)
@@ -332,11 +332,11 @@ def _layer_shares(shape: ModelShape, tp: int) -> tuple[int, int]:
     most rows, those of its keys and values, and all of the two matrices that give hidden states.
     """
     layers, sharing = len(shape.windows), min(tp, shape.kv_heads)
-    keys, whole = 2 * shape.kv_width * layers, 2 * shape.hidden * layers
+    keys, hidden_rows = 2 * shape.kv_width * layers, 2 * shape.hidden * layers
     matrices = split(shape.layer_matrices - keys * shape.hidden, tp)
-    channels = split(shape.layer_channels - keys - whole, tp)
+    channels = split(shape.layer_channels - keys - hidden_rows, tp)
     shared = split(keys, sharing)
-    return matrices + shared * shape.hidden, channels + shared + whole
+    return matrices + shared * shape.hidden, channels + shared + hidden_rows
 
 
 def _packed_weights(shape: ModelShape, config: EngineConfig, element: int) -> int:
@@ -365,8 +365,8 @@ def _widened(shape: ModelShape, config: EngineConfig, kind: str, tokens: int) ->
     largest, element = shape.hidden * widest, bytes_of(shape, config)
     if config.quantization != "int4":
         return largest * element
-    given = max(shape.hidden, shape.heads * shape.head_dim, shape.inner) if shape.orders else 0
-    return largest * element + largest // 2 + tokens * given * element
+    columns = max(shape.hidden, shape.heads * shape.head_dim, shape.inner) if shape.orders else 0
+    return largest * element + largest // 2 + tokens * columns * element
 
 
 def _attention(

@@ -58,17 +58,17 @@ def _message(
         sequences = f"{count} sequence{'' if count == 1 else 's'} of {memory.max_model_len} tokens"
         return f"fits: {gib(memory.terms['kv'])} GiB of KV cache hold {sequences}"
     needed = split(memory.max_model_len, memory.block_size) * memory.block_bytes
-    left = memory.budget - memory.used + memory.terms["kv"]
-    if left <= 0:
+    free = memory.budget - memory.used + memory.terms["kv"]
+    if free <= 0:
         problem = (
-            f"needs {gib(memory.budget - left)} GiB before any KV cache, has {gib(memory.budget)}"
+            f"needs {gib(memory.budget - free)} GiB before any KV cache, has {gib(memory.budget)}"
         )
     elif memory.loading > memory.budget:
         problem = memory.too_large_to_load
-    elif config.num_blocks is not None and memory.terms["kv"] > left:
+    elif config.num_blocks is not None and memory.terms["kv"] > free:
         problem = (
             f"numBlocks {config.num_blocks} need {gib(memory.terms['kv'])} GiB of KV cache, "
-            f"has {gib(left)}"
+            f"has {gib(free)}"
         )
     elif memory.num_blocks > memory.most_blocks:
         return f"numBlocks {memory.too_many_slots}: set numBlocks ≤ {memory.most_blocks}"
@@ -78,8 +78,8 @@ def _message(
             f"of {memory.max_model_len} tokens"
         )
     else:
-        most = CPU_CACHE // config.tensor_parallel
-        room = min(left, most) if device.kind == "cpu" else left
+        cpu_limit = CPU_CACHE // config.tensor_parallel
+        room = min(free, cpu_limit) if device.kind == "cpu" else free
         problem = f"needs {gib(needed)} GiB of KV cache, has {gib(room)}"
     fixes = _fixes(memory, shape, config, device, measured)
     return (

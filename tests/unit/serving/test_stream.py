@@ -23,7 +23,7 @@ class Owner:
     """Makes text at once, in the event loop's thread."""
 
     def make_text(self, stream: Stream) -> None:
-        stream.made(stream.make(stream.take()))
+        stream.deliver(stream.make(stream.take()))
 
 
 def event(token: int = 5) -> ChoiceEvent:

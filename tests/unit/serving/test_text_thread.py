@@ -38,7 +38,7 @@ class Words:
         self._before()
         return [word.upper() for word in events]
 
-    def made(self, outputs: list[str]) -> None:
+    def deliver(self, outputs: list[str]) -> None:
         self.outputs += outputs
         self.changed.set()
 

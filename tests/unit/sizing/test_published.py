@@ -323,7 +323,7 @@ def test_stored_tensors_count_as_the_matrices_that_they_stand_for() -> None:
             "layers.0.up.weight",
             (16, 16),
         )
-        for leaf in found.beside:
+        for leaf in found.side_tensors:
             assert found.plain(f"layers.0.up.{leaf}", (4,)) is None
     packed = Published("int8", "weight_packed", 4)
     assert packed.plain("layers.0.up.weight_packed", (8, 4)) == ("layers.0.up.weight", (8, 16))

@@ -203,7 +203,7 @@ class EndpointHandler:
                 tenant=request.user if keyed is None else keyed,
                 salt=self._salter.salt(keyed, request.cache_salt),
                 priority=request.priority,
-                shown=shown,
+                visible_tokens=shown,
             )
             for number, prompt in enumerate(prompts)
         ]
