@@ -114,10 +114,10 @@ class LaunchingRunner(FakeRunner):
         results = {}
         for row in work.rows:
             sequence, end = row.sequence, row.start + row.count
-            reached = self._reached[sequence.id] if sequence.flying else sequence.computed
+            reached = self._reached[sequence.id] if sequence.steps_in_flight else sequence.computed
             assert reached == row.start, "the device has computed other tokens before"
             self._reached[sequence.id] = end
-            text = self._texts[sequence.id] if sequence.flying else list(sequence.tokens)
+            text = self._texts[sequence.id] if sequence.steps_in_flight else list(sequence.tokens)
             self._texts[sequence.id] = text
             assert len(text) >= end, "the device does not have the tokens before"
             if row.samples:

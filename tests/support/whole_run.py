@@ -188,7 +188,7 @@ class ScenarioRun:
         """
         size = self.scenario.limits.block_size
         for sequence in self.scheduler.running:
-            done = sequence.reached
+            done = sequence.planned_length
             for group, table in zip(self.device.groups, sequence.tables, strict=True):
                 freed_blocks = (
                     0
@@ -525,7 +525,7 @@ class Recount:
         prefills = [s for s in self.holders if not _is_decode(s)]
         room = self.cache.pool.available - reserve
         room -= sum(self.cache.units(r.start, r.start + 1) for r in own if r not in prompts)
-        room -= sum(self.cache.growth(s, s.reached) for s in prefills)
+        room -= sum(self.cache.growth(s, s.planned_length) for s in prefills)
         count = len(prefills)
         for sequence in self._in_order()[: self.run_.slots]:
             room -= self.cache.growth(sequence, 0)
@@ -633,7 +633,7 @@ class Recount:
 
 def _is_decode(sequence: Sequence) -> bool:
     """Whether only its last token is left to compute."""
-    return sequence.length - sequence.reached == 1
+    return sequence.length - sequence.planned_length == 1
 
 
 def _launches(rows: Iterable[Row]) -> bool:

@@ -267,7 +267,7 @@ class Engine:
         scheduler, pipeline = self._scheduler, self._pipeline
         if not pipeline:
             self._begin(scheduler.commit(scheduler.plan()))
-        if pipeline.flies:
+        if pipeline.in_flight:
             plan = scheduler.plan_ahead()
             if plan is not None and pipeline.takes(plan.rows):
                 self._begin(scheduler.commit(plan))
@@ -281,7 +281,7 @@ class Engine:
             self._check(self._checks, ended)
 
     def _collect(self, began: float) -> None:
-        if self._pipeline.flies:  # nothing was begun since
+        if self._pipeline.in_flight:  # nothing was begun since
             self.idle = False
         self.progress.begin(self._pipeline.tokens)
         for outcome in self._pipeline.take(self._executor, self._scheduler):

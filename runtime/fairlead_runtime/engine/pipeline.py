@@ -55,13 +55,13 @@ class Pipeline:
 
     @property
     def tokens(self) -> int:
-        """Of all steps that are here: whoever waits for the oldest may wait for the device to come
-        to it, and those behind it have begun.
+        """Tokens of all queued steps. The oldest step may still wait for earlier work, so health
+        allows time for all of them.
         """
         return sum(row.count for step in self._steps for row in step.work.rows)
 
     @property
-    def flies(self) -> bool:
+    def in_flight(self) -> bool:
         """Whether one step is in flight: another may follow."""
         return len(self._steps) == 1 and self._steps[0].collect is not None
 

@@ -319,9 +319,9 @@ class Sequence:
     guide: Any = None
     # Launched steps that compute it and are not collected, how many of its tokens they compute, and
     # how many they sample, which are not among ``tokens`` yet.
-    flying: int = 0
-    flying_computed: int = 0
-    flying_sampled: int = 0
+    steps_in_flight: int = 0
+    computed_in_flight: int = 0
+    sampled_in_flight: int = 0
 
     @property
     def prompt_len(self) -> int:
@@ -332,17 +332,17 @@ class Sequence:
         return len(self.tokens) - len(self.request.prompt)
 
     @property
-    def reached(self) -> int:
+    def planned_length(self) -> int:
         """``computed`` once the steps in flight are collected."""
-        return self.computed + self.flying_computed
+        return self.computed + self.computed_in_flight
 
     @property
     def length(self) -> int:
         """The number of ``tokens`` once the steps in flight are collected, unless one ends it."""
-        return len(self.tokens) + self.flying_sampled
+        return len(self.tokens) + self.sampled_in_flight
 
     @property
-    def ends_in_flight(self) -> bool:
+    def finishes_in_flight(self) -> bool:
         """Whether the steps in flight bring its last token, whatever that is."""
         return self.length >= self.limit
 
@@ -360,20 +360,20 @@ class Sequence:
 
     def launch(self, count: int, *, samples: bool) -> None:
         """A step that computes ``count`` of its tokens is in flight."""
-        self.flying += 1
-        self.flying_computed += count
-        self.flying_sampled += samples
+        self.steps_in_flight += 1
+        self.computed_in_flight += count
+        self.sampled_in_flight += samples
 
     def collect(self, count: int, *, samples: bool) -> None:
         """The oldest step of it is not in flight any more, if one was."""
-        if self.flying:
-            self.flying -= 1
-            self.flying_computed -= count
-            self.flying_sampled -= samples
+        if self.steps_in_flight:
+            self.steps_in_flight -= 1
+            self.computed_in_flight -= count
+            self.sampled_in_flight -= samples
 
     def recall(self) -> None:
         """No step of it counts as launched."""
-        self.flying = self.flying_computed = self.flying_sampled = 0
+        self.steps_in_flight = self.computed_in_flight = self.sampled_in_flight = 0
 
     def move_to(self, status: Status) -> None:
         """Change the state. A transition that is not in the table is a bug in the caller."""

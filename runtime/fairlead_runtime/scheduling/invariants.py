@@ -45,8 +45,8 @@ def checks(state: State, live: Mapping[int, Sequence]) -> Iterator[None]:
         if (sequence := live.get(number)) is not None:
             _check_sequence(state, sequence)
             yield
-    flies = state.ended or any(sequence.flying for sequence in live.values())
-    if live and not flies and not plan_step(state).rows:
+    in_flight = state.ended or any(sequence.steps_in_flight for sequence in live.values())
+    if live and not in_flight and not plan_step(state).rows:
         raise InvariantViolation(
             "I12", f"{len(live)} sequences, but the next step would compute nothing"
         )
@@ -65,7 +65,7 @@ def _check_queues(state: State, live: Mapping[int, Sequence]) -> None:
         if sequence.status not in (Status.PREFILLING, Status.DECODING) or not sequence.tables:
             raise InvariantViolation("I7", f"sequence {sequence.id} runs as {sequence.status}")
     for sequence in waiting:
-        if sequence.flying or sequence.reached != sequence.computed:
+        if sequence.steps_in_flight or sequence.planned_length != sequence.computed:
             raise InvariantViolation("I14", f"sequence {sequence.id} waits while it is in flight")
         if sequence.status is not Status.PENDING or sequence.tables:
             raise InvariantViolation(
@@ -99,12 +99,12 @@ def _check_references(state: State, live: Mapping[int, Sequence]) -> None:
     if sorted(on_host + host.free) != list(range(host.units)):
         raise InvariantViolation("I1", "a host unit is lost, or two sequences hold it")
     for sequence in state.ended.values():
-        if not sequence.flying or sequence.status not in FINAL:
+        if not sequence.steps_in_flight or sequence.status not in FINAL:
             raise InvariantViolation(
                 "I14", f"sequence {sequence.id} holds blocks after its end, with no step in flight"
             )
     leaked = referenced and not state.ended
-    if not live and (leaked or state.families or state.running or len(state.policy)):
+    if not live and (leaked or state.siblings or state.running or len(state.policy)):
         raise InvariantViolation(
             "I11", f"no sequence is live, but {len(referenced)} units are held"
         )
@@ -156,9 +156,9 @@ def _check_sequence(state: State, sequence: Sequence) -> None:
 def _check_tables(state: State, sequence: Sequence, tables: list[list[int]]) -> None:
     cache = state.cache
     for group, table in zip(cache.groups, tables, strict=True):
-        if len(table) != cache.blocks(sequence.reached):
-            flying = sequence.flying_computed
-            text = f"{len(table)} blocks for {sequence.computed} tokens and {flying} in flight"
+        if len(table) != cache.blocks(sequence.planned_length):
+            computed, ahead = sequence.computed, sequence.computed_in_flight
+            text = f"{len(table)} blocks for {computed} tokens and {ahead} in flight"
             raise InvariantViolation("I5", f"sequence {sequence.id}, group {group.index}: {text}")
         first = group.first_block(sequence.computed, cache.block_size)
         if any((unit == NULL) != (i < first) for i, unit in enumerate(table)):

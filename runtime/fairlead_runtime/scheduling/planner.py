@@ -38,8 +38,8 @@ class State:
     policy: Fifo  # holds the waiting queue
     step: int = 0
     running: list[Sequence] = field(default_factory=list)  # in the policy's order
-    # live sequences by request id
-    families: dict[str, list[Sequence]] = field(default_factory=dict)
+    # the live sequences of one request, by its id
+    siblings: dict[str, list[Sequence]] = field(default_factory=dict)
     # by id, those that ended in flight: they keep their blocks until the last launched step that
     # writes there is collected
     ended: dict[int, Sequence] = field(default_factory=dict)
@@ -84,11 +84,11 @@ def _drafted(state: State) -> "_Draft":
     prefills: list[Sequence] = []
     draft = _Draft(state)
     for sequence in state.running:
-        if sequence.flying and sequence.ends_in_flight:
+        if sequence.steps_in_flight and sequence.finishes_in_flight:
             draft.slots += 1
             draft.early += 1
             continue
-        (decodes if sequence.length - sequence.reached == 1 else prefills).append(sequence)
+        (decodes if sequence.length - sequence.planned_length == 1 else prefills).append(sequence)
     for sequences in (prefills, decodes) if state.policy.prefills_first else (decodes, prefills):
         if sequences is prefills:
             draft.bound_prefills(prefills)
@@ -162,7 +162,7 @@ class _Draft:
         cache, count = self.cache, len(prefills)
         if count > limit or not self.slots:
             return count
-        room = self._room - sum(cache.growth(s, s.reached) for s in prefills)
+        room = self._room - sum(cache.growth(s, s.planned_length) for s in prefills)
         for sequence in itertools.islice(self.state.policy.candidates(), self.slots):
             room -= cache.growth(sequence, 0)
             if room < 0 or count > limit:
@@ -180,7 +180,7 @@ class _Draft:
             if sequence.id in self._preempted_ids:
                 continue
             # A step in flight makes a sequence longer, whichever its token is.
-            start = sequence.reached
+            start = sequence.planned_length
             missing = sequence.length - start
             count = min(missing, self.tokens)
             need = self.cache.units(start, start + count)
@@ -299,12 +299,12 @@ class _Draft:
         A sequence that has generated tokens looks its own blocks up instead when the cache still
         has more of them than the prompt.
         """
-        family = self.state.families[sequence.request.id]
-        if len(family) == 1 or not shared or sequence.scores_prompt:
+        siblings = self.state.siblings[sequence.request.id]
+        if len(siblings) == 1 or not shared or sequence.scores_prompt:
             return None
         if sequence.generated and self.cache.hit(sequence).tokens >= shared:
             return None
-        return next((s for s in family if s.tables and self.cache.can_fork(s, shared)), None)
+        return next((s for s in siblings if s.tables and self.cache.can_fork(s, shared)), None)
 
     # -- sequences that wait for tokens that another one is computing
 
@@ -313,14 +313,14 @@ class _Draft:
 
         A sequence waits only for sequences that run, so none waits for ever.
         """
-        family = self.state.families[sequence.request.id]
+        siblings = self.state.siblings[sequence.request.id]
         shared = sequence.prompt_len - 1
-        if len(family) == 1 or not shared or sequence.host or sequence.scores_prompt:
+        if len(siblings) == 1 or not shared or sequence.host or sequence.scores_prompt:
             return False
-        running = [s for s in family if s.tables]
+        running = [s for s in siblings if s.tables]
         if any(self.cache.can_fork(s, shared) for s in running):
             return False
-        self.awaits_flight |= any(s.computed < shared <= s.reached for s in running)
+        self.awaits_flight |= any(s.computed < shared <= s.planned_length for s in running)
         starting = any(a.sequence.request is sequence.request for a in self.admitted)
         return starting or any(s.computed < shared for s in running)
 
@@ -333,7 +333,7 @@ class _Draft:
         if block is None or block not in computing:
             return False
         self.awaits_flight |= any(
-            s.flying
+            s.steps_in_flight
             and self.cache.next_block(s, s.computed) == block
             and self._gives_all(s, sequence)
             for s in self.state.running
@@ -344,8 +344,8 @@ class _Draft:
         """Whether the sequence shares no block with the leader that this computes after the steps
         in flight.
         """
-        block = self.cache.next_block(sequence, leader.reached, keep=1)
-        return block is None or block != self.cache.next_block(leader, leader.reached)
+        block = self.cache.next_block(sequence, leader.planned_length, keep=1)
+        return block is None or block != self.cache.next_block(leader, leader.planned_length)
 
     # -- sequences that start before one that lacks blocks
 

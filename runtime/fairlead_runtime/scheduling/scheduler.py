@@ -100,15 +100,15 @@ class Scheduler:
         """Queue a request, one sequence per choice. Raises RequestError when it can never run."""
         if message := refusal(self.limits, len(request.prompt), request.max_tokens):
             raise RequestError("max_tokens" if request.prompt else "prompt", message)
-        if request.id in self.state.families:
+        if request.id in self.state.siblings:
             raise RequestError("id", f"{request.id!r} is already in use: choose another id")
         params = request.params
         # A grammar's end is marked by an end-of-sequence token.
         ends = not params.ignore_eos or params.guided is not None
         stops = frozenset(params.stop_token_ids) | (request.eos_ids if ends else frozenset())
-        family: list[Sequence] = []
+        siblings: list[Sequence] = []
         prompt = cast("array[int]", request.prompt)  # of all choices until they start
-        self.state.families[request.id] = family
+        self.state.siblings[request.id] = siblings
         for choice in range(params.n):
             sequence = Sequence(
                 self._next_id,
@@ -121,17 +121,17 @@ class Scheduler:
             )
             self._next_id += 1
             self._live[sequence.id] = sequence
-            family.append(sequence)
+            siblings.append(sequence)
             self.state.policy.on_arrival(sequence)
             self.state.policy.push(sequence)
-        return tuple(family)
+        return tuple(siblings)
 
     def abort(self, request_id: str, choice: int | None = None) -> list[Finished]:
         """End a request or one of its choices at any moment; on return its blocks are released, or
         once the launched steps that compute it are collected.
         """
-        family = self.state.families.get(request_id, ())
-        choices = [s for s in family if choice is None or s.choice == choice]
+        siblings = self.state.siblings.get(request_id, ())
+        choices = [s for s in siblings if choice is None or s.choice == choice]
         return [self._end(s, Status.ABORTED, FinishReason.ABORT) for s in choices]
 
     def fail(self, sequence_id: int, message: str) -> list[Finished]:
@@ -178,15 +178,17 @@ class Scheduler:
             self._add_copies(admission, work)
         size, prefill, tokens = cache.block_size, 0, 0
         for sequence, start, count, _ in plan.rows:
-            if sequence.reached != start or not sequence.tables:
+            if sequence.planned_length != start or not sequence.tables:
                 raise StepError(
                     f"sequence {sequence.id} has {sequence.computed} tokens computed and "
-                    f"{sequence.flying_computed} in flight, not {start}"
+                    f"{sequence.computed_in_flight} in flight, not {start}"
                 )
             if start + count > len(sequence.tables[0]) * size:
                 cache.grow(sequence, start + count)
             tokens += count
-            if count > 1 or (sequence.status is Status.PREFILLING and not sequence.flying_sampled):
+            if count > 1 or (
+                sequence.status is Status.PREFILLING and not sequence.sampled_in_flight
+            ):
                 prefill += count
         used = cache.pool.units - cache.pool.available
         self._last = StepStats(len(plan.rows), prefill, tokens - prefill, len(plan.preempted), used)
@@ -217,7 +219,7 @@ class Scheduler:
         for sequence, start, count, samples in work.rows:
             sequence.collect(count, samples=samples)
             if sequence.status in FINAL:
-                if sequence.id in self.state.ended and not sequence.flying:
+                if sequence.id in self.state.ended and not sequence.steps_in_flight:
                     self._release(self.state.ended.pop(sequence.id))
                 continue
             if sequence.computed != start:
@@ -334,16 +336,16 @@ class Scheduler:
         else:
             self._leave_running(sequence)
         sequence.move_to(status)
-        if sequence.flying:
+        if sequence.steps_in_flight:
             # The device may write to its blocks until that step is collected.
             self.state.ended[sequence.id] = sequence
         else:
             self._release(sequence)
         del self._live[sequence.id]
-        family = self.state.families[sequence.request.id]
-        family.remove(sequence)
-        if not family:
-            del self.state.families[sequence.request.id]
+        siblings = self.state.siblings[sequence.request.id]
+        siblings.remove(sequence)
+        if not siblings:
+            del self.state.siblings[sequence.request.id]
         self.state.policy.on_end(sequence)
         self.state.victim = None
         return Finished(sequence, reason, message)

@@ -201,7 +201,7 @@ def test_each_of_two_steps_in_flight_keeps_its_own_tokens(kernels: str, chunk: i
             runner.copy(work)
             if launches:
                 mixed = any(row.count > 1 for row in work.rows)
-                beside += mixed and any(row.sequence.flying_sampled for row in work.rows)
+                beside += mixed and any(row.sequence.sampled_in_flight for row in work.rows)
                 flying.append((work, runner.launch(work)))
                 scheduler.launch(work)
             else:

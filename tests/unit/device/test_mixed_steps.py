@@ -62,7 +62,7 @@ def test_a_decode_beside_a_prompt_computes_the_token_of_the_step_in_flight(
     world = World(greedy("short", tuple(range(9, 17)), 6), long())
     world.launch()
     step = world.launch()
-    assert step.rows[0].sequence.flying_sampled == 2
+    assert step.rows[0].sequence.sampled_in_flight == 2
     at = int(batches[1].sample_index[0])
     computed = int(batches[1].input_ids[at])
     (token,) = world.collect()

@@ -23,7 +23,7 @@ def in_flight() -> tuple[Scheduler, Sequence]:
 def test_a_sequence_that_waits_is_not_in_flight() -> None:
     scheduler, _ = in_flight()
     (waiting,) = scheduler.waiting
-    waiting.flying = 1
+    waiting.steps_in_flight = 1
     with pytest.raises(InvariantViolation, match=r"I14.*waits while it is in flight"):
         scheduler.check()
 
@@ -33,7 +33,7 @@ def test_who_has_ended_holds_blocks_for_a_step_in_flight_alone() -> None:
     scheduler.abort(running.request.id)
     scheduler.check()  # its dead row is in flight
     assert running.status is Status.ABORTED
-    running.flying = 0
+    running.steps_in_flight = 0
     with pytest.raises(InvariantViolation, match=r"I14.*with no step in flight"):
         scheduler.check()
 

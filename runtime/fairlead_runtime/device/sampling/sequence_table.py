@@ -134,7 +134,7 @@ class SlotTable:
                 entry = self._entries[sequence] = self._new(sequence, entry, rows)
             index[place], lens[place] = entry.row, length
             if entry.length != length:
-                if sequence.flying_sampled:
+                if sequence.sampled_in_flight:
                     raise RuntimeError(f"sequence {sequence.id} is in flight, and its row is not")
                 changed.append((entry, sequence))
             if entry.blocks < len(sequence.tables[0]):
