@@ -485,8 +485,8 @@ BUGS = (
     PackageBug(
         "a sequence's window is one block short",
         "fairlead_runtime.sizing.solve:sequence_units",
-        "-(-(g.window - 1) // block_size) + 1",
-        "-(-(g.window - 1) // block_size)",
+        "ceil_div(g.window - 1, block_size) + 1",
+        "ceil_div(g.window - 1, block_size)",
         ("unit/sizing/test_memory_plan.py",),
     ),
     PackageBug(
@@ -512,9 +512,9 @@ BUGS = (
     ),
     PackageBug(
         "a share of accelerators is rounded down",
-        "fairlead_runtime.sizing.terms:split",
-        "return -(-count // parts)",
-        "return count // parts",
+        "fairlead_runtime.sizing.arithmetic:ceil_div",
+        "return -(-count // divisor)",
+        "return count // divisor",
         ("unit/sizing/test_memory_plan.py",),
     ),
     PackageBug(
@@ -780,8 +780,8 @@ BUGS = (
     PackageBug(
         "weights outside the layers are split",
         "fairlead_runtime.sizing.terms:weights",
-        "plain = (unsplit + split(shape.split, tp) + keys + head // tp) * element",
-        "plain = split(shape.parameters, tp) * element",
+        "plain = (unsplit + ceil_div(shape.split, tp) + keys + head // tp) * element",
+        "plain = ceil_div(shape.parameters, tp) * element",
         ("unit/sizing/test_memory_plan.py",),
     ),
     PackageBug(
@@ -1463,8 +1463,8 @@ BUGS = (
     PackageBug(
         "key-value heads that ranks share are planned as if split",
         "fairlead_runtime.sizing.terms:weights",
-        "split(shape.keys, min(tp, shape.kv_heads))",
-        "split(shape.keys, tp)",
+        "ceil_div(shape.keys, min(tp, shape.kv_heads))",
+        "ceil_div(shape.keys, tp)",
         ("unit/sizing/test_terms.py",),
     ),
     PackageBug(

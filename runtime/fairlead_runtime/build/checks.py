@@ -18,8 +18,9 @@ from fairlead_runtime.models.model_error import ModelError
 from fairlead_runtime.settings.engine_config import ConfigError, Device, EngineConfig
 from fairlead_runtime.settings.preflight import check_record
 from fairlead_runtime.settings.supported import check_supported
+from fairlead_runtime.sizing.arithmetic import ceil_div
 from fairlead_runtime.sizing.checkpoint_formats import as_stored
-from fairlead_runtime.sizing.terms import DeviceFacts, split
+from fairlead_runtime.sizing.terms import DeviceFacts
 
 
 def device_facts(choice: Device = "auto", ranks: int = 1) -> DeviceFacts:
@@ -57,7 +58,7 @@ def _check_kernels(config: EngineConfig, device: DeviceFacts, inspected: Inspect
     shape, dtype, ranks = inspected.shape, inspected.dtype, config.tensor_parallel
     fp8_cache = config.fp8_cache
     if config.kernels == "flashinfer":
-        kv_heads = split(shape.kv_heads, ranks)
+        kv_heads = ceil_div(shape.kv_heads, ranks)
         dims = shape.head_dim, shape.head_dim
         heads = Heads(shape.heads // ranks, kv_heads, *dims, dtype, fp8_cache)
         try:

@@ -17,6 +17,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from tokenizers import Tokenizer
 
 from fairlead_runtime.request.structured import WHITE_SPACE, StructuredOutputs, text_rule
+from fairlead_runtime.sizing.arithmetic import ceil_div
 
 _JSON_OPTIONS: Any = {
     "item_separator": ",",
@@ -83,7 +84,7 @@ class TokenizerFacts:
     @property
     def words(self) -> int:
         """32-bit words of one mask."""
-        return -(-self.size // 32)
+        return ceil_div(self.size, 32)
 
     def build(self, *, fast: bool = True) -> LLTokenizer:
         """Holds the interpreter's lock: about a second and 120 MB for 128,000 ids, half as much

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from fairlead_runtime.models.files import ModelFiles
 from fairlead_runtime.models.headers import TensorEntry
+from fairlead_runtime.sizing.arithmetic import ceil_div
 
 MOST_TENSORS = 512  # sampled per file
 SAMPLE = 256  # bytes, at the begin, middle and end of a tensor
@@ -48,7 +49,7 @@ def _add(digest: "hashlib._Hash", part: bytes) -> None:
 def _sampled_tensors(tensors: Mapping[str, TensorEntry]) -> list[TensorEntry]:
     """At most MOST_TENSORS, evenly spread over the file."""
     ordered = sorted(tensors.values(), key=lambda tensor: tensor.begin)
-    step = max(1, -(-len(ordered) // MOST_TENSORS))
+    step = max(1, ceil_div(len(ordered), MOST_TENSORS))
     return ordered[::step]
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from fairlead_runtime.recording.record import Recording
 from fairlead_runtime.recording.trace import RowView, StepView
+from fairlead_runtime.sizing.arithmetic import ceil_div
 
 MOST_CELLS = 96  # of a side; a larger mask has several tokens in a cell
 NONE, PART, ALL = ".", "+", "#"
@@ -31,7 +32,7 @@ def mask_of(view: StepView, window: int | None) -> Mask:
     """``window``: None for full attention; else a query sees that many keys, itself included."""
     queries = sum(row.count for row in view.rows)
     keys = sum(row.start + row.count for row in view.rows)
-    per_cell = max(1, -(-max(queries, keys) // MOST_CELLS))
+    per_cell = max(1, ceil_div(max(queries, keys), MOST_CELLS))
     owners: list[RowView] = []
     spans: list[tuple[int, int]] = []  # by query: the keys it sees, from and to
     first_key = 0

@@ -8,6 +8,8 @@ full layers too. Knows neither blocks nor sequences.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fairlead_runtime.sizing.arithmetic import ceil_div
+
 NULL = -1  # a table entry whose block the window has freed
 
 
@@ -48,7 +50,7 @@ def group_layers(windows: Sequence[int | None]) -> tuple[LayerGroup, ...]:
     size = next(
         n
         for n in range(total, 0, -1)
-        if 8 * sum(-(-len(layers) // n) * n for layers in layers_of.values()) <= 9 * total
+        if 8 * sum(ceil_div(len(layers), n) * n for layers in layers_of.values()) <= 9 * total
     )
     groups: list[LayerGroup] = []
     for window, layers in layers_of.items():

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fairlead_runtime.settings.engine_config import EngineConfig
+from fairlead_runtime.sizing.arithmetic import ceil_div
 from fairlead_runtime.sizing.groups import LayerGroup, group_layers
 from fairlead_runtime.sizing.load_peak import loading_bytes
 from fairlead_runtime.sizing.shape import ModelShape
@@ -93,9 +94,9 @@ class MemoryPlan:
 
 def sequence_units(groups: Sequence[LayerGroup], length: int, block_size: int) -> int:
     """Units that one decoding sequence of ``length`` tokens holds, less what windows free."""
-    blocks = -(-length // block_size)
+    blocks = ceil_div(length, block_size)
     return sum(
-        blocks if g.window is None else min(blocks, -(-(g.window - 1) // block_size) + 1)
+        blocks if g.window is None else min(blocks, ceil_div(g.window - 1, block_size) + 1)
         for g in groups
     )
 

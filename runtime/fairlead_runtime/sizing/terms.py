@@ -11,6 +11,7 @@ from typing import Literal, Self
 from fairlead_kernels.cpu.slabs import SLAB
 from fairlead_kernels.packages.humming_memory import COMPILER, OWN_PAIR, PAIR, takes
 from fairlead_runtime.settings.engine_config import EngineConfig
+from fairlead_runtime.sizing.arithmetic import ceil_div
 from fairlead_runtime.sizing.config_json import DTYPE_BYTES
 from fairlead_runtime.sizing.graph_sizes import graph_bytes, may_capture, plan_bytes
 from fairlead_runtime.sizing.groups import LayerGroup, group_layers, layers_per_unit
@@ -74,14 +75,14 @@ def terms_of(
     cpu = device.kind == "cpu"
     tokens, longest = config.max_batch_tokens, max_model_len(shape, config)
     rows = min(config.max_requests, tokens)
-    queries = split(shape.heads, tp) * shape.head_dim
-    keys = split(shape.kv_heads, tp) * shape.head_dim
+    queries = ceil_div(shape.heads, tp) * shape.head_dim
+    keys = ceil_div(shape.kv_heads, tp) * shape.head_dim
     # Alive at once: the residual and its norm (in float32), the rotary tables (models with windows
     # have two), and the larger of attention's projections before and after the rotary embedding and
     # the widest MLP.
     rotary = 2 * shape.head_dim * len(set(shape.windows))
     # Experts also keep copies of the hidden states, which are not split.
-    inside = shape.mlp_width if shape.experts else split(shape.mlp_width, tp)
+    inside = shape.mlp_width if shape.experts else ceil_div(shape.mlp_width, tp)
     width = 4 * shape.hidden + rotary + max(3 * queries + 4 * keys, inside)
     if shape.experts and not cpu and config.kernels != "torch" and element < 4:
         width += shape.hidden  # layers fused around experts keep the residual in float32
@@ -93,7 +94,7 @@ def terms_of(
     copies = shape.logit_copies if tp == 1 else max(3, shape.logit_copies)
     # The kernels' head takes and gives float32.
     head = (2 * shape.hidden + copies * shape.vocab) * (4 if packed else element)
-    table_entries = len(groups) * rows * -(-longest // config.block_size)
+    table_entries = len(groups) * rows * ceil_div(longest, config.block_size)
     sampler_rows = min(rows, max(1, SAMPLER_CHUNK[device.kind] // shape.vocab))
     terms = {
         "weights": weights(shape, config, tp, device.kind),
@@ -117,7 +118,7 @@ def terms_of(
             config,
             shape,
             groups=len(groups),
-            blocks=split(longest, config.block_size),
+            blocks=ceil_div(longest, config.block_size),
             step=terms["logits"]
             + min(rows * shape.vocab, DRAW_CHUNK) * DRAW_BYTES
             + rows * list_room(shape.vocab) * LISTED,
@@ -125,7 +126,7 @@ def terms_of(
         )
     # Each rank on a CPU has its share of the pod; the one that is planned keeps the books.
     host = {
-        name: size if name == "grammars" else split(size, tp)
+        name: size if name == "grammars" else ceil_div(size, tp)
         for name, size in host_terms(shape, config, device.kind).items()
     }
     return terms | host if cpu else terms
@@ -148,7 +149,7 @@ def decode_state(shape: ModelShape, config: EngineConfig, groups: Sequence[Layer
     padding writes to; the tokens' hashes.
     """
     rows = min(config.max_requests, config.max_batch_tokens)
-    blocks = len(groups) * split(max_model_len(shape, config), config.block_size)
+    blocks = len(groups) * ceil_div(max_model_len(shape, config), config.block_size)
     row = ROW_BYTES + ENTRY * blocks + LISTED * list_room(shape.vocab)
     cached = unit_bytes(shape, config, groups)
     return (rows + 1) * row + rows * INDEX + cached + shape.vocab * ENTRY
@@ -161,7 +162,7 @@ def list_room(vocabulary: int) -> int:
 
 def unit_bytes(shape: ModelShape, config: EngineConfig, groups: Sequence[LayerGroup]) -> int:
     """Bytes that one accelerator holds of ``block_size`` tokens in the layers of one group."""
-    heads = split(shape.kv_heads, config.tensor_parallel)
+    heads = ceil_div(shape.kv_heads, config.tensor_parallel)
     token = 2 * heads * shape.head_dim * cache_bytes_of(shape, config)
     return layers_per_unit(groups) * config.block_size * token
 
@@ -220,7 +221,7 @@ class Bookkeeping:
             block=groups * (UNIT_BYTES + 8 * size),
             row_block=TOKEN_BYTES * size + DIGEST_BYTES + ENTRY_BYTES * groups,
             rows=rows,
-            longest=split(max_model_len(shape, config), size),
+            longest=ceil_div(max_model_len(shape, config), size),
         )
 
     def size(self, blocks: int) -> int:
@@ -300,8 +301,8 @@ def weights(shape: ModelShape, config: EngineConfig, tp: int, kind: str) -> int:
         return matrices + (shape.parameters - shape.layer_matrices) * element
     head = 0 if shape.tied or shape.vocab % tp else shape.vocab * shape.hidden
     unsplit = shape.parameters - shape.split - shape.keys - head
-    keys = split(shape.keys, min(tp, shape.kv_heads))
-    plain = (unsplit + split(shape.split, tp) + keys + head // tp) * element
+    keys = ceil_div(shape.keys, min(tp, shape.kv_heads))
+    plain = (unsplit + ceil_div(shape.split, tp) + keys + head // tp) * element
     if config.quantization == "none":
         return plain
     matrices, channels = _layer_shares(shape, tp)
@@ -321,8 +322,8 @@ def packaged(shape: ModelShape, tp: int) -> bool:
     """Whether a package's products take all int4 matrices that one of ``tp`` accelerators has of
     the layers. Else all products are ours, so that the size is known.
     """
-    queries, inner = split(shape.heads, tp) * shape.head_dim, split(shape.inner, tp)
-    keys = split(shape.kv_heads, min(tp, shape.kv_heads)) * shape.head_dim
+    queries, inner = ceil_div(shape.heads, tp) * shape.head_dim, ceil_div(shape.inner, tp)
+    keys = ceil_div(shape.kv_heads, min(tp, shape.kv_heads)) * shape.head_dim
     rows = queries + 2 * keys, shape.hidden, inner
     return takes(rows, (shape.hidden, queries, inner))
 
@@ -333,9 +334,9 @@ def _layer_shares(shape: ModelShape, tp: int) -> tuple[int, int]:
     """
     layers, sharing = len(shape.windows), min(tp, shape.kv_heads)
     keys, hidden_rows = 2 * shape.kv_width * layers, 2 * shape.hidden * layers
-    matrices = split(shape.layer_matrices - keys * shape.hidden, tp)
-    channels = split(shape.layer_channels - keys - hidden_rows, tp)
-    shared = split(keys, sharing)
+    matrices = ceil_div(shape.layer_matrices - keys * shape.hidden, tp)
+    channels = ceil_div(shape.layer_channels - keys - hidden_rows, tp)
+    shared = ceil_div(keys, sharing)
     return matrices + shared * shape.hidden, channels + shared + hidden_rows
 
 
@@ -343,7 +344,7 @@ def _packed_weights(shape: ModelShape, config: EngineConfig, element: int) -> in
     """Bytes of the weights in the C++ kernels for CPUs: the head has rows to a whole panel. int8,
     unless a checkpoint brings it, is in float32 the head's type, too.
     """
-    rows = split(shape.vocab, PANEL) * PANEL
+    rows = ceil_div(shape.vocab, PANEL) * PANEL
     plain = (shape.parameters + (rows - shape.vocab) * shape.hidden) * element
     if config.quantization == "none":
         return plain
@@ -361,7 +362,7 @@ def _widened(shape: ModelShape, config: EngineConfig, kind: str, tokens: int) ->
     if config.quantization == "none" or kind == "cpu":
         return 0
     projections = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
-    widest = split(max(2 * shape.inner, projections), config.tensor_parallel)
+    widest = ceil_div(max(2 * shape.inner, projections), config.tensor_parallel)
     largest, element = shape.hidden * widest, bytes_of(shape, config)
     if config.quantization != "int4":
         return largest * element
@@ -377,8 +378,8 @@ def _attention(
     """
     longest = max_model_len(shape, config)
     chunk = min(config.max_batch_tokens, longest)
-    heads = split(shape.heads, config.tensor_parallel)
-    kv_width = split(shape.kv_heads, config.tensor_parallel) * shape.head_dim
+    heads = ceil_div(shape.heads, config.tensor_parallel)
+    kv_width = ceil_div(shape.kv_heads, config.tensor_parallel) * shape.head_dim
     # Keys and values with their slots and positions; those of an fp8 cache as they are, and wide.
     wide = element + (1 if config.fp8_cache else 0)
     gathered = longest * (2 * kv_width * wide + 16 * len(groups))
@@ -391,11 +392,6 @@ def _attention(
     # shares them.
     repeated = 2 * longest * heads * shape.head_dim * element
     return gathered + masks + repeated + 3 * heads * min(STRIP, chunk) * longest * 4
-
-
-def split(count: int, parts: int) -> int:
-    """The largest share of ``count`` split into ``parts``: the quotient, rounded up."""
-    return -(-count // parts)
 
 
 def gib(size: int) -> str:

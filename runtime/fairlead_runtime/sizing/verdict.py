@@ -13,11 +13,12 @@ from typing import Any
 
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
 from fairlead_runtime.settings.supported import is_supported
+from fairlead_runtime.sizing.arithmetic import ceil_div
 from fairlead_runtime.sizing.checkpoint_formats import as_stored
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.solve import CPU_CACHE, MemoryPlan, solve
 from fairlead_runtime.sizing.tensor_parallel import COUNTS, reason_against, refuse
-from fairlead_runtime.sizing.terms import DEFAULT_QUEUE, GIB, DeviceFacts, dtype_of, gib, split
+from fairlead_runtime.sizing.terms import DEFAULT_QUEUE, GIB, DeviceFacts, dtype_of, gib
 
 LARGEST_HOST = 4096  # GiB: no larger machine is suggested
 
@@ -57,7 +58,7 @@ def _message(
         count = memory.full_length_sequences
         sequences = f"{count} sequence{'' if count == 1 else 's'} of {memory.max_model_len} tokens"
         return f"fits: {gib(memory.terms['kv'])} GiB of KV cache hold {sequences}"
-    needed = split(memory.max_model_len, memory.block_size) * memory.block_bytes
+    needed = ceil_div(memory.max_model_len, memory.block_size) * memory.block_bytes
     free = memory.budget - memory.used + memory.terms["kv"]
     if free <= 0:
         problem = (
@@ -106,7 +107,7 @@ def _fixes(
         return supported and solve(shape, changed, facts, measured).fits
 
     fixes: list[str] = []
-    blocks = split(memory.max_model_len, memory.block_size)
+    blocks = ceil_div(memory.max_model_len, memory.block_size)
     lengths = range(2, memory.max_model_len)  # shorter ones are refused
     longest = 1 + bisect_left(lengths, True, key=lambda n: not fits(max_model_len=n))
     if longest >= memory.block_size:

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from fairlead_kernels.interface.attention import Heads
 from fairlead_runtime.build.resolve import resolve
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
+from fairlead_runtime.sizing.arithmetic import ceil_div
 from fairlead_runtime.sizing.groups import group_layers
 from fairlead_runtime.sizing.offload_space import PIECE_BYTES, PIECES, Staging
 from fairlead_runtime.sizing.report import memory_report
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.solve import solve
-from fairlead_runtime.sizing.terms import GIB, DeviceFacts, split
+from fairlead_runtime.sizing.terms import GIB, DeviceFacts
 from fairlead_runtime.sizing.verdict import plan_memory
 from support.stream_standin import DelayedCache
 
@@ -56,7 +57,7 @@ def test_what_is_allocated_is_what_is_planned(
     shape = ModelShape.from_config(MODEL | windows)
     config = EngineConfig(cpu_offload_space=space, tensor_parallel=ranks, cache_dtype=dtype)
     plan = solve(shape, config, GPU, {})
-    heads = Heads(8 // ranks, split(2, ranks), 96, 96, torch.bfloat16, fp8_cache=dtype == "fp8")
+    heads = Heads(8 // ranks, ceil_div(2, ranks), 96, 96, torch.bfloat16, fp8_cache=dtype == "fp8")
     cache = DelayedCache(
         group_layers(shape.windows),
         heads,

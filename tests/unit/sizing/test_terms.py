@@ -9,6 +9,7 @@ from fairlead_kernels.packages.humming_memory import COMPILER
 from fairlead_runtime.settings.engine_config import EngineConfig
 from fairlead_runtime.sizing import tensor_parallel as ranks
 from fairlead_runtime.sizing import terms
+from fairlead_runtime.sizing.arithmetic import ceil_div
 from fairlead_runtime.sizing.groups import group_layers
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.terms import (
@@ -17,7 +18,6 @@ from fairlead_runtime.sizing.terms import (
     DeviceFacts,
     host_terms,
     packaged,
-    split,
     terms_of,
     unit_bytes,
 )
@@ -214,7 +214,7 @@ def test_a_cpus_layers_beside_an_fp8_cache_are_not_fused() -> None:
     ("count", "parts", "largest"), [(8, 2, 4), (9, 2, 5), (1, 4, 1), (0, 3, 0)]
 )
 def test_the_largest_share_is_rounded_up(count: int, parts: int, largest: int) -> None:
-    assert split(count, parts) == largest
+    assert ceil_div(count, parts) == largest
 
 
 def test_small_sizes_are_written_with_more_digits() -> None:
