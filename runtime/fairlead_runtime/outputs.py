@@ -97,7 +97,8 @@ class Submission:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What one choice generated since its last Output; a slow reader gets several steps in one.
+    """The part of one choice that was generated since its last Output; a slow reader gets several
+    steps in one.
 
     ``text`` never ends within a character. ``logprobs``, if requested, has one mapping (token id →
     Logprob) per token id. Only the last Output of a choice has a ``finish_reason``. ERROR comes
@@ -206,8 +207,8 @@ class Health:
 
 @dataclass(frozen=True, slots=True)
 class EngineState:
-    """What health is judged by. ``step_age`` and ``step_allowance`` in seconds: since the last
-    progress (None while there is no work), and how long the running step may take.
+    """The values that health is judged by. ``step_age`` and ``step_allowance`` in seconds: since
+    the last progress (None while there is no work), and how long the running step may take.
     """
 
     dead_reason: str  # why the engine gave up; empty while it runs
@@ -322,8 +323,8 @@ class OutputStream(Protocol):
 
 
 class DrainResult(NamedTuple):
-    """How the requests that ran when a drain began, or came in its grace, have ended; without
-    canaries.
+    """Counts of how the requests that ran when a drain began, or came in its grace, have ended;
+    without canaries.
     """
 
     finished: int

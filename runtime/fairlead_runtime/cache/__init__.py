@@ -1,1 +1,1 @@
-"""Which block holds which tokens. Ids and counts only: no tensor, no torch."""
+"""The blocks of a cache and the tokens that they hold. Ids and counts only: no tensor, no torch."""

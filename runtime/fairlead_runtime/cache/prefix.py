@@ -34,7 +34,9 @@ def extend_chain(
 def link(
     hashes: Sequence[bytes], tokens: Sequence[int], start: bytes, block_size: int, index: int
 ) -> tuple[bytes, bytes]:
-    """What the digest of block ``index`` covers: its parent, and its tokens in 8 bytes each."""
+    """The bytes that the digest of block ``index`` covers: its parent, and its tokens in 8 bytes
+    each.
+    """
     at = index * block_size
     packed = array("q", tokens[at : at + block_size]).tobytes()
     return hashes[index - 1] if index else start, packed

@@ -20,7 +20,7 @@ class Refusal(NamedTuple):
 
 
 def refusal_for(error: Exception) -> Refusal | None:
-    """What people and the operator are told about ``error``; None if it is not a refusal."""
+    """The refusal that people and the operator read for ``error``; None if it is not a refusal."""
     match error:
         case ConfigError(hint=hint):
             return Refusal(2, "InvalidConfig", str(error).removesuffix(f" ({hint})"), hint)

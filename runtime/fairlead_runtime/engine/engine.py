@@ -117,7 +117,9 @@ class Engine:
         self._inbox.post(Inspect(self._views, answer))
 
     def copy_cache(self, start: int, answer: Callable[[CacheCopy | None], None]) -> None:
-        """The same with a copy of the cache's units from ``start`` on."""
+        """Make the engine thread call ``answer`` with a copy of the cache's units from ``start``
+        on, or with None when making the copy failed.
+        """
         self._inbox.post(Inspect(lambda: CacheCopy.of(self._scheduler, start), answer))
 
     def stop(self) -> None:
@@ -125,8 +127,8 @@ class Engine:
         self._inbox.stop()
 
     def not_ready_reason(self) -> str:
-        """Why the engine should get no new traffic, in words; empty when it is ready. A full queue
-        is no reason: a pod that answers 429 is seen, one without traffic is not.
+        """The reason why the engine should get no new traffic, in words; empty when it is ready. A
+        full queue is no reason: a pod that answers 429 is seen, one without traffic is not.
         """
         if self._fault_canary is not None:
             return "a step failed for no single request, and no canary has succeeded since"

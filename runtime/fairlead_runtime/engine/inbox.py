@@ -55,7 +55,7 @@ class Guide(Protocol):
     """The beginning of a structured output. The device knows what it holds."""
 
     def fork(self) -> Any:
-        """The same for one sequence."""
+        """The beginning for one sequence."""
         ...
 
 
@@ -167,8 +167,8 @@ class Inbox:
         return self.queued - self._known
 
     def _refusal(self, prompt_tokens: int) -> str:
-        """Why a request with such a prompt must not wait, with the arithmetic; "" if it may.
-        Counts the refusal.
+        """The reason why a request with such a prompt must not wait, with the arithmetic; "" if it
+        may. Counts the refusal.
         """
         if self.queued - self._free_slots >= self._max_queue:
             self.rejected_requests += 1

@@ -13,7 +13,7 @@ from fairlead_runtime.scheduling.plan import DeviceLostError, Result, Row, Work
 
 
 class Executor(Protocol):
-    """What the engine needs of the device."""
+    """The part of the device that the engine needs."""
 
     def copy(self, work: Work) -> None:
         """Offload, restore and copy-on-write copies of the step, once and in this order. Raises

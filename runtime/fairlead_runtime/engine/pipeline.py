@@ -44,7 +44,9 @@ class _Step:
 
 
 class Pipeline:
-    """Without a ``launcher`` it holds one step, which runs when it is taken."""
+    """The committed steps, oldest first. Without a ``launcher`` there is one, which runs when it is
+    taken.
+    """
 
     def __init__(self, launcher: Launcher | None) -> None:
         self._launcher = launcher
@@ -86,7 +88,7 @@ class Pipeline:
         return collect is not None
 
     def take(self, executor: Executor, scheduler: Scheduler) -> Iterator[Outcome]:
-        """What became of the oldest step and, if one could not be launched or has failed, of those
+        """The outcome of the oldest step and, if one could not be launched or has failed, of those
         behind it. The scheduler must be updated with each before the next is asked for.
         """
         yield self._take(executor, scheduler)

@@ -1,4 +1,5 @@
-"""Which structured outputs can be compiled: asked of a child process, remembered by hash.
+"""Verdicts on whether structured outputs can be compiled: asked of a child process, remembered by
+hash.
 
 Owns the child, the cache of its verdicts and the bounds on waiting for it. Compiles nothing in this
 process, so no input can stall or end it. Needs no event loop; ``check`` is for one.
@@ -85,8 +86,8 @@ class Checker:
         return len(self._checks)
 
     async def check(self, outputs: StructuredOutputs) -> StructuredOutputs:
-        """The same outputs with the memory that they take. Raises RequestError for what cannot be
-        compiled, CheckerBusy when no verdict comes in time.
+        """The checked outputs with the memory that they take. Raises RequestError for what cannot
+        be compiled, CheckerBusy when no verdict comes in time.
         """
         future = self.ask(outputs)
         try:

@@ -138,7 +138,7 @@ def _check_and_exit(
     request: dict[str, Any],
     sending: int,
 ) -> None:
-    """In the fork: check, write the verdict, end without running anything of the parent's."""
+    """Check in the fork, write the verdict and end without running anything of the parent's."""
     try:
         os.setpriority(os.PRIO_PROCESS, 0, NICENESS)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -1,5 +1,5 @@
-"""From StructuredOutputs to llguidance's grammars and matchers, with the limits that hold for both
-the checking child and the engine.
+"""Turns StructuredOutputs into llguidance's grammars and matchers, with the limits that hold for
+both the checking child and the engine.
 
 Owns the options and limits. Everything here may take long, use much memory or, for hostile input,
 end the process: only the child of ``check`` runs it on input that nobody has checked.
@@ -55,7 +55,7 @@ class GrammarError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFacts:
-    """What a matcher needs of a model's tokenizer, as plain values.
+    """Facts about a model's tokenizer that a matcher needs, as plain values.
 
     ``definition``: the JSON of a ``tokenizers.Tokenizer``. ``size``: the number of ids, at least
     the tokenizer's own and the width of the logits. ``eos_ids``: at least one.
@@ -67,7 +67,7 @@ class TokenizerFacts:
 
     @classmethod
     def of(cls, tokenizer: Any, vocab_size: int, eos_ids: Iterable[int]) -> Self | None:
-        """Of a tokenizer of transformers or of ``tokenizers``; None where the model has no
+        """Facts about a tokenizer of transformers or of ``tokenizers``; None where the model has no
         end-of-sequence token or its tokenizer is not of ``tokenizers``: then nothing could end or
         spell an output.
         """
@@ -98,8 +98,8 @@ class TokenizerFacts:
 
 @dataclass(frozen=True, slots=True)
 class CheckLimits:
-    """Of one check in the child: time by the clock, processor time, and bytes of address space that
-    it may add. An answer is due 5 s after a request came.
+    """Limits of one check in the child: time by the clock, processor time, and bytes of address
+    space that it may add. An answer is due 5 s after a request came.
     """
 
     seconds: float = 3.5

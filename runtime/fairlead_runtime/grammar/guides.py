@@ -1,4 +1,4 @@
-"""Which tokens each sequence with structured output may take next, as bit masks, in the engine's
+"""The tokens that each sequence with structured output may take next, as bit masks, in the engine's
 process.
 
 Owns the compiled grammars, the state of each sequence in its grammar, and the threads that compile
@@ -53,7 +53,7 @@ class Guide:
         self._followed = 0
 
     def fork(self) -> "Guide":
-        """Another sequence at the same place."""
+        """Copy the place for another sequence."""
         return Guide(self._matcher.deep_copy(), self._mask, self._eos)
 
     def mask(self, sequence: Sequence) -> Array:
@@ -81,7 +81,7 @@ def fill(matcher: LLMatcher, words: int) -> Array:
 
 
 class Masks(NamedTuple):
-    """By sequence id: the masks, and why a sequence has none."""
+    """The masks by sequence id, and for a sequence without one the reason."""
 
     words: Mapping[int, Array]
     failed: Mapping[int, str]
@@ -148,7 +148,7 @@ class PendingMasks:
 
 
 def _named(sequence: Sequence) -> dict[str, str]:
-    """Of a log line: whose mask it is."""
+    """The field of a log line that says whose mask it is."""
     return {"request_id": sequence.request.id}
 
 

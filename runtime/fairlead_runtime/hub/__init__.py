@@ -1,1 +1,1 @@
-"""Where a model comes from: its source, its download, and the progress of the download."""
+"""The origin of a model: its source, its download, and the progress of the download."""

@@ -36,8 +36,8 @@ _TRUE_WORDS = {"1", "ON", "YES", "TRUE"}
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a download is. ``path`` is the snapshot's directory, set once the settings are in it
-    and before the weights are.
+    """The progress of a download. ``path`` is the snapshot's directory, set once the settings are
+    in it and before the weights are.
     """
 
     done: int  # bytes

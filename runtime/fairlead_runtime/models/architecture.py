@@ -1,5 +1,5 @@
-"""Whether the architecture of a model is served: decided from its config.json before any weights
-are downloaded.
+"""The verdict on whether a model's architecture is served: decided from its config.json before any
+weights are downloaded.
 
 Owns the refusals of architectures. Imports transformers only for a model_type that is not in our
 table.

@@ -1,4 +1,5 @@
-"""Which models can run packed on a paged cache, and which are refused before their weights load.
+"""The models that can run packed on a paged cache, and those that are refused before their weights
+load.
 
 Owns the verdict on a configuration and the windows of its layers. A model whose state is not keys
 and values, or whose attention transformers does not let us replace, would generate wrong text

@@ -92,7 +92,9 @@ def check(path: Path) -> ModelFiles:
 
 
 def auto_maps(path: Path) -> dict[str, str]:
-    """Where the model's settings name their own Python code: file → dotted keys, at any depth."""
+    """The places where the model's settings name their own Python code: file → dotted keys, at any
+    depth.
+    """
     names = _list(path)
     maps = {}
     for name in _SETTINGS:

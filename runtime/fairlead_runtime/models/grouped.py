@@ -96,7 +96,7 @@ def _integers(words: Tensor) -> Tensor:
 
 
 def _in_order(integers: Tensor) -> Tensor:
-    """Those of AWQ's words in their own order."""
+    """Integers of AWQ's words, reordered as they are in the matrix."""
     return integers.view(len(integers), -1, 8)[..., _PLACES].flatten(1)
 
 

@@ -1,5 +1,5 @@
-"""Why a model cannot be served: the error that the command line, the termination message and the
-operator share.
+"""The reason why a model cannot be served: the error that the command line, the termination message
+and the operator share.
 
 Owns the codes. The operator turns them into blockers, so a code never changes its meaning.
 """

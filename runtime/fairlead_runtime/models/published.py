@@ -37,7 +37,7 @@ _TYPES = {
 
 @register_quantization_config(_METHOD)
 class StoredWeights(QuantizationConfigMixin):  # type: ignore[misc] # transformers' is untyped
-    """What transformers' loader is told of a checkpoint: the format and the headers' tensors."""
+    """A checkpoint as transformers' loader is told of it: the format and the headers' tensors."""
 
     def __init__(self, stored: Published, weights: Mapping[str, Header]) -> None:
         self.quant_method = _METHOD
@@ -106,7 +106,9 @@ class StoredLinear(nn.Module):
             self.register_parameter(self._stored.weight, bits)
 
     def quantized(self) -> QuantizedLinear:
-        """The same for use. Raises ModelError for tensors that do not fit the layer."""
+        """The layer with its weights as they are served. Raises ModelError for tensors that do not
+        fit the layer.
+        """
         try:
             return self._quantized()
         except ValueError as error:
@@ -155,8 +157,9 @@ def _unpacked(words: Tensor) -> Tensor:
 def loader_arguments(
     settings: Any, stored: Published | None, weights: Mapping[str, Header]
 ) -> dict[str, Any]:
-    """With what ``from_pretrained`` loads a checkpoint. Takes the quantization out of ``settings``,
-    its configuration: transformers' own readers of quantized weights must not know of it.
+    """Arguments with which ``from_pretrained`` loads a checkpoint. Takes the quantization out of
+    ``settings``, its configuration: transformers' own readers of quantized weights must not know of
+    it.
     """
     if stored is None:
         return {}

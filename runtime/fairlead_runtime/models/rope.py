@@ -53,7 +53,9 @@ def pin(model: torch.nn.Module, max_model_len: int) -> int:
 
 
 def _factor_of_phimoe(module: Any, max_model_len: int) -> float | None:
-    """What its forward pass multiplies with; None: what comes with the frequencies."""
+    """The factor that PhiMoE's forward pass multiplies with; None: the one that comes with the
+    frequencies.
+    """
     parameters = module.config.rope_parameters
     if parameters["rope_type"] == "default" or module.rope_type == PINNED:
         return None

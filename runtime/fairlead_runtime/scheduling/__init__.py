@@ -1,4 +1,4 @@
-"""Which requests run in the next step: plan (pure), commit, update.
+"""Decides which requests run in the next step: plan (pure), commit, update.
 
 No module here uses torch, a clock or randomness.
 """

@@ -1,5 +1,5 @@
-"""Whether a request can be admitted: OK, LATER or NEVER, decided on lengths alone. Pure: reads the
-state, changes nothing.
+"""The verdict on whether a request can be admitted: OK, LATER or NEVER, decided on lengths alone.
+Pure: reads the state, changes nothing.
 """
 
 from typing import Protocol
@@ -32,7 +32,7 @@ def judge(state: State, prompt_len: int, max_tokens: int | None) -> Verdict:
 
 
 class Capacity(Protocol):
-    """How many tokens one request may have, and what limits them."""
+    """The number of tokens that one request may have, and what limits them."""
 
     @property
     def max_model_len(self) -> int: ...
@@ -45,7 +45,9 @@ class Capacity(Protocol):
 
 
 def refusal(limits: Capacity, prompt_len: int, max_tokens: int | None) -> str:
-    """Why a request of this size can never run, with the arithmetic and the fix; "" if it can."""
+    """The reason why a request of this size can never run, with the arithmetic and the fix; "" if
+    it can.
+    """
     if prompt_len < 1:
         return "the prompt is empty: give at least one token"
     new_tokens = 1 if max_tokens is None else max_tokens

@@ -73,8 +73,8 @@ class VerdictKind(enum.StrEnum):
 
 
 class Verdict(NamedTuple):
-    """Whether a request can be admitted. ``max_tokens`` is resolved: an omitted value is clipped to
-    the capacity.
+    """The answer to whether a request can be admitted. ``max_tokens`` is resolved: an omitted value
+    is clipped to the capacity.
     """
 
     kind: VerdictKind
@@ -94,7 +94,7 @@ class Row(NamedTuple):
 
 
 class AdmissionSource(enum.StrEnum):
-    """Where an admitted sequence's first computed tokens come from."""
+    """The origin of an admitted sequence's first computed tokens."""
 
     PREFIX = "prefix"  # the prefix cache; the hit may be empty
     FORK = "fork"  # the prompt blocks of a sibling; the partial last block is copied
@@ -140,11 +140,11 @@ class Work:
     copies: list[tuple[int, int]] = field(default_factory=list)
 
     def subset(self, rows: Iterable[Row]) -> "Work":
-        """The same step with these rows only and without copies: a rerun must not repeat them."""
+        """The step with these rows only and without copies: a rerun must not repeat them."""
         return Work(self.step, list(rows))
 
     def living(self) -> "Work":
-        """The same step without the rows of sequences that ended since its commit: dead rows, which
+        """The step without the rows of sequences that ended since its commit: dead rows, which
         nobody sees.
         """
         rows = [row for row in self.rows if row.sequence.status not in FINAL]

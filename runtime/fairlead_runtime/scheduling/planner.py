@@ -98,7 +98,7 @@ def _drafted(state: State) -> "_Draft":
 
 
 class _Candidate(NamedTuple):
-    """How a waiting sequence would start."""
+    """A waiting sequence's possible start, with the units that it takes."""
 
     admission: Admission
     claimed: list[int]  # evictable units that its cached prefix references

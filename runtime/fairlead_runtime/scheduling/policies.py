@@ -22,11 +22,11 @@ class Fifo:
         self._queue: list[Sequence] = []
 
     def place(self, sequence: Sequence) -> Rank:
-        """Its sort key among running and among waiting sequences; never changes."""
+        """The sequence's sort key among running and among waiting sequences; never changes."""
         return (sequence.id,)
 
     def rank(self, sequence: Sequence) -> Rank:
-        """Its sort key for preemption; the highest is preempted first."""
+        """The sequence's sort key for preemption; the highest is preempted first."""
         return self.place(sequence)
 
     def push(self, sequence: Sequence) -> None:

@@ -362,12 +362,14 @@ class Scheduler:
 
     @property
     def running(self) -> tuple[Sequence, ...]:
-        """In the policy's order."""
+        """Running sequences in the policy's order."""
         return tuple(self.state.running)
 
     @property
     def waiting(self) -> tuple[Sequence, ...]:
-        """In the order in which they may start, preempted and offloaded ones included."""
+        """Waiting sequences in the order in which they may start, preempted and offloaded ones
+        included.
+        """
         return tuple(self.state.policy.candidates())
 
     def live(self) -> Iterator[Sequence]:
@@ -402,5 +404,5 @@ class Scheduler:
             pass
 
     def checks(self) -> Iterator[None]:
-        """The same in short parts, each of which may run between two other steps."""
+        """Check all invariants in short parts, each of which may run between two other steps."""
         return checks(self.state, self._live)

@@ -99,7 +99,9 @@ class ChoiceText:
         return self._output(token_ids, pieces, logprobs, None, None, None, prompt), False
 
     def _prompt_logprobs(self, event: ChoiceEvent) -> PromptLogprobs | None:
-        """Those of the whole prompt, if this event brings them: the first token has none."""
+        """Log-probabilities of the whole prompt, if this event brings them: the first token has
+        none.
+        """
         if not self._wants_prompt or self._generated or event.token is None:
             return None
         return (None, *(entry.as_dict(self._token_text) for entry in event.prompt))

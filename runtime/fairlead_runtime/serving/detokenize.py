@@ -26,7 +26,7 @@ _utf8 = codecs.getincrementaldecoder("utf-8")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Vocabulary:
-    """What decoding needs of a tokenizer; made once per model by ``vocabulary_of``.
+    """The parts of a tokenizer that decoding needs; made once per model by ``vocabulary_of``.
 
     ``decode`` turns ids into text by the tokenizer's own rules. ``special`` ids make no text.
     ``token_bytes`` has the ids that stand for the same bytes in every context: with ``byte_level``
@@ -42,7 +42,7 @@ class Vocabulary:
 
 
 def vocabulary_of(tokenizer: Any) -> Vocabulary:
-    """From a ``tokenizers.Tokenizer`` or any tokenizer of transformers."""
+    """Make the vocabulary of a ``tokenizers.Tokenizer`` or any tokenizer of transformers."""
     backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
     if not isinstance(backend, Tokenizer):
         return _slow_vocabulary(tokenizer)
@@ -61,7 +61,7 @@ def vocabulary_of(tokenizer: Any) -> Vocabulary:
 
 
 def _slow_vocabulary(tokenizer: Any) -> Vocabulary:
-    """For tokenizers of transformers that have no Rust backend."""
+    """The vocabulary for tokenizers of transformers that have no Rust backend."""
 
     def decode(ids: Sequence[int]) -> str:
         text: str = tokenizer.decode(

@@ -94,7 +94,9 @@ class MetricsSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class EngineReport:
-    """What a scrape shows: the engine after its last step, and the requests it has measured."""
+    """The values that a scrape shows: the engine after its last step, and the requests it has
+    measured.
+    """
 
     engine: EngineSnapshot
     requests: MetricsSnapshot
@@ -118,7 +120,9 @@ class RequestTimes:
 
 
 class RequestMetrics(Observer):
-    """Every method may be called from any thread; the engine thread's calls are short."""
+    """Measurements of the requests. Every method may be called from any thread; the engine thread's
+    calls are short.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -128,8 +128,8 @@ class Labelled(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontReport:
-    """What the HTTP process counts itself. ``tenants``: those whose requests have their own
-    series. ``connections``: by port.
+    """Counts of the HTTP process itself. ``tenants``: those whose requests have their own series.
+    ``connections``: by port.
     """
 
     api_keys: int = 0

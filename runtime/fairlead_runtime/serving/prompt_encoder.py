@@ -113,7 +113,7 @@ class PromptEncoder:
 
 
 def _is_valid(text: str) -> bool:
-    """Whether it can be sent: half a surrogate pair cannot."""
+    """Whether the text can be sent: half a surrogate pair cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:

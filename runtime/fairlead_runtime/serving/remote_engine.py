@@ -122,8 +122,8 @@ class RemoteEngine:
             self._send(wire.Finish(request_id, choice))
 
     def state(self) -> EngineState:
-        """From the last messages. Where none came for QUIET_SECONDS the process itself stands
-        still, with or without work.
+        """The engine's state by the last messages. Where none came for QUIET_SECONDS the process
+        itself stands still, with or without work.
         """
         if self._dead_reason:
             return EngineState(self._dead_reason, "", None, 0.0)
@@ -254,7 +254,7 @@ def refusal_of(error: Exception) -> wire.Refused:
 
 
 def ending(code: int) -> str:
-    """In words how a process with this exit code, negative for a signal, has ended."""
+    """Words for how a process with this exit code, negative for a signal, has ended."""
     if code >= 0:
         return f"ended with exit code {code}"
     name = signal.Signals(-code).name

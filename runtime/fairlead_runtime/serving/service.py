@@ -306,7 +306,7 @@ class Service:
 
 
 async def _inspected(answer: Awaitable[ViewT | None]) -> ViewT:
-    """What the engine shows of itself. Raises ServiceError."""
+    """The view that the engine gives of itself. Raises ServiceError."""
     try:
         async with asyncio.timeout(INSPECT_SECONDS):
             view = await answer

@@ -25,7 +25,7 @@ MadeT = TypeVar("MadeT")
 
 
 class Source(Protocol[EventsT, MadeT]):
-    """What text is made for. The thread calls ``make`` only, the event loop the others."""
+    """A reader for whom text is made. The thread calls ``make`` only, the event loop the others."""
 
     def take(self) -> EventsT:
         """The events whose text is made now."""
@@ -34,7 +34,7 @@ class Source(Protocol[EventsT, MadeT]):
     def make(self, events: EventsT) -> MadeT: ...
     def deliver(self, outputs: MadeT) -> None: ...
     def fail(self, error: Exception) -> None:
-        """In place of ``deliver``."""
+        """Take the error of ``make``; called in place of ``deliver``."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""What the ``quantization_config`` of a GPTQ or AWQ checkpoint says, and which of it is served.
+"""Reads the ``quantization_config`` of a GPTQ or AWQ checkpoint, of which only a part is served.
 
 Owns the refusals of what is not, by the name of the key that decides. Pure; the values are
 untrusted. What a file omits is what transformers takes it for.

@@ -69,7 +69,7 @@ class MemoryPlan:
 
     @property
     def too_many_slots(self) -> str:
-        """Why ``num_blocks`` beyond ``most_blocks`` cannot be, after the field's name."""
+        """The reason against ``num_blocks`` beyond ``most_blocks``, after the field's name."""
         return (
             f"{self.num_blocks} make {self.num_units * self.block_size} slots in all groups of "
             f"layers, of which a cache has fewer than {SLOTS}"

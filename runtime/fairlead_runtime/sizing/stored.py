@@ -60,7 +60,7 @@ class Published:
 
     @property
     def side_tensors(self) -> tuple[str, ...]:
-        """Those that a matrix may have beside its numbers."""
+        """The tensors that a matrix may have beside its numbers."""
         return SIDE_TENSORS if self.layout == "rows" else (GROUP_SCALES, GROUP_ZEROS, GROUP_INDEX)
 
     def plain(self, name: str, dimensions: tuple[int, ...]) -> tuple[str, tuple[int, ...]] | None:

@@ -225,7 +225,7 @@ class Bookkeeping:
         )
 
     def size(self, blocks: int) -> int:
-        """With a cache of ``blocks``."""
+        """Bytes with a cache of ``blocks``."""
         sequences = self.rows * min(blocks, self.longest) * self.row_block
         return self.queue + blocks * self.block + sequences
 
