@@ -103,8 +103,8 @@ def _check_references(state: State, live: Mapping[int, Sequence]) -> None:
             raise InvariantViolation(
                 "I14", f"sequence {sequence.id} holds blocks after its end, with no step in flight"
             )
-    leaked = referenced and not state.ended
-    if not live and (leaked or state.siblings or state.running or len(state.policy)):
+    leak = referenced and not state.ended
+    if not live and (leak or state.siblings or state.running or len(state.policy)):
         raise InvariantViolation(
             "I11", f"no sequence is live, but {len(referenced)} units are held"
         )
