@@ -26,7 +26,7 @@ C_INVARIANCE = ("unit/kernels/test_cpu_invariance.py",)
 C_DIGITS = ("unit/kernels/test_cpu_digits.py",)
 VNNI_C, AMX_C = f"{KERNELS}/csrc/vnni.h", f"{KERNELS}/csrc/amx.h"
 GPU_OPERATIONS = ("unit/kernels/test_gpu_operations.py",)
-LISTED_TESTS = ("unit/kernels/test_listed.py", "unit/device/test_change_lists.py")
+ON_LOGIT_EDITS = ("unit/kernels/test_logit_edits.py", "unit/device/test_change_lists.py")
 ON_FLASHINFER = ("unit/kernels/test_flashinfer_attention.py",)
 ON_FP8 = ("unit/kernels/test_fp8_cache.py",)
 ON_TRITON_PACKAGE = ("unit/kernels/test_triton_package.py",)
@@ -304,7 +304,7 @@ BUGS = (
     PackageBug(
         "joined 4-bit weights all have the first one's order of columns",
         "fairlead_kernels.plain.torch_groups:_same",
-        "return torch.equal(one, other)",
+        "return torch.equal(first, second)",
         "return True",
         GPU_OPERATIONS,
     ),
@@ -718,8 +718,8 @@ BUGS = (
     PackageBug(
         "values are written in their own dtype",
         "fairlead_kernels.interface.cache_write:write",
-        "raw(rounded(given, cache.dtype))",
-        "given",
+        "raw(rounded(entries, cache.dtype))",
+        "entries",
         ("unit/device/test_attention_kernels.py",),
     ),
     PackageBug(
@@ -739,7 +739,7 @@ BUGS = (
     PackageBug(
         "a GPU's cache write rounds the middle of two numbers of fp8 up",
         "fairlead_kernels.gpu.triton_kernels:_as_fp8",
-        "0x7FFFF + ((whole >> 20) & 1)",
+        "0x7FFFF + ((size_bits >> 20) & 1)",
         "0x80000",
         ON_FP8,
     ),
@@ -760,8 +760,8 @@ BUGS = (
     PackageBug(
         "an fp8 cache is read as integers",
         "fairlead_kernels.plain.torch_attention:Scratch.read",
-        "return found.view(cache.dtype)",
-        "return found",
+        "return rows.view(cache.dtype)",
+        "return rows",
         ON_FP8,
     ),
     PackageBug(
@@ -921,8 +921,8 @@ BUGS = (
     PackageBug(
         "a decode's padding reads beyond its row",
         "fairlead_kernels.plain.torch_plan:_decodes",
-        "at = np.minimum(wanted, last)",
-        "at = np.minimum(wanted, last.max())",
+        "at = np.minimum(positions, last)",
+        "at = np.minimum(positions, last.max())",
         ("unit/device/test_attention_kernels.py",),
     ),
     PackageBug(
@@ -1117,8 +1117,8 @@ BUGS = (
     PackageBug(
         "Triton's attention: a later query of a piece sees keys that its window has passed",
         "fairlead_kernels.gpu.triton_attention_kernels:attend",
-        "seen = seen & (key[None, :] > (position + which - window)[:, None])",
-        "seen = seen & (key[None, :] > position - window)",
+        "visible = visible & (key[None, :] > (position + which - window)[:, None])",
+        "visible = visible & (key[None, :] > position - window)",
         ON_TRITON,
     ),
     PackageBug(
@@ -1208,8 +1208,8 @@ BUGS = (
     PackageBug(
         "Triton: the partner of a rotated element has the element's own weight",
         "fairlead_kernels.gpu.triton_kernels:_normal_heads",
-        "    factor = tl.load(weight + other, mask=inside, other=0.0).to(tl.float32) + offset",
-        "    factor = tl.load(weight + place, mask=inside, other=0.0).to(tl.float32) + offset",
+        "factor = tl.load(weight + partner_place, mask=inside",
+        "factor = tl.load(weight + place, mask=inside",
         GPU_OPERATIONS,
     ),
     PackageBug(
@@ -1285,8 +1285,8 @@ BUGS = (
     PackageBug(
         "a package's 4-bit product that computes nonsense is taken",
         "fairlead_kernels.packages.humming_products:HummingProducts._prove",
-        "        if not found <= TOLERANCE[self.dtype]:",
-        "        if found > 1 / TOLERANCE[self.dtype]:",
+        "        if not difference <= TOLERANCE[self.dtype]:",
+        "        if difference > 1 / TOLERANCE[self.dtype]:",
         ON_HUMMING,
     ),
     PackageBug(
@@ -1299,8 +1299,8 @@ BUGS = (
     PackageBug(
         "a package's 4-bit products are compared in the first rows alone",
         "fairlead_kernels.packages.humming_products:HummingProducts._prove",
-        "range(own.start, own.stop, ROWS_AT_A_TIME)",
-        "range(own.start, own.start + 1, 64)",
+        "range(span.start, span.stop, ROWS_AT_A_TIME)",
+        "range(span.start, span.start + 1, 64)",
         ON_HUMMING,
     ),
     PackageBug(
@@ -1433,38 +1433,38 @@ BUGS = (
     ),
     PackageBug(
         "a token that has an entry gets another one",
-        "fairlead_kernels.sampling.listed:count",
+        "fairlead_kernels.sampling.logit_edits:count",
         "fits = (lists == tokens[:, None]) | (lists == EMPTY)",
         "fits = lists == EMPTY",
-        LISTED_TESTS,
+        ON_LOGIT_EDITS,
     ),
     PackageBug(
         "presence is subtracted as often as a token occurs",
-        "fairlead_kernels.sampling.listed:_changed",
+        "fairlead_kernels.sampling.logit_edits:_changed",
         "presence * (counts > 0)",
         "presence * counts",
-        LISTED_TESTS,
+        ON_LOGIT_EDITS,
     ),
     PackageBug(
         "a list of allowed ids allows the others that it names",
-        "fairlead_kernels.sampling.listed:_changed",
+        "fairlead_kernels.sampling.logit_edits:_changed",
         "    forbidden |= ~_has(words, ALLOWED) & only\n",
         "",
-        LISTED_TESTS,
+        ON_LOGIT_EDITS,
     ),
     PackageBug(
         "an id beyond the vocabulary changes the last logit",
-        "fairlead_kernels.sampling.listed:change",
+        "fairlead_kernels.sampling.logit_edits:change",
         "masked_fill_(outside, width)",
         "masked_fill_(outside, width - 1)",
-        LISTED_TESTS,
+        ON_LOGIT_EDITS,
     ),
     PackageBug(
         "a row that may take no token gets one",
         "fairlead_kernels.sampling.sample_rows:choose",
-        "parts.append(chosen.masked_fill(~torch.isfinite(left), NOTHING_LEFT))",
+        "parts.append(chosen.masked_fill(~torch.isfinite(highest), NOTHING_LEFT))",
         "parts.append(chosen)",
-        LISTED_TESTS,
+        ON_LOGIT_EDITS,
     ),
     PackageBug(
         "mass below top-k counts for top-p",
@@ -1567,8 +1567,8 @@ BUGS = (
     PackageBug(
         "a deterministic engine attends as any other",
         "fairlead_kernels.choice.backend:fixed_kernels",
-        "ours.attention(heads, fixed=True)",
-        "ours.attention(heads)",
+        "c_operations.attention(heads, fixed=True)",
+        "c_operations.attention(heads)",
         ("unit/device/test_determinism.py",),
     ),
     PackageBug(
@@ -1595,7 +1595,7 @@ BUGS = (
     PackageBug(
         "in Triton a query sees the keys of its tile's later ones",
         "fairlead_kernels.gpu.triton_fixed_kernels:attend_in_order",
-        "key[None, :] <= here[:, None]",
+        "key[None, :] <= query_position[:, None]",
         "key[None, :] < end",
         ON_FIXED,
     ),

@@ -1906,8 +1906,8 @@ BUGS = (
     PackageBug(
         "a rank has the scales of the first groups, whichever its columns are",
         "fairlead_kernels.formats.int4:Grouped.columns",
-        "kept = slice(part.start // size, part.stop // size)",
-        "kept = slice(0, (part.stop - part.start) // size)",
+        "group_span = slice(part.start // size, part.stop // size)",
+        "group_span = slice(0, (part.stop - part.start) // size)",
         (SHARD_TESTS, "unit/kernels/test_grouped.py"),
     ),
     PackageBug(

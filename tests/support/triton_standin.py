@@ -45,7 +45,7 @@ def _attend(
     for piece, (row, token, position, queries) in enumerate(pieces.T.tolist()):
         begin = max(position - window + 1, 0) if sizes["WINDOW"] else 0
         end = position + queries
-        share = max(-(-(end - begin) // splits), sizes["LEAST"]) if splits > 1 else end - begin
+        share = max(-(-(end - begin) // splits), sizes["LEAST_KEYS"]) if splits > 1 else end - begin
         for split in range(splits):
             first = begin + split * share
             key = torch.arange(first, max(first, min(first + share, end)))

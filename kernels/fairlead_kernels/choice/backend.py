@@ -70,20 +70,20 @@ def pick(
     reason = ""
     if kernels == "cpu" or (kernels == "auto" and device.type == "cpu"):
         try:
-            ours = cpu_operations(device.type, heads.dtype, fp8_cache=heads.fp8_cache)
+            c_operations = cpu_operations(device.type, heads.dtype, fp8_cache=heads.fp8_cache)
         except NotAvailableError as error:
             if kernels == "cpu":
                 raise
             reason = f"; no C++ kernels: {error}"
         else:
-            return BackendChoice(CpuAttention(heads, ours.library), ours)
+            return BackendChoice(CpuAttention(heads, c_operations.library), c_operations)
     if kernels == "flashinfer" or (kernels == "auto" and device.type == "cuda"):
-        attention, what, why = _gpu_attention(heads, kinds, device, kernels, block_size)
+        attention, description, reason = _gpu_attention(heads, kinds, device, kernels, block_size)
         layers, name = gpu_operations(heads.dtype, device, heads.cache_dtype)
-        return BackendChoice(attention, layers, f"{what}, {name}{why}")
+        return BackendChoice(attention, layers, f"{description}, {name}{reason}")
     on_cpu = f"plain torch on {torch.get_num_threads()} CPU threads"
-    what = on_cpu if device.type == "cpu" else PORTABLE.format(device.type)
-    return BackendChoice(TorchAttention(heads, device), None, f"{what}{reason}")
+    description = on_cpu if device.type == "cpu" else PORTABLE.format(device.type)
+    return BackendChoice(TorchAttention(heads, device), None, f"{description}{reason}")
 
 
 def _gpu_attention(
@@ -99,7 +99,7 @@ def _gpu_attention(
     except NotAvailableError as error:
         if kernels == "flashinfer":
             raise
-        why = f"; no flashinfer: {error}"
+        reason = f"; no flashinfer: {error}"
     else:
         return flashinfer, f"attention by flashinfer {package.version}", ""
     try:
@@ -107,8 +107,8 @@ def _gpu_attention(
         prove(triton, heads, kinds, device, block_size)
     except NotAvailableError as error:
         plain = TorchAttention(heads, device)
-        return plain, PORTABLE.format(device.type), f"{why}; no Triton attention: {error}"
-    return triton, "attention in Triton", why
+        return plain, PORTABLE.format(device.type), f"{reason}; no Triton attention: {error}"
+    return triton, "attention in Triton", reason
 
 
 def fixed_kernels(
@@ -117,8 +117,10 @@ def fixed_kernels(
     """The kernels whose sums have one order. Raises NotAvailableError."""
     check_fixed(heads, device, kernels)
     if device.type == "cpu":
-        ours = cpu_operations(device.type, heads.dtype, fp8_cache=heads.fp8_cache)
-        return BackendChoice(ours.attention(heads, fixed=True), ours, "sums in one order")
+        c_operations = cpu_operations(device.type, heads.dtype, fp8_cache=heads.fp8_cache)
+        return BackendChoice(
+            c_operations.attention(heads, fixed=True), c_operations, "sums in one order"
+        )
     attention, operations = triton_fixed.load(heads, kinds, device)
     return BackendChoice(attention, operations, "sums in one order, layers in Triton")
 
@@ -197,12 +199,12 @@ def flashinfer_for(heads: Heads, device: torch.device) -> FlashinferPackage:
     if device.type != "cuda":
         raise NotAvailableError(f"the model runs on {device.type}")
     SUPPORTED.check_heads(heads)
-    found = torch.cuda.get_device_capability(device)
-    needed = OLDEST_GPU[heads.dtype]
-    if found < needed:
+    capability = torch.cuda.get_device_capability(device)
+    oldest = OLDEST_GPU[heads.dtype]
+    if capability < oldest:
         name = name_of(heads.dtype)
         raise NotAvailableError(
-            f"in {name} flashinfer needs a GPU of compute capability {needed[0]}.{needed[1]}, this "
-            f"one has {found[0]}.{found[1]}"
+            f"in {name} flashinfer needs a GPU of compute capability {oldest[0]}.{oldest[1]}, this "
+            f"one has {capability[0]}.{capability[1]}"
         )
     return flashinfer_package.load()

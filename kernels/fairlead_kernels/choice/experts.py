@@ -61,12 +61,12 @@ def choose(
     else:
         return None, "experts in torch"
     try:
-        ours = triton_experts.load()
+        triton_product = triton_experts.load()
         for sample in samples:
-            prove(ours, sample, "Triton's product")
+            prove(triton_product, sample, "Triton's product")
     except NotAvailableError as error:
         return None, f"experts in torch, though {reason}: {error}"
-    return ours, f"experts in Triton: {reason}"
+    return triton_product, f"experts in Triton: {reason}"
 
 
 def torch_product(x: Tensor, weights: Tensor, ends: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -91,10 +91,12 @@ def prove(product: ExpertProduct, sample: Matrices, name: str) -> None:
         want = reference.expert_product(x, sample.weights[..., -COMPARED:], ends, bias).double()
     except Exception as error:
         raise NotAvailableError(f"{name} does not run here: {brief(error)}") from error
-    most = float(want.abs().max())
-    found = float((got.double() - want).abs().max())
-    if not found <= TOLERANCE[x.dtype] * most:
-        raise NotAvailableError(f"{name} differs from the reference by {found:.2g} of {most:.2g}")
+    largest = float(want.abs().max())
+    difference = float((got.double() - want).abs().max())
+    if not difference <= TOLERANCE[x.dtype] * largest:
+        raise NotAvailableError(
+            f"{name} differs from the reference by {difference:.2g} of {largest:.2g}"
+        )
 
 
 def _prove_no_wait(sample: Matrices) -> None:

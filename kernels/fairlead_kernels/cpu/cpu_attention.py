@@ -43,9 +43,9 @@ class CpuAttention:
         self._part: int = functions.attention_part(ctypes.byref(self.struct))
 
     def plan(self, ragged: RaggedRows) -> CpuPlan:
-        starts, lens, tables = given = ragged.query_starts, ragged.kv_lens, ragged.tables
-        if not all(t.is_contiguous() for t in given):
-            starts, lens, tables = (t.contiguous() for t in given)
+        starts, lens, tables = tensors = ragged.query_starts, ragged.kv_lens, ragged.tables
+        if not all(t.is_contiguous() for t in tensors):
+            starts, lens, tables = (t.contiguous() for t in tensors)
             ragged = replace(ragged, query_starts=starts, kv_lens=lens, tables=tables)
         rows = library.RowsStruct(
             starts=starts.data_ptr(),

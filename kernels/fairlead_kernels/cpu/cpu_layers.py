@@ -157,7 +157,7 @@ class LayerChain:
         parts = torch.empty(max(plan.part_floats for plan in plans))
         begin = shared.data_ptr()
         end_numbers = (library.Int * len(ends))(*ends)
-        kept = None if keep is None else _ascending(keep, count)
+        kept_tokens = None if keep is None else _ascending(keep, count)
         step = library.StepStruct(
             count,
             self._width,
@@ -177,11 +177,11 @@ class LayerChain:
             begin,
             ctypes.addressof(end_numbers),
             len(ends),
-            None if kept is None else kept.data_ptr(),
-            -1 if kept is None else len(kept),
+            None if kept_tokens is None else kept_tokens.data_ptr(),
+            -1 if kept_tokens is None else len(kept_tokens),
         )
         self._library.layers(self._structs, len(self.layers), ctypes.byref(step))
-        return x if kept is None else x[: len(kept)]
+        return x if kept_tokens is None else x[: len(kept_tokens)]
 
     def _digits(self, columns: int) -> int:
         """Floats that a row's digits take, if a weight is multiplied by them."""
@@ -212,27 +212,27 @@ class LayerChain:
 
 
 def slab_ends(
-    functions: library.Library, h: Heads, plans: Sequence[CpuPlan], count: int, most: int
+    functions: library.Library, h: Heads, plans: Sequence[CpuPlan], count: int, slab: int
 ) -> list[int]:
     """Where each slab of a step of ``count`` tokens ends, which no layer group's tasks cross."""
-    if count <= most:
+    if count <= slab:
         return [count]
     ends = (library.Int * count)()
     heads = library.HeadsStruct(h.query, h.kv, h.dim, h.dim)
     rows = (ctypes.POINTER(library.RowsStruct) * len(plans))(
         *(ctypes.pointer(plan.rows) for plan in plans)
     )
-    found = functions.slabs(ctypes.byref(heads), rows, len(plans), most, ends)
-    return ends[:found]
+    slab_count = functions.slabs(ctypes.byref(heads), rows, len(plans), slab, ends)
+    return ends[:slab_count]
 
 
 def _ascending(keep: Tensor, count: int) -> Tensor:
     """``keep`` as C++ reads it; ValueError where it does not list tokens of ``count`` in order."""
-    kept = keep.contiguous()
-    inside = not len(kept) or bool(kept[0] >= 0 and kept[-1] < count)
-    if kept.dtype is not torch.int64 or not inside or bool((kept.diff() <= 0).any()):
+    tokens = keep.contiguous()
+    inside = not len(tokens) or bool(tokens[0] >= 0 and tokens[-1] < count)
+    if tokens.dtype is not torch.int64 or not inside or bool((tokens.diff() <= 0).any()):
         raise ValueError(f"keep: not places among {count} tokens, int64 and ascending")
-    return kept
+    return tokens
 
 
 def _weight(

@@ -90,9 +90,9 @@ class CpuOperations:
                     "columns in float32 or int8 are needed"
                 )
         panels, pack = -(-rows // self._panel), _PACK[dtype]
-        fours = quantized is not None and self.library.vnni and columns <= MOST_COLUMNS
+        for_vnni = quantized is not None and self.library.vnni and columns <= MOST_COLUMNS
         shape = [panels, columns, self._panel]
-        if fours:
+        if for_vnni:
             outputs = [2, self._panel // 2] if self.library.amx else [self._panel]
             shape, pack = [panels, -(-columns // 4), *outputs, 4], "pack_int8_fours"
         data = torch.empty(shape, dtype=dtype)
@@ -103,26 +103,26 @@ class CpuOperations:
         first = 0
         for matrix in matrices:
             for part in row_parts(matrix.shape[0], columns, self._panel):
-                given = matrix[part]
-                dense_rows = given if given.stride(1) == 1 else given.contiguous()
+                part_rows = matrix[part]
+                dense_rows = part_rows if part_rows.stride(1) == 1 else part_rows.contiguous()
                 pack_rows(
                     data.data_ptr(),
                     dense_rows.data_ptr(),
-                    given.shape[0],
+                    part_rows.shape[0],
                     columns,
                     dense_rows.stride(0),
                     first,
                     torch.get_num_threads(),
                 )
-                first += given.shape[0]
+                first += part_rows.shape[0]
                 if releases:
-                    self.give_back(given)
+                    self.give_back(part_rows)
         scales = None
         if quantized is not None:
             scales = torch.cat([x.scales for x in quantized]).mul_(factor)
         elif factor != 1:
             scales = torch.full((rows,), factor)
-        return Packed(data, rows, columns, scales, rounding=DIGITS_ROUNDING if fours else 0.0)
+        return Packed(data, rows, columns, scales, rounding=DIGITS_ROUNDING if for_vnni else 0.0)
 
     def unpack(self, weight: Packed, first: int, count: int) -> Tensor:
         """Rows ``first`` … of what was packed, without scales and factor: float32 [count,
@@ -200,7 +200,7 @@ class CpuOperations:
         table, at = positions or (None, ids)
         table = None if table is None else dense(table, "positions", weight.columns)
         at = at.contiguous()
-        found = self.library.embed(
+        in_range = self.library.embed(
             ids.data_ptr(),
             count,
             ctypes.byref(weight_struct(weight, None, "bias")),
@@ -211,7 +211,7 @@ class CpuOperations:
             out.data_ptr(),
             torch.get_num_threads(),
         )
-        if not found:
+        if not in_range:
             raise IndexError(f"ids: not all below {weight.rows}, or a position beyond the table")
         return out
 

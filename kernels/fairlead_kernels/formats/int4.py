@@ -54,14 +54,14 @@ class Grouped(Quantized):
         if part.start % 2 or part.stop % 2:
             raise ValueError(f"part: {part.start} to {part.stop} would cut a byte, which has two")
         groups = self.scales.shape[1]
-        kept = slice(None)
+        group_span = slice(None)
         if groups > 1:
             size = self.shape[1] // groups
             if part.start % size or part.stop % size:
                 raise ValueError(f"part: {part.start} to {part.stop} are no whole groups of {size}")
-            kept = slice(part.start // size, part.stop // size)
+            group_span = slice(part.start // size, part.stop // size)
         bits = self.bits[:, part.start // 2 : part.stop // 2]
-        return type(self)(self.format, bits, self.scales[:, kept], self.zeros[:, kept])
+        return type(self)(self.format, bits, self.scales[:, group_span], self.zeros[:, group_span])
 
     def clone(self) -> Self:
         """The same in memory of its own."""
@@ -77,11 +77,11 @@ class Grouped(Quantized):
 
     def dequantize(self) -> Tensor:
         """The matrix, float32 [N, K]."""
-        held = widened(self.bits, self.scales, self.zeros, torch.float32)
+        values = widened(self.bits, self.scales, self.zeros, torch.float32)
         if self.order is None:
-            return held
-        matrix = torch.empty_like(held)
-        matrix[:, self.order.long()] = held
+            return values
+        matrix = torch.empty_like(values)
+        matrix[:, self.order.long()] = values
         return matrix
 
 
@@ -107,7 +107,7 @@ def as_grouped(weights: Sequence[Quantized]) -> list[Grouped]:
     """``weights`` of which all or none are of this kind, if all are. Raises ValueError for groups
     of several sizes.
     """
-    found = [weight for weight in weights if isinstance(weight, Grouped)]
-    if len({weight.scales.shape[1] for weight in found}) > 1:
+    grouped = [weight for weight in weights if isinstance(weight, Grouped)]
+    if len({weight.scales.shape[1] for weight in grouped}) > 1:
         raise ValueError("weights: their groups are of several sizes")
-    return found
+    return grouped

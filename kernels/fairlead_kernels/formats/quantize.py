@@ -16,9 +16,9 @@ from torch import Tensor
 from fairlead_kernels.formats.row_chunks import row_parts
 
 Format = Literal["int8", "fp8"]  # what weights are rounded to
-Held = Format | Literal["int4"]  # and what only checkpoints bring: ``grouped``
+StoredFormat = Format | Literal["int4"]  # and what only checkpoints bring: ``grouped``
 FP8 = torch.float8_e4m3fn
-STORED: dict[Held, torch.dtype] = {"int8": torch.int8, "fp8": FP8}
+STORED: dict[StoredFormat, torch.dtype] = {"int8": torch.int8, "fp8": FP8}
 # The largest number that rounding gives. A published checkpoint may hold -128, too.
 LARGEST: dict[Format, float] = {"int8": 127.0, "fp8": torch.finfo(FP8).max}
 
@@ -31,7 +31,7 @@ class Quantized:
     are wherever floating-point tensors are cast. ``scales`` float32 [N].
     """
 
-    format: Held
+    format: StoredFormat
     bits: Tensor
     scales: Tensor
 
@@ -104,9 +104,9 @@ def as_quantized(weights: Sequence[Tensor | Quantized]) -> list[Quantized] | Non
     """``weights`` if all are quantized to one format, None if none is. Raises ValueError for a
     mixture, which no operation multiplies.
     """
-    found = [weight for weight in weights if isinstance(weight, Quantized)]
-    if not found:
+    quantized = [weight for weight in weights if isinstance(weight, Quantized)]
+    if not quantized:
         return None
-    if len(found) != len(weights) or len({weight.format for weight in found}) > 1:
+    if len(quantized) != len(weights) or len({weight.format for weight in quantized}) > 1:
         raise ValueError("weights: they are of several formats")
-    return found
+    return quantized

@@ -119,7 +119,7 @@ class TritonAttention:
         self._device = device
         self._kernels = kernels
         self._tiles = tiles or Tiles.of(heads)
-        self._splits, self._least = splits, least_keys
+        self._splits, self._least_keys = splits, least_keys
         self._wide = wide or heads.dtype is torch.float32
         self._partial = Partial.new(0, heads, splits, device)
         self._reserved = 0  # bytes
@@ -173,13 +173,13 @@ class TritonAttention:
         rows = np.arange(len(lens), dtype=np.int32)
         single, several = rows[counts == 1], rows[counts != 1]
         decodes = np.stack([single, starts[single], lens[single] - 1, counts[single]])
-        most = self._tiles.tall // self._heads_of(self._tiles.tall)
-        pieces = -(-counts[several] // most)
+        tile_queries = self._tiles.tall // self._heads_of(self._tiles.tall)
+        pieces = -(-counts[several] // tile_queries)
         row = np.repeat(several, pieces)
         # Of each piece its place in its row.
         at = np.arange(len(row)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-        first = (at * most).astype(np.int32)
-        queries = np.minimum(most, counts[row] - first)
+        first = (at * tile_queries).astype(np.int32)
+        queries = np.minimum(tile_queries, counts[row] - first)
         prefills = np.stack([row, starts[row] + first, lens[row] - counts[row] + first, queries])
         tables = ragged.tables[:, : -(-int(lens.max()) // ragged.block_size)]
         parts = tables, torch.from_numpy(decodes), torch.from_numpy(prefills)
@@ -189,11 +189,13 @@ class TritonAttention:
             packet = packet.pin_memory()
         sent = packet.to(self._device, non_blocking=True)
         sizes = [part.numel() for part in parts]
-        tables, one, more = (
+        tables, decode_pieces, prefill_pieces = (
             x.view(part.shape) for x, part in zip(torch.split(sent, sizes), parts, strict=True)
         )
         partial = self._room(len(single))
-        return TritonPlan(ragged.window, ragged.block_size, tables, one, more, partial)
+        return TritonPlan(
+            ragged.window, ragged.block_size, tables, decode_pieces, prefill_pieces, partial
+        )
 
     def plan_decodes(self, decodes: DecodeRows, room: int = 0) -> TritonPlan:
         count = len(decodes.kv_lens)
@@ -277,7 +279,7 @@ class TritonAttention:
             FP8_CACHE=h.fp8_cache,
             WIDE=self._wide,
             SPLITS=splits,
-            LEAST=self._least,
+            LEAST_KEYS=self._least_keys,
             HEADS=heads,
             TALL=tall,
             KEYS=self._tiles.keys,

@@ -20,13 +20,13 @@ def _from_fp8(bits):
     """The float32 that the bits of a float8_e4m3fn stand for. By integers, since Triton has this
     type from compute capability 8.9 on only.
     """
-    whole = bits.to(tl.int32)
-    size = whole & 0x7F
+    integer = bits.to(tl.int32)
+    size = integer & 0x7F
     # The 3 bits behind the point become the first of 23; the exponent's bias becomes 127 from 7.
     normal = ((size << 20) + (120 << 23)).to(tl.float32, bitcast=True)
     value = tl.where(size < 8, size.to(tl.float32) * 0.001953125, normal)
     value = tl.where(size == 0x7F, float("nan"), value)
-    return tl.where((whole & 0x80) != 0, -value, value)
+    return tl.where((integer & 0x80) != 0, -value, value)
 
 
 # Where pieces and tables begin differs from step to step.
@@ -63,7 +63,7 @@ def attend(
     FP8_CACHE: tl.constexpr,
     WIDE: tl.constexpr,
     SPLITS: tl.constexpr,
-    LEAST: tl.constexpr,
+    LEAST_KEYS: tl.constexpr,
     HEADS: tl.constexpr,
     TALL: tl.constexpr,
     KEYS: tl.constexpr,
@@ -77,9 +77,10 @@ def attend(
     BLOCK, KV, DIM] and values likewise, dense, with FP8_CACHE the bytes of 8-bit floats; out
     [T, KV * GROUP, VALUE_DIM]. With WINDOW a position p sees the keys p-window+1..p. With one of
     SPLITS the result goes to ``out``, the sinks included; with more each program takes an equal
-    share of a piece's keys, LEAST at least, and leaves for ``merge`` its unscaled sum of values in
-    ``parts`` [pieces, KV * GROUP, SPLITS, VALUE_DIM], its largest exponent in ``peaks`` and the
-    sum of its weights in ``totals`` [pieces, KV * GROUP, SPLITS], which is 0 where it had no key.
+    share of a piece's keys, LEAST_KEYS at least, and leaves for ``merge`` its unscaled sum of
+    values in ``parts`` [pieces, KV * GROUP, SPLITS, VALUE_DIM], its largest exponent in ``peaks``
+    and the sum of its weights in ``totals`` [pieces, KV * GROUP, SPLITS], which is 0 where it had
+    no key.
     With WIDE products are in float32, whatever the types are.
     """
     piece = tl.program_id(0)
@@ -111,7 +112,7 @@ def attend(
     if WINDOW:
         begin = tl.maximum(position - window + 1, 0)
     if SPLITS > 1:
-        share = tl.maximum(tl.cdiv(end - begin, SPLITS), LEAST)
+        share = tl.maximum(tl.cdiv(end - begin, SPLITS), LEAST_KEYS)
         begin += split * share
         end = tl.minimum(begin + share, end)
 
@@ -146,21 +147,21 @@ def attend(
         if SOFTCAP:
             # softcap * tanh(scores / softcap), without a quotient of two infinities.
             scores = softcap - 2 * softcap / (1 + tl.exp(scores * (2 / softcap)))
-        seen = inside[None, :] & (key[None, :] <= (position + which)[:, None])
+        visible = inside[None, :] & (key[None, :] <= (position + which)[:, None])
         if WINDOW:
-            seen = seen & (key[None, :] > (position + which - window)[:, None])
-        scores = tl.where(seen, scores * LOG2E, float("-inf"))
+            visible = visible & (key[None, :] > (position + which - window)[:, None])
+        scores = tl.where(visible, scores * LOG2E, float("-inf"))
         higher = tl.maximum(peak, tl.max(scores, 1))
         # Before a query's first key nothing is to be subtracted.
         base = tl.where(higher == float("-inf"), 0.0, higher)
-        kept = tl.exp2(peak - base)
+        rescaling = tl.exp2(peak - base)
         weights = tl.exp2(scores - base[:, None])
-        total = total * kept + tl.sum(weights, 1)
+        total = total * rescaling + tl.sum(weights, 1)
         if WIDE:
             added = tl.dot(weights, v.to(tl.float32), input_precision="ieee")
         else:
             added = tl.dot(weights.to(v.dtype), v)
-        result = result * kept[:, None] + added
+        result = result * rescaling[:, None] + added
         peak = higher
 
     stored = valid[:, None] & (value_column < VALUE_DIM)[None, :]

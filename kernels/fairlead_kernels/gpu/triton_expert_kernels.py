@@ -55,7 +55,7 @@ def multiply_experts(
     for first in range(0, columns, COLUMNS):
         across = first + tl.arange(0, COLUMNS)[None, :]
         down = first + tl.arange(0, COLUMNS)[:, None]
-        given = tl.load(
+        inputs = tl.load(
             x + token * columns + across, mask=(token < last) & (across < columns), other=0.0
         )
         numbers = tl.load(
@@ -64,9 +64,9 @@ def multiply_experts(
             other=0.0,
         )
         if WIDE:
-            total += tl.dot(given.to(tl.float32), numbers.to(tl.float32), input_precision="ieee")
+            total += tl.dot(inputs.to(tl.float32), numbers.to(tl.float32), input_precision="ieee")
         else:
-            total += tl.dot(given, numbers)
+            total += tl.dot(inputs, numbers)
     if BIAS:
         total += tl.load(bias + expert * rows + row, mask=row < rows, other=0.0).to(tl.float32)
     tl.store(

@@ -54,9 +54,9 @@ def _prove_product(operations: "FixedOperations", dtype: torch.dtype, device: to
         got = operations.linear(x.to(device), operations.pack([weight.to(device)], dtype=dtype))
     except Exception as error:
         raise NotAvailableError(f"Triton's product does not run here: {brief(error)}") from error
-    found = float(((got.cpu().double() - want).abs() / (1 + want.abs())).max())
-    if not found <= TOLERANCE[dtype]:
-        raise NotAvailableError(f"Triton's product differs from the reference by {found:.2g}")
+    difference = float(((got.cpu().double() - want).abs() / (1 + want.abs())).max())
+    if not difference <= TOLERANCE[dtype]:
+        raise NotAvailableError(f"Triton's product differs from the reference by {difference:.2g}")
 
 
 class FixedOperations(TritonOperations):
@@ -140,12 +140,12 @@ class FixedAttention:
         # Each tile's place among those of its row.
         place = np.arange(len(row)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
         begin = place * self._tokens
-        left = np.minimum(counts[row] - begin, self._tokens)
+        queries = np.minimum(counts[row] - begin, self._tokens)
         position = (lens - counts)[row] + begin
-        tiles = np.stack([row, starts[row] + begin, position, left], axis=1).astype(np.int32)
+        tiles = np.stack([row, starts[row] + begin, position, queries], axis=1).astype(np.int32)
         tables = ragged.tables.to(self.device).contiguous()
-        tiles_there = torch.from_numpy(tiles).to(self.device)
-        return TritonPlan(tiles_there, tables, ragged.block_size, ragged.window)
+        device_tiles = torch.from_numpy(tiles).to(self.device)
+        return TritonPlan(device_tiles, tables, ragged.block_size, ragged.window)
 
     def run(
         self,

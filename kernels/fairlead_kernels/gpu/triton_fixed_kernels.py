@@ -36,16 +36,16 @@ def multiply(
     for first in range(0, columns, COLUMNS):
         across = first + tl.arange(0, COLUMNS)[None, :]
         down = first + tl.arange(0, COLUMNS)[:, None]
-        given = tl.load(
+        inputs = tl.load(
             x + token * columns + across, mask=(token < count) & (across < columns), other=0.0
         )
         numbers = tl.load(
             weight + row * columns + down, mask=(row < rows) & (down < columns), other=0.0
         )
         if WIDE:
-            total += tl.dot(given.to(tl.float32), numbers.to(tl.float32), input_precision="ieee")
+            total += tl.dot(inputs.to(tl.float32), numbers.to(tl.float32), input_precision="ieee")
         else:
-            total += tl.dot(given, numbers)
+            total += tl.dot(inputs, numbers)
     result = total * factor
     if BIAS:
         result += tl.load(bias + row, mask=row < rows, other=0.0).to(tl.float32)
@@ -124,7 +124,7 @@ def attend_in_order(
     )
     if WIDE:
         q = q.to(tl.float32)
-    here, end, lowest = position + token, position + count, 0
+    query_position, end, lowest = position + token, position + count, 0
     if WINDOW:
         lowest = tl.maximum(position - window + 1, 0)
     highest = tl.full((TOKENS * GROUP,), float("-inf"), dtype=tl.float32)
@@ -154,12 +154,12 @@ def attend_in_order(
             scores = tl.dot(q, k) * scale
         if SOFTCAP:
             scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
-        seen = known[None, :] & (key[None, :] <= here[:, None])
+        visible = known[None, :] & (key[None, :] <= query_position[:, None])
         if WINDOW:
-            seen &= key[None, :] > here[:, None] - window
-        scores = tl.where(seen, scores, float("-inf"))
-        found = tl.maximum(highest, tl.max(scores, 1))
-        base = tl.where(found == float("-inf"), 0.0, found)
+            visible &= key[None, :] > query_position[:, None] - window
+        scores = tl.where(visible, scores, float("-inf"))
+        peak = tl.maximum(highest, tl.max(scores, 1))
+        base = tl.where(peak == float("-inf"), 0.0, peak)
         weights = tl.exp(scores - base[:, None])
         rescaled = tl.exp(highest - base)
         total = total * rescaled + tl.sum(weights, 1)
@@ -168,12 +168,12 @@ def attend_in_order(
         else:
             added = tl.dot(weights.to(v.dtype), v)
         summed = summed * rescaled[:, None] + added
-        highest = found
+        highest = peak
     if SINKS:
         sink = tl.load(sinks + head * group + member, mask=member < group, other=0.0)
-        found = tl.maximum(highest, sink)
-        rescaled = tl.exp(highest - found)
-        total = total * rescaled + tl.exp(sink - found)
+        peak = tl.maximum(highest, sink)
+        rescaled = tl.exp(highest - peak)
+        total = total * rescaled + tl.exp(sink - peak)
         summed = summed * rescaled[:, None]
     total = tl.where(valid, total, 1.0)
     tl.store(

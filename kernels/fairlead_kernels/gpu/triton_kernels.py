@@ -51,8 +51,8 @@ def norm(
     at = row * width + column
     total = tl.load(x + at, mask=valid, other=0.0).to(tl.float32)
     if RESIDUAL:
-        kept = tl.load(residual + at, mask=valid, other=0.0)
-        added = (total + kept.to(tl.float32)).to(kept.dtype)
+        residual_rows = tl.load(residual + at, mask=valid, other=0.0)
+        added = (total + residual_rows.to(tl.float32)).to(residual_rows.dtype)
         tl.store(residual + at, added, mask=valid)
         total = added.to(tl.float32)
     mean, scale = _normal(total, valid, width, eps, CENTERED)
@@ -70,7 +70,7 @@ def _normal_heads(
     chosen,
     valid,
     place,
-    other,
+    partner_place,
     weight,
     bias,
     dim,
@@ -86,11 +86,11 @@ def _normal_heads(
     inside = place < dim
     factor = tl.load(weight + place, mask=inside, other=0.0).to(tl.float32) + offset
     normal = (x - mean) * scale * factor
-    factor = tl.load(weight + other, mask=inside, other=0.0).to(tl.float32) + offset
+    factor = tl.load(weight + partner_place, mask=inside, other=0.0).to(tl.float32) + offset
     normal_partner = (partner - mean) * scale * factor
     if BIAS:
         normal += tl.load(bias + place, mask=inside, other=0.0).to(tl.float32)
-        normal_partner += tl.load(bias + other, mask=inside, other=0.0).to(tl.float32)
+        normal_partner += tl.load(bias + partner_place, mask=inside, other=0.0).to(tl.float32)
     return tl.where(chosen, normal, x), tl.where(chosen, normal_partner, partner)
 
 
@@ -104,9 +104,9 @@ def _as_fp8(x):
     magnitude = bits & 0x7FFFFFFF
     size = magnitude.to(tl.float32, bitcast=True)
     size = tl.where(size > 448.0, 448.0, size)
-    whole = size.to(tl.int32, bitcast=True)
+    size_bits = size.to(tl.int32, bitcast=True)
     # Of 23 bits behind the point 3 stay; the exponent's bias becomes 7 from 127.
-    normal = (whole - (120 << 23) + 0x7FFFF + ((whole >> 20) & 1)) >> 20
+    normal = (size_bits - (120 << 23) + 0x7FFFF + ((size_bits >> 20) & 1)) >> 20
     # Below 2^-6 numbers are multiples of 2^-9, to which adding 2^14 rounds.
     small = (size + 16384.0).to(tl.int32, bitcast=True) - (141 << 23)
     result = tl.where(size < 0.015625, small, normal)
@@ -159,19 +159,19 @@ def rope_write(
     is_key = (head >= queries) & (head < queries + kv)
 
     half = rotated // 2
-    other = tl.where(place < half, place + half, place - half)
-    other = tl.where(place < rotated, other, place)
+    partner_place = tl.where(place < half, place + half, place - half)
+    partner_place = tl.where(place < rotated, partner_place, place)
     x = tl.load(qkv + row * dim + place, mask=valid, other=0.0).to(tl.float32)
-    partner = tl.load(qkv + row * dim + other, mask=valid, other=0.0).to(tl.float32)
+    partner = tl.load(qkv + row * dim + partner_place, mask=valid, other=0.0).to(tl.float32)
     if Q_NORM:
         x, partner = _normal_heads(
-            x, partner, is_query, valid, place, other, q_weight, q_bias, dim, q_eps, q_offset,
-            Q_BIAS, Q_CENTERED,
+            x, partner, is_query, valid, place, partner_place, q_weight, q_bias, dim, q_eps,
+            q_offset, Q_BIAS, Q_CENTERED,
         )  # fmt: skip
     if K_NORM:
         x, partner = _normal_heads(
-            x, partner, is_key, valid, place, other, k_weight, k_bias, dim, k_eps, k_offset,
-            K_BIAS, K_CENTERED,
+            x, partner, is_key, valid, place, partner_place, k_weight, k_bias, dim, k_eps,
+            k_offset, K_BIAS, K_CENTERED,
         )  # fmt: skip
     turns = valid & (place < rotated) & (head < queries + kv)
     c = tl.load(cos + token * rotated + place, mask=turns, other=1.0)
@@ -186,11 +186,11 @@ def rope_write(
     slot = tl.load(slots + token, mask=row < count * heads, other=0)
     at = (slot * kv + head - queries) * dim + place
     if FP8_CACHE:
-        kept = _as_fp8(x.to(tl.float32))
+        entry = _as_fp8(x.to(tl.float32))
     else:
-        kept = x.to(keys.dtype.element_ty)
-    tl.store(keys + at, kept, mask=valid & is_key)
-    tl.store(values + at - kv * dim, kept, mask=valid & is_value)
+        entry = x.to(keys.dtype.element_ty)
+    tl.store(keys + at, entry, mask=valid & is_key)
+    tl.store(values + at - kv * dim, entry, mask=valid & is_value)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -254,16 +254,16 @@ def multiply_int8(
     for first in range(0, columns, COLUMNS):
         across = first + tl.arange(0, COLUMNS)[None, :]
         down = first + tl.arange(0, COLUMNS)[:, None]
-        given = tl.load(
+        inputs = tl.load(
             x + token * columns + across, mask=(token < count) & (across < columns), other=0.0
         )
         numbers = tl.load(
             weight + row * columns + down, mask=(row < rows) & (down < columns), other=0
         )
         if WIDE:
-            total += tl.dot(given.to(tl.float32), numbers.to(tl.float32), input_precision="ieee")
+            total += tl.dot(inputs.to(tl.float32), numbers.to(tl.float32), input_precision="ieee")
         else:
-            total += tl.dot(given, numbers.to(given.dtype))
+            total += tl.dot(inputs, numbers.to(inputs.dtype))
     result = total * tl.load(scales + row, mask=row < rows, other=0.0)
     if BIAS:
         result += tl.load(bias + row, mask=row < rows, other=0.0).to(tl.float32)
@@ -308,9 +308,9 @@ def multiply_int4(
         if ORDERED:
             even = tl.load(order + even, mask=across < half, other=0)
             odd = tl.load(order + odd, mask=across < half, other=0)
-        given = (token < count) & (across < half)
-        x_even = tl.load(x + token * columns + even, mask=given, other=0.0)
-        x_odd = tl.load(x + token * columns + odd, mask=given, other=0.0)
+        valid = (token < count) & (across < half)
+        x_even = tl.load(x + token * columns + even, mask=valid, other=0.0)
+        x_odd = tl.load(x + token * columns + odd, mask=valid, other=0.0)
         pairs = tl.load(weight + row * half + down, mask=(row < rows) & (down < half), other=0)
         group = (2 * first // size) * stride + row
         zero = tl.load(zeros + group, mask=row < rows, other=0).to(tl.int32)

@@ -91,21 +91,21 @@ class TritonOperations(TorchOperations):
         x, out = x.contiguous(), x.new_empty(count, rows)
         size = weight.columns // len(scales)
         # Of one group at a time: their sizes are powers of two, unless a row is one.
-        each = PRODUCT_COLUMNS if len(scales) == 1 else min(PRODUCT_COLUMNS, size // 2)
+        chunk_bytes = PRODUCT_COLUMNS if len(scales) == 1 else min(PRODUCT_COLUMNS, size // 2)
         tokens = self.few_tokens if count <= self.few_tokens else MANY_TOKENS
         first = 0
         # One launch, unless rows differ in the order of their columns.
         for part, order in groups.orders:
-            own = slice(first, first + part)
+            span = slice(first, first + part)
             first += part
             self._kernels.multiply_int4[(-(-count // tokens), -(-part // PRODUCT_ROWS))](
                 x,
-                weight.data[own],
-                scales[:, own],
-                groups.zeros[:, own],
+                weight.data[span],
+                scales[:, span],
+                groups.zeros[:, span],
                 scales if order is None else order,
-                scales if bias is None else bias[own],
-                out[:, own],
+                scales if bias is None else bias[span],
+                out[:, span],
                 count,
                 part,
                 weight.columns,
@@ -115,7 +115,7 @@ class TritonOperations(TorchOperations):
                 BIAS=bias is not None,
                 TOKENS=tokens,
                 ROWS=PRODUCT_ROWS,
-                BYTES=each,
+                BYTES=chunk_bytes,
                 WIDE=self._wide or x.dtype is torch.float32,
                 num_warps=4,
                 num_stages=3,

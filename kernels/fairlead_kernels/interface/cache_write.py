@@ -21,9 +21,9 @@ def write(
     synchronisation, no shape that depends on data, the same on every device, and safe inside a
     captured graph. Rounds to the cache's dtype.
     """
-    for cache, given in ((key_cache, key), (value_cache, value)):
+    for cache, entries in ((key_cache, key), (value_cache, value)):
         flat = raw(cache).view(-1, *cache.shape[2:])
-        flat.index_copy_(0, slots, raw(rounded(given, cache.dtype)))
+        flat.index_copy_(0, slots, raw(rounded(entries, cache.dtype)))
 
 
 def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -88,7 +88,7 @@ class Norm:
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class AroundMlp:
+class LayerWithoutMlp:
     """A decoder layer without the MLP between two of its parts, which normalizes before its
     attention and before its MLP:
 
@@ -119,23 +119,23 @@ class AroundMlp:
     @property
     def tensors(self) -> list[torch.Tensor]:
         """All that it holds; the vectors of a norm that it has twice are twice in the list."""
-        found: list[torch.Tensor] = []
+        tensors: list[torch.Tensor] = []
         for value in self._values().values():
             if isinstance(value, Packed | Norm):
-                found += value.tensors
+                tensors += value.tensors
             elif isinstance(value, torch.Tensor):
-                found.append(value)
-        return found
+                tensors.append(value)
+        return tensors
 
     def cast(self, dtype: torch.dtype) -> Self:
         """The same with norms and biases in this type; a norm that it has twice is one still."""
-        made: dict[int, Any] = {}
+        casts: dict[int, Any] = {}
         changed: dict[str, Any] = {}
         for name, value in self._values().items():
             if isinstance(value, Norm | torch.Tensor):
-                if id(value) not in made:
-                    made[id(value)] = value.to(dtype)
-                changed[name] = made[id(value)]
+                if id(value) not in casts:
+                    casts[id(value)] = value.to(dtype)
+                changed[name] = casts[id(value)]
         return replace(self, **changed)
 
     def settled(self, settle: Callable[[Packed], Packed]) -> Self:
@@ -151,7 +151,7 @@ class AroundMlp:
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Layer(AroundMlp):
+class Layer(LayerWithoutMlp):
     """The same with an MLP of ``down(gated(gate_up(x)))``.
 
     ``gate_up`` has the rows of the gate, then the others; without a gate it has the others only,

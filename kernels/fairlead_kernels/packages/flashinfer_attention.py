@@ -163,7 +163,9 @@ class FlashinferAttention:
         self._wrappers: dict[tuple[int, LayerKind, Form], _Wrapper] = {}
         # By group, where the blocks of steps at fixed addresses are, whatever their rows.
         self._blocks: dict[int, Tensor] = {}
-        for group, kind in ((i, kind) for i, some in enumerate(kinds) for kind in some):
+        for group, kind in (
+            (i, kind) for i, group_kinds in enumerate(kinds) for kind in group_kinds
+        ):
             try:
                 rows = self._make(group, kind, "rows")
                 decodes = rows if kind.sinks else self._make(group, kind, "decodes")

@@ -48,8 +48,8 @@ def paged_rows(ragged: RaggedRows, *, pinned: bool = False) -> PagedRows:
     np.cumsum(end - first, out=starts[1:])
     tables = ragged.tables.numpy()
     columns = np.arange(tables.shape[1])
-    seen = (columns >= first[:, None]) & (columns < end[:, None])
-    indices = torch.from_numpy(tables[seen])
+    visible = (columns >= first[:, None]) & (columns < end[:, None])
+    indices = torch.from_numpy(tables[visible])
     return PagedRows(
         query_starts=torch.from_numpy(ragged.query_starts.numpy().copy()),
         starts=torch.from_numpy(starts),

@@ -48,9 +48,9 @@ def load() -> HummingPackage:
 
 
 @contextmanager
-def compilers(most: int) -> Iterator[None]:
+def compilers(count: int) -> Iterator[None]:
     """Let it run so many compilers at a time while it prepares kernels."""
-    with _environment(HUMMING_MAX_PARALLEL_BUILD_WORKERS=str(most)):
+    with _environment(HUMMING_MAX_PARALLEL_BUILD_WORKERS=str(count)):
         yield
 
 

@@ -60,8 +60,8 @@ class HummingPacked(Packed):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        held = ((x.weight, x.scales, x.zeros, x.order) for x in self.parts)
-        return tuple(tensor for part in held for tensor in part if tensor is not None)
+        part_tensors = ((x.weight, x.scales, x.zeros, x.order) for x in self.parts)
+        return tuple(tensor for part in part_tensors for tensor in part if tensor is not None)
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """``LayerOperations.linear``, for ``x`` in the type for which it was made. Raises
@@ -84,23 +84,25 @@ class HummingProducts:
     """
 
     def __init__(
-        self, package: HummingPackage, dtype: torch.dtype, device: torch.device, most: int = 1
+        self, package: HummingPackage, dtype: torch.dtype, device: torch.device, workers: int = 1
     ) -> None:
         self.dtype = dtype
         self._package = package
         self._device = device
-        self._most = most
-        self._taken = 0
-        self._left: Counter[str] = Counter()
+        self._workers = workers
+        self._packed_count = 0
+        self._refusals: Counter[str] = Counter()
         self._known: dict[object, str] = {}  # why it does not take such a matrix, "" where it does
 
     def __str__(self) -> str:
         """What was taken and what was not, in words."""
-        why = "; ".join(f"{count} not: {text}" for text, count in self._left.items())
-        taken = f"4-bit products by humming {self._package.version}" if self._taken else ""
-        if not why:
-            return taken
-        return f"{taken}, {why}" if taken else f"4-bit products of ours: {why}"
+        refusals = "; ".join(f"{count} not: {text}" for text, count in self._refusals.items())
+        products = (
+            f"4-bit products by humming {self._package.version}" if self._packed_count else ""
+        )
+        if not refusals:
+            return products
+        return f"{products}, {refusals}" if products else f"4-bit products of ours: {refusals}"
 
     def settle(self, weight: Packed) -> Packed:
         """A matrix as ``torch_groups.pack`` gives it, in the package's layout, in memory of its
@@ -112,12 +114,12 @@ class HummingProducts:
         if weight.groups is None or weight.scales is None:
             return weight
         try:
-            made = self._settled(weight, weight.scales, weight.groups)
+            packed = self._settled(weight, weight.scales, weight.groups)
         except NotAvailableError as error:
-            self._left[str(error)] += 1
+            self._refusals[str(error)] += 1
             return weight
-        self._taken += 1
-        return made
+        self._packed_count += 1
+        return packed
 
     def multiply(self, x: Tensor, part: Part) -> Tensor:
         """X [T, columns] times the part's rows → [T, rows]."""
@@ -140,10 +142,10 @@ class HummingProducts:
         self._check(weight, scales, groups)
         try:
             parts = [
-                self._part(weight.data[own], scales[:, own], groups.zeros[:, own], order)
-                for own, order in _runs(groups)
+                self._part(weight.data[span], scales[:, span], groups.zeros[:, span], order)
+                for span, order in _runs(groups)
             ]
-            made = HummingPacked(
+            packed = HummingPacked(
                 parts[0].weight.view(torch.uint8),
                 weight.rows,
                 weight.columns,
@@ -151,14 +153,14 @@ class HummingProducts:
                 products=self,
             )
             if key not in self._known:
-                self._prove(made, weight.data, scales, groups)
+                self._prove(packed, weight.data, scales, groups)
         except Exception as error:  # of its compiler, its launcher or CUDA
             shape = f"[{weight.rows}, {weight.columns}]"
             reason = str(error) if isinstance(error, NotAvailableError) else brief(error)
             self._known[key] = f"humming's product with {shape}: {reason}"
             raise NotAvailableError(self._known[key]) from error
         self._known[key] = ""
-        return made
+        return packed
 
     def _check(self, weight: Packed, scales: Tensor, groups: Groups) -> None:
         if not takes((rows for rows, _ in groups.orders), (weight.columns,)):
@@ -182,7 +184,7 @@ class HummingProducts:
         words = paired(zeros).flatten().view(torch.int32).view(len(zeros), -1)
         # An int32 has eight integers, the first in the lowest bits: neighbours of a row, and zero
         # points of rows below each other.
-        config, held = self._package.transform(
+        config, tensors = self._package.transform(
             {
                 "weight": data.view(torch.int32),
                 "weight_scale": scales.T.to(self.dtype).contiguous(),
@@ -197,49 +199,49 @@ class HummingProducts:
         return Part(
             config,
             json.dumps(self._kernels(config)),
-            held["weight"],
-            held["weight_scale"],
-            held["zero_point"],
+            tensors["weight"],
+            tensors["weight_scale"],
+            tensors["zero_point"],
             order,
         )
 
     def _kernels(self, config: Any) -> list[tuple[int, int, Any]]:
         """Of each: more tokens than, up to, and how the package tunes it for so many."""
-        made = []
+        kernels = []
         for above, upto in zip((0, *BOUNDS), (*BOUNDS, UNBOUNDED), strict=True):
             tokens = min(upto, LARGE)
             tuned = self._package.heuristics(
                 config, shape_m=tokens, use_batch_invariant=True, device=self._device
             )
-            made.append((above, upto, tuned))
-        return made
+            kernels.append((above, upto, tuned))
+        return kernels
 
-    def _prove(self, made: HummingPacked, data: Tensor, scales: Tensor, groups: Groups) -> None:
+    def _prove(self, packed: HummingPacked, data: Tensor, scales: Tensor, groups: Groups) -> None:
         """Compile its kernels, and compare each with what the matrix stands for. Raises
         NotAvailableError where one computes something else.
         """
-        log.info("compile humming's kernels for weights [%d, %d]", made.rows, made.columns)
+        log.info("compile humming's kernels for weights [%d, %d]", packed.rows, packed.columns)
         generator = torch.Generator().manual_seed(0)
-        x = torch.randn(BOUNDS[-1] + 1, made.columns, generator=generator)
+        x = torch.randn(BOUNDS[-1] + 1, packed.columns, generator=generator)
         x = x.to(self._device, self.dtype)
-        with compilers(self._most):
-            got = [made.multiply(x[:tokens]) for tokens in (1, *BOUNDS, len(x))]
+        with compilers(self._workers):
+            got = [packed.multiply(x[:tokens]) for tokens in (1, *BOUNDS, len(x))]
         worst: list[Tensor] = []  # of tensors, so that NaN stays NaN
-        for own, order in _runs(groups):
-            given = (x if order is None else x[:, order]).float()
-            for begin in range(own.start, own.stop, ROWS_AT_A_TIME):
-                rows = slice(begin, min(begin + ROWS_AT_A_TIME, own.stop))
+        for span, order in _runs(groups):
+            inputs = (x if order is None else x[:, order]).float()
+            for begin in range(span.start, span.stop, ROWS_AT_A_TIME):
+                rows = slice(begin, min(begin + ROWS_AT_A_TIME, span.stop))
                 parts = data[rows], scales[:, rows].T, groups.zeros[:, rows].T
-                want = given @ widened(*parts, torch.float32).T
+                want = inputs @ widened(*parts, torch.float32).T
                 # Rows of scales that are zeros are zeros.
                 largest = want.abs().amax(0).clamp_(min=torch.finfo(torch.float32).tiny)
                 for y in got:
                     different = (y[:, rows].float() - want[: len(y)]).abs().amax(0)
                     worst.append((different / largest).max())
-        found = float(torch.stack(worst).max())
-        if not found <= TOLERANCE[self.dtype]:
+        difference = float(torch.stack(worst).max())
+        if not difference <= TOLERANCE[self.dtype]:
             raise NotAvailableError(
-                f"it differs from the reference by {found:.2g} of a row's largest"
+                f"it differs from the reference by {difference:.2g} of a row's largest"
             )
 
 

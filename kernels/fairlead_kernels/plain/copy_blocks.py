@@ -17,8 +17,8 @@ def indices(values: Sequence[int], device: torch.device) -> torch.Tensor:
     """int64 [len(values)] on ``device``, queued on the current stream: the host waits for nothing
     there.
     """
-    there = torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda")
-    return there.to(device, non_blocking=True)
+    host_indices = torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda")
+    return host_indices.to(device, non_blocking=True)
 
 
 def copy_blocks(

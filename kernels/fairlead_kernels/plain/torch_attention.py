@@ -43,14 +43,14 @@ class Scratch:
         """
         flat = raw(cache).view(-1, *cache.shape[2:])
         if keys.start is not None:
-            found = flat[keys.start : keys.start + keys.length]
+            rows = flat[keys.start : keys.start + keys.length]
         elif keys.slots is None:
             raise ValueError("keys: has neither start nor slots")
         else:
             shape = torch.Size((keys.slots.shape[0], *flat.shape[1:]))
             out = self._room(shape, flat.dtype, flat.device)
-            found = torch.index_select(flat, 0, keys.slots, out=out)
-        return found.view(cache.dtype)
+            rows = torch.index_select(flat, 0, keys.slots, out=out)
+        return rows.view(cache.dtype)
 
     def widen(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """A copy of ``x`` in another type that lives until the next call."""
@@ -155,8 +155,8 @@ class TorchAttention:
         sinks = None if spec.sinks is None else spec.sinks.view(h.kv, h.group, 1, 1)
         for strip in piece.strips():
             mask = strip.mask(q.dtype, q.device)
-            queries, seen = slice(strip.begin, strip.end), slice(strip.low, strip.high)
-            part = q[:, :, queries], k[:, :, seen], v[:, :, seen]
+            queries, visible = slice(strip.begin, strip.end), slice(strip.low, strip.high)
+            part = q[:, :, queries], k[:, :, visible], v[:, :, visible]
             target[:, :, queries] = (
                 F.scaled_dot_product_attention(*part, attn_mask=mask, scale=spec.scale)
                 if fused

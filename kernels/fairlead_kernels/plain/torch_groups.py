@@ -39,14 +39,14 @@ def linear(
     copied = widened(weight.data, scales.T, groups.zeros.T, x.dtype)
     parts, first = [], 0
     for rows, order in groups.orders:
-        own = slice(first, first + rows)
-        given = x if order is None else x[:, order]
-        parts.append(F.linear(given, copied[own], None if bias is None else bias[own]))
+        span = slice(first, first + rows)
+        inputs = x if order is None else x[:, order]
+        parts.append(F.linear(inputs, copied[span], None if bias is None else bias[span]))
         first += rows
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
-def _same(one: Tensor | None, other: Tensor | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    return torch.equal(one, other)
+def _same(first: Tensor | None, second: Tensor | None) -> bool:
+    if first is None or second is None:
+        return first is second
+    return torch.equal(first, second)

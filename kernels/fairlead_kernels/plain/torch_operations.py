@@ -167,11 +167,11 @@ def _fp8_product(x: Tensor, numbers: Tensor, scales: Tensor) -> Tensor:
     scale per row → bfloat16 [T, N]. Sums are float32.
     """
     largest = x.abs().amax(dim=1, keepdim=True).float()
-    own = largest.div_(torch.finfo(FP8).max).clamp_(min=torch.finfo(torch.float32).tiny)
+    x_scales = largest.div_(torch.finfo(FP8).max).clamp_(min=torch.finfo(torch.float32).tiny)
     rows = ScalingType.RowWise
-    rounded = (x / own).to(FP8)
+    rounded = (x / x_scales).to(FP8)
     return F.scaled_mm(
-        rounded, numbers.T, own, rows, scales[None], rows, output_dtype=torch.bfloat16
+        rounded, numbers.T, x_scales, rows, scales[None], rows, output_dtype=torch.bfloat16
     )
 
 

@@ -180,13 +180,13 @@ def _decodes(rows: _RowArrays, chosen: Index, device: torch.device, dtype: torch
         return Decodes(tokens, rows.keys(int(chosen[0]), device), None)
     first, last = rows.first[chosen][:, None], rows.lens[chosen][:, None] - 1
     length = int((last - first).max()) + 1
-    wanted = first + np.arange(length)
+    positions = first + np.arange(length)
     # Padding repeats the row's own last token: a stale NaN in a block that the row does not fill
     # would survive any mask (0 times NaN) and let one request corrupt another.
-    at = np.minimum(wanted, last)
+    at = np.minimum(positions, last)
     slots = np.take_along_axis(rows.tables[chosen], at // rows.block_size, axis=1).astype(np.int64)
     slots = slots * rows.block_size + at % rows.block_size
-    padded = wanted > last
+    padded = positions > last
     mask = None
     if padded.any():
         mask = torch.zeros(padded.shape, dtype=dtype).masked_fill_(

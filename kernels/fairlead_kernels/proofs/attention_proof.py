@@ -41,8 +41,8 @@ def prove(
     Compiles or loads the kernels' modules, which can take minutes. Raises NotAvailableError with
     the reason where one does not run or computes something else.
     """
-    for group, some in enumerate(kinds):
-        for kind in some:
+    for group, group_kinds in enumerate(kinds):
+        for kind in group_kinds:
             for rows in STEPS:
                 _prove(attention, heads, group, kind, rows, device, block_size)
 

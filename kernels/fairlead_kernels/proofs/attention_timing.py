@@ -55,9 +55,9 @@ def timing(
 
     run()
     seconds = statistics.median(run() for _ in range(REPEATS))
-    seen = min(KEYS, kind.window or KEYS)
+    visible_keys = min(KEYS, kind.window or KEYS)
     per_key = heads.kv * (heads.dim + heads.value_dim) * heads.cache_dtype.itemsize
-    rate = rows * seen * per_key / seconds / 1e9
+    rate = rows * visible_keys * per_key / seconds / 1e9
     return (
         f"{rows} decodes of {KEYS:,} tokens take {seconds * 1e3:.3f} ms a layer, {rate:,.0f} GB/s"
     )
@@ -65,8 +65,8 @@ def timing(
 
 def _widest(kinds: GroupKinds) -> tuple[int, LayerKind]:
     """The kind of layer whose window is the largest, and its group."""
-    every = [(group, kind) for group, some in enumerate(kinds) for kind in some]
-    return max(every, key=lambda one: (one[1].window is None, one[1].window or 0, one[1].scale))
+    pairs = [(group, kind) for group, group_kinds in enumerate(kinds) for kind in group_kinds]
+    return max(pairs, key=lambda pair: (pair[1].window is None, pair[1].window or 0, pair[1].scale))
 
 
 def _step(

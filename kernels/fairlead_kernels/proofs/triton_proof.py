@@ -69,7 +69,7 @@ def _results(
     zeros = torch.arange(2 * ROWS).view(ROWS, 2) % 16
     order = torch.arange(DIM, dtype=torch.int32).flip(0)
     scales = random(ROWS, 2, as_type=torch.float32)
-    fours = Grouped("int4", integers, scales.cpu(), zeros.to(torch.uint8), order).to(device)
-    grouped = operations.linear(random(TOKENS, DIM), operations.pack([fours], factor=1 / DIM))
-    every = *normed, query, keys, values, gated, product, grouped
-    return torch.cat([result.flatten().double() for result in every])
+    int4_weight = Grouped("int4", integers, scales.cpu(), zeros.to(torch.uint8), order).to(device)
+    grouped = operations.linear(random(TOKENS, DIM), operations.pack([int4_weight], factor=1 / DIM))
+    results = *normed, query, keys, values, gated, product, grouped
+    return torch.cat([result.flatten().double() for result in results])

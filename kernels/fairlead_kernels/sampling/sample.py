@@ -122,7 +122,7 @@ def top_p_cut(scores: Tensor, floor: Tensor, top_p: Tensor) -> Tensor:
     mass = score.exp().mul_(2.0**MASS_BITS).long()
     bits = score.abs().view(torch.int32)
     count = scores.shape[0]
-    wanted, cut = None, torch.zeros(count, dtype=torch.int32, device=scores.device)
+    target, cut = None, torch.zeros(count, dtype=torch.int32, device=scores.device)
     for shift, width in ((20, 11), (10, 10), (0, 10)):
         digit = (bits >> shift).bitwise_and_((1 << width) - 1)
         key = row * (1 << width) + digit
@@ -132,15 +132,15 @@ def top_p_cut(scores: Tensor, floor: Tensor, top_p: Tensor) -> Tensor:
             .view(count, -1)
             .cumsum_(dim=-1)
         )
-        if wanted is None:
+        if target is None:
             total = sums[:, -1]
             # float64 may round up beyond the total.
-            wanted = torch.minimum((total.double() * top_p).ceil_().long(), total)
-        place = (sums < wanted[:, None]).sum(dim=-1, keepdim=True).clamp_(max=sums.shape[1] - 1)
-        wanted = wanted - torch.where(place > 0, sums.gather(1, place - 1 + (place == 0)), 0)[:, 0]
+            target = torch.minimum((total.double() * top_p).ceil_().long(), total)
+        place = (sums < target[:, None]).sum(dim=-1, keepdim=True).clamp_(max=sums.shape[1] - 1)
+        target = target - torch.where(place > 0, sums.gather(1, place - 1 + (place == 0)), 0)[:, 0]
         cut = (cut << width) + place[:, 0].to(torch.int32)
-        here = (digit == place[:, 0][row]).nonzero()[:, 0]
-        row, bits, mass = row[here], bits[here], mass[here]
+        bucket = (digit == place[:, 0][row]).nonzero()[:, 0]
+        row, bits, mass = row[bucket], bits[bucket], mass[bucket]
     return cut.view(torch.float32).neg_()
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fairlead_kernels.sampling import listed
+from fairlead_kernels.sampling import logit_edits
 from fairlead_kernels.sampling import sample as ops
 
 # Logits that one pass works on: its temporaries take up to 48 bytes for each.
@@ -83,7 +83,7 @@ def choose(
     hashes: Tensor,
     *,
     filters: bool = True,
-    changes: listed.Lists | None = None,
+    changes: logit_edits.LogitEdits | None = None,
     masks: RowMasks | None = None,
 ) -> Tensor:
     """One token for each row of ``logits`` [R, V], any float type: int64 [R], NOT_FINITE where the
@@ -97,31 +97,33 @@ def choose(
     tokens = best
     if rows is not None or changes is not None or masks is not None:
         parts = []
-        for here in _chunks(logits):
-            some = None if rows is None else RowParameters(*(column[here] for column in rows))
+        for part in _chunks(logits):
+            part_rows = None if rows is None else RowParameters(*(column[part] for column in rows))
             if changes is None and masks is None:
-                parts.append(_chosen(logits[here], top[here], best[here], some, hashes, filters))
+                parts.append(
+                    _chosen(logits[part], top[part], best[part], part_rows, hashes, filters)
+                )
             else:
-                changed = _changed(logits, changes, masks, here)
-                left, likeliest = ops.likeliest(changed)
-                chosen = _chosen(changed, left, likeliest, some, hashes, filters)
-                parts.append(chosen.masked_fill(~torch.isfinite(left), NOTHING_LEFT))
+                changed = _changed(logits, changes, masks, part)
+                highest, likeliest = ops.likeliest(changed)
+                chosen = _chosen(changed, highest, likeliest, part_rows, hashes, filters)
+                parts.append(chosen.masked_fill(~torch.isfinite(highest), NOTHING_LEFT))
         tokens = parts[0] if len(parts) == 1 else torch.cat(parts)
     return tokens.masked_fill(~torch.isfinite(top), NOT_FINITE)
 
 
 def _changed(
-    logits: Tensor, changes: listed.Lists | None, masks: RowMasks | None, here: slice
+    logits: Tensor, changes: logit_edits.LogitEdits | None, masks: RowMasks | None, part: slice
 ) -> Tensor:
-    """A float32 copy of the rows ``here`` [R, V] without what they must not take. A mask may come
+    """A float32 copy of the rows ``part`` [R, V] without what they must not take. A mask may come
     last: no change gives a forbidden token a finite logit.
     """
     if changes is None:
-        changed = listed.copy(logits[here])[:, : logits.shape[1]]
+        changed = logit_edits.copy(logits[part])[:, : logits.shape[1]]
     else:
-        changed = listed.change(logits[here], changes.rows(here))
+        changed = logit_edits.change(logits[part], changes.rows(part))
     if masks is not None:
-        ops.forbid_unset(changed, masks.words[masks.places[here]])
+        ops.forbid_unset(changed, masks.words[masks.places[part]])
     return changed
 
 
@@ -135,8 +137,8 @@ def logprobs(logits: Tensor, tokens: Tensor, count: int) -> RowLogprobs:
     type: as many as there are. A negative token's own mean nothing. Works in chunks of rows.
     """
     values, numbers = list[Tensor](), list[Tensor]()
-    for here in _chunks(logits):
-        chosen, rank, ids, top = ops.logprobs(logits[here].float(), tokens[here], count)
+    for part in _chunks(logits):
+        chosen, rank, ids, top = ops.logprobs(logits[part].float(), tokens[part], count)
         values.append(torch.cat([chosen[:, None], top], dim=1))
         numbers.append(torch.cat([rank[:, None], ids], dim=1))
     return RowLogprobs(torch.cat(values), torch.cat(numbers))
@@ -190,7 +192,7 @@ def _share(total: Tensor, top_p: Tensor) -> Tensor:
     return torch.minimum((total.double() * top_p).ceil_().long(), total)
 
 
-def _reached(bits: Tensor, weights: Tensor, wanted_of: Callable[[Tensor], Tensor]) -> Tensor:
+def _reached(bits: Tensor, weights: Tensor, target_of: Callable[[Tensor], Tensor]) -> Tensor:
     """The score, from the largest on, at which the sum of weights reaches what is wanted of their
     total: [R] float32.
 
@@ -198,16 +200,16 @@ def _reached(bits: Tensor, weights: Tensor, wanted_of: Callable[[Tensor], Tensor
     int64. Digit by digit, as ``sample.top_p_cut``, over all scores in place of those left.
     """
     cut = torch.zeros_like(bits[:, 0])
-    wanted: Tensor | None = None
+    target: Tensor | None = None
     for shift, width in _DIGITS:
         digit = (bits >> shift).bitwise_and_((1 << width) - 1).long()
         sums = weights.new_zeros(bits.shape[0], 1 << width)
         sums = sums.scatter_add_(1, digit, weights).cumsum_(dim=-1)
-        if wanted is None:
-            wanted = wanted_of(sums[:, -1])
-        place = (sums < wanted[:, None]).sum(dim=-1, keepdim=True).clamp_(max=sums.shape[1] - 1)
+        if target is None:
+            target = target_of(sums[:, -1])
+        place = (sums < target[:, None]).sum(dim=-1, keepdim=True).clamp_(max=sums.shape[1] - 1)
         before = torch.where(place > 0, sums.gather(1, (place - 1).clamp_(min=0)), 0)
-        wanted = wanted - before[:, 0]
+        target = target - before[:, 0]
         cut = (cut << width) + place[:, 0].int()
         weights = torch.where(digit == place, weights, 0)
     return cut.view(torch.float32).neg()

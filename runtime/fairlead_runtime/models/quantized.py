@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor, nn
 
 from fairlead_kernels.formats.int4 import Grouped
-from fairlead_kernels.formats.quantize import Held, Quantized
+from fairlead_kernels.formats.quantize import Quantized, StoredFormat
 from fairlead_kernels.formats.row_chunks import row_parts
 
 
@@ -22,7 +22,7 @@ class QuantizedLinear(nn.Module):
 
     def __init__(self, weight: Quantized, bias: Tensor | None) -> None:
         super().__init__()
-        self._format: Held = weight.format
+        self._format: StoredFormat = weight.format
         groups = weight if isinstance(weight, Grouped) else None
         self.bits, self.scales = _freeze(weight.bits), _freeze(weight.scales)
         self.zeros = None if groups is None else _freeze(groups.zeros)
@@ -57,7 +57,7 @@ class QuantizedEmbedding(nn.Module):
 
     def __init__(self, weight: Quantized, factor: float) -> None:
         super().__init__()
-        self._format: Held = weight.format
+        self._format: StoredFormat = weight.format
         self._factor = factor
         self.bits = nn.Parameter(weight.bits, requires_grad=False)
         self.scales = nn.Parameter(weight.scales, requires_grad=False)

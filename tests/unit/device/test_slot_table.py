@@ -16,7 +16,7 @@ from torch import Tensor
 from fairlead_kernels.gpu.triton_attention import TritonAttention
 from fairlead_kernels.interface.attention import DecodeRows, Heads
 from fairlead_kernels.packages.flashinfer_plan import decode_rows, paged_rows
-from fairlead_kernels.sampling import listed, sample, sample_rows
+from fairlead_kernels.sampling import logit_edits, sample, sample_rows
 from fairlead_runtime.device.model.batch import BatchBuilder
 from fairlead_runtime.device.sampling.host_sampler import SamplingBatch
 from fairlead_runtime.device.sampling.logits_processors import LogitChanges
@@ -158,10 +158,10 @@ def check(table: SlotTable, rows: list[Row], index: Tensor, lens: Any) -> None:
     sequences = [row.sequence for row in rows]
     if all(table.way_of(row) is not GENERAL for row in rows):
         logits = torch.randn(real, VOCABULARY) * 3
-        changed = listed.change(logits, table.changes(index[:real]))
+        changed = logit_edits.change(logits, table.changes(index[:real]))
         assert torch.equal(changed, changed_by_host(logits, sequences))
     padding = torch.randn(len(index) - real, VOCABULARY)
-    assert torch.equal(listed.change(padding, table.changes(index[real:])), padding)
+    assert torch.equal(logit_edits.change(padding, table.changes(index[real:])), padding)
     draws = SamplingBatch.of([without_changes(sequence) for sequence in sequences]).draws
     drawn = table.parameters(index[:real])
     drawing = drawn.temperature.nonzero()[:, 0]
@@ -359,7 +359,7 @@ def test_a_row_keeps_nothing_of_who_had_it_before() -> None:
         sequence = world.start(**changes)
         table.enter(rows_of([sequence]), index)
         wanted = changed_by_host(logits, [sequence])
-        assert torch.equal(listed.change(logits, table.changes(index)), wanted)
+        assert torch.equal(logit_edits.change(logits, table.changes(index)), wanted)
 
 
 def test_a_full_list_sends_its_sequence_the_general_way_until_ids_occur_again() -> None:

@@ -21,9 +21,9 @@ from fairlead_kernels.formats.quantize import Quantized
 from fairlead_kernels.interface import reference
 from fairlead_kernels.interface.layer import (
     Activation,
-    AroundMlp,
     Layer,
     LayerOperations,
+    LayerWithoutMlp,
     Norm,
     Packed,
 )
@@ -117,10 +117,10 @@ class MlpParts:
 
 @dataclass(slots=True, eq=False)
 class LayerParts:
-    """The modules of a layer that fits, in the terms of ``Layer``, or of ``AroundMlp`` where its
-    MLP is the model's own. ``rotates`` False: the layer ignores the rotary embedding;
+    """The modules of a layer that fits, in the terms of ``Layer``, or of ``LayerWithoutMlp`` where
+    its MLP is the model's own. ``rotates`` False: the layer ignores the rotary embedding;
     ``rope_in_pairs``: its elements 2i and 2i + 1 belong to a pair, not i and i + R/2; ``parallel``:
-    see ``AroundMlp``.
+    see ``LayerWithoutMlp``.
     """
 
     input_norm: Norm
@@ -150,7 +150,9 @@ class LayerParts:
         last = [self.out] if isinstance(self.mlp, OwnMlp) else [self.out, self.mlp.down]
         return all(isinstance(x.module, RowSplit) for x in last)
 
-    def pack(self, operations: LayerOperations, dtype: torch.dtype = torch.float32) -> AroundMlp:
+    def pack(
+        self, operations: LayerOperations, dtype: torch.dtype = torch.float32
+    ) -> LayerWithoutMlp:
         """The layer with its matrices packed for these operations, stored as ``dtype`` unless they
         are quantized; copies them.
         """
@@ -173,7 +175,7 @@ class LayerParts:
             "parallel": self.parallel,
         }
         if isinstance(self.mlp, OwnMlp):
-            return AroundMlp(**around)
+            return LayerWithoutMlp(**around)
         return Layer(
             **around,
             gate_up=pack(*self.mlp.gate_up),
@@ -277,8 +279,8 @@ class _Calls:
 
 
 def recognize(recording: Recording) -> LayerParts:
-    """The parts of the layer. Raises DoesNotFitError with the reason when it is not even an
-    ``AroundMlp``.
+    """The parts of the layer. Raises DoesNotFitError with the reason when it is not even a
+    ``LayerWithoutMlp``.
     """
     r = recording
     calls = _Calls(list(r.before))

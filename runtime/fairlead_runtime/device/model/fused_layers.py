@@ -16,7 +16,7 @@ from fairlead_kernels.cpu.cpu_layers import LayerChain
 from fairlead_kernels.cpu.cpu_operations import CpuOperations
 from fairlead_kernels.cpu.slabs import SLAB
 from fairlead_kernels.interface.attention import Heads, LayerSpec
-from fairlead_kernels.interface.layer import AroundMlp, Layer, LayerOperations, Packed
+from fairlead_kernels.interface.layer import Layer, LayerOperations, LayerWithoutMlp, Packed
 from fairlead_runtime.device.memory.storage import CacheStorage
 from fairlead_runtime.device.model.paged_attention import (
     CURRENT_PASS,
@@ -77,7 +77,7 @@ class FusedLayer:
     def __init__(
         self,
         index: int,
-        layer: AroundMlp,
+        layer: LayerWithoutMlp,
         spec: LayerSpec,
         call: AttentionCall,
         rope: RopeArgument,

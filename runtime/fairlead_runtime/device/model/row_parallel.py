@@ -8,7 +8,7 @@ import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor, nn
 
 from fairlead_kernels.formats.int4 import Grouped
-from fairlead_kernels.formats.quantize import Held, Quantized
+from fairlead_kernels.formats.quantize import Quantized, StoredFormat
 from fairlead_runtime.device.model.rank_group import Group
 
 
@@ -44,7 +44,7 @@ class QuantizedRowSplit(RowSplit):
 
     def __init__(self, weight: Quantized, bias: nn.Parameter | None, group: Group) -> None:
         super().__init__(weight.bits, bias, group)
-        self._format: Held = weight.format
+        self._format: StoredFormat = weight.format
         self.scales = nn.Parameter(weight.scales, requires_grad=False)
         self.zeros: nn.Parameter | None = None
         if isinstance(weight, Grouped):

@@ -14,8 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fairlead_kernels.sampling import listed
-from fairlead_kernels.sampling.listed import ALLOWED, EMPTY, END, FORBIDDEN, SEEN, Lists
+from fairlead_kernels.sampling import logit_edits
+from fairlead_kernels.sampling.logit_edits import (
+    ALLOWED,
+    EMPTY,
+    END,
+    FORBIDDEN,
+    PENALIZED,
+    LogitEdits,
+)
 from fairlead_runtime.device.sampling.logits_processors import Notes, notes_of
 from fairlead_runtime.request.sequence import Sequence
 
@@ -27,8 +34,8 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class ChangeList(NamedTuple):
-    """One sequence's entries, as ``fairlead_kernels.sampling.listed`` reads them: ``ids`` int32,
-    distinct, ``words`` int32, ``biases`` float32. ``flags`` of its row.
+    """One sequence's entries, as ``fairlead_kernels.sampling.logit_edits`` reads them: ``ids``
+    int32, distinct, ``words`` int32, ``biases`` float32. ``flags`` of its row.
     """
 
     ids: Array
@@ -65,7 +72,7 @@ def _parts(sequence: Sequence, notes: Notes) -> list[tuple[Array, Any]]:
     parts: list[tuple[Array, Any]] = []
     if notes.counts is not None:
         ids = notes.counts.follow(sequence.tokens)
-        parts.append((ids, notes.counts.counts.astype(np.int32) | SEEN))
+        parts.append((ids, notes.counts.counts.astype(np.int32) | PENALIZED))
     held_back = notes.ends if params.min_tokens else []
     for word, some in (
         (END, held_back),
@@ -131,11 +138,11 @@ class ChangeLists:
             kept.index_fill_(0, rows, nothing)
             kept.view(-1).index_copy_(0, places, sent)
 
-    def of(self, index: Tensor, flags: Tensor, penalties: Tensor, early: Tensor) -> Lists:
-        """Of the rows ``index`` int64 [R], with ``flags`` int64 [R]; the rest as Lists has it."""
+    def of(self, index: Tensor, flags: Tensor, penalties: Tensor, early: Tensor) -> LogitEdits:
+        """Of the rows ``index`` int64 [R], with ``flags`` int64 [R]; the rest as in LogitEdits."""
         # A row without a list may have that of who had the row before.
         has = (flags & LISTED) != 0
-        return Lists(
+        return LogitEdits(
             self.ids[index].masked_fill_(~has[:, None], EMPTY),
             self.words[index],
             self.biases[index],
@@ -147,4 +154,4 @@ class ChangeLists:
     def count(self, index: Tensor, flags: Tensor, tokens: Tensor) -> None:
         """Count the rows' new ``tokens`` int64 [R]."""
         counting = ((flags & COUNTS) != 0) & (tokens >= 0)
-        listed.count(self.ids, self.words, index, tokens, counting)
+        logit_edits.count(self.ids, self.words, index, tokens, counting)

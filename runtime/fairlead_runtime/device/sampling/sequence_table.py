@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fairlead_kernels.sampling import sample_rows
-from fairlead_kernels.sampling.listed import Lists
+from fairlead_kernels.sampling.logit_edits import LogitEdits
 from fairlead_kernels.sampling.sample_rows import RowParameters
 from fairlead_runtime.device.sampling.logit_edits import ChangeList, ChangeLists
 from fairlead_runtime.device.sampling.sampling_mode import GENERAL, Way, joined
@@ -278,7 +278,7 @@ class SlotTable:
             keys=sample_rows.mix64(rows[:, KEY] ^ rows[:, LENGTH]),
         )
 
-    def changes(self, index: Tensor) -> Lists:
+    def changes(self, index: Tensor) -> LogitEdits:
         """What each row changes in the logits of the token after its last one."""
         rows = self.state[index]
         penalties = rows.view(torch.float32)[:, 2 * PENALTIES : 2 * PENALTIES + 3]

@@ -16,13 +16,13 @@ from fairlead_kernels.sampling.sample import ALIGNED
 EMPTY = -1  # the id of an entry that is not used yet: those behind it are not used either
 # An entry's word: how often the output holds its id, and what else is said of that id.
 COUNT = (1 << 24) - 1
-SEEN = 1 << 24  # the repetition penalty applies: it was in the prompt or in the output
+PENALIZED = 1 << 24  # the repetition penalty applies: it was in the prompt or in the output
 FORBIDDEN = 1 << 25
 END = 1 << 26  # forbidden as long as ends are held back
 ALLOWED = 1 << 27  # one of those that a row with ``only`` may take
 
 
-class Lists(NamedTuple):
+class LogitEdits(NamedTuple):
     """What R rows change, each in at most K entries: ``ids`` int32 [R, K], distinct, then EMPTY;
     ``words`` int32 [R, K]; ``biases`` float32 [R, K].
 
@@ -37,11 +37,11 @@ class Lists(NamedTuple):
     only: Tensor
     early: Tensor
 
-    def rows(self, part: slice) -> "Lists":
-        return Lists(*(column[part] for column in self))
+    def rows(self, part: slice) -> "LogitEdits":
+        return LogitEdits(*(column[part] for column in self))
 
 
-def change(logits: Tensor, lists: Lists) -> Tensor:
+def change(logits: Tensor, lists: LogitEdits) -> Tensor:
     """A changed float32 copy of ``logits`` [R, V], any float type; its rows lie apart. The masks
     come first, then the biases, then the penalties. Ids beyond V change nothing.
     """
@@ -64,14 +64,14 @@ def copy(logits: Tensor) -> Tensor:
     return copied
 
 
-def _changed(values: Tensor, lists: Lists) -> Tensor:
+def _changed(values: Tensor, lists: LogitEdits) -> Tensor:
     """The entries' logits [R, K], changed."""
     words, only, early = lists.words, lists.only[:, None], lists.early[:, None]
     forbidden = _has(words, FORBIDDEN) | (_has(words, END) & early)
     forbidden |= ~_has(words, ALLOWED) & only
     values = values.masked_fill_(forbidden, -torch.inf).add_(lists.biases)
     repetition, frequency, presence = (column[:, None] for column in lists.penalties.unbind(1))
-    factor = torch.where(_has(words, SEEN), repetition, 1.0)
+    factor = torch.where(_has(words, PENALIZED), repetition, 1.0)
     values = torch.where(values > 0, values / factor, values * factor)
     counts = words.bitwise_and(COUNT).float()
     return values.sub_(frequency * counts).sub_(presence * (counts > 0))
@@ -98,7 +98,7 @@ def count(ids: Tensor, words: Tensor, rows: Tensor, tokens: Tensor, counting: Te
     counting = counting & (first < room)
     at = rows * room + first.clamp(max=room - 1)
     for list_, counted in (
-        (words.view(-1), words.view(-1)[at].bitwise_or(SEEN) + 1),
+        (words.view(-1), words.view(-1)[at].bitwise_or(PENALIZED) + 1),
         (ids.view(-1), tokens.int()),
     ):
         list_.index_copy_(0, at, torch.where(counting, counted, list_[at]))
