@@ -1,4 +1,4 @@
-"""Which kernels a process runs on: picked once, at start, and logged.
+"""The kernels that a process runs on: picked once, at start, and logged.
 
 Owns the choice and its reason. A faster backend is one more entry in ``pick``; nothing else chooses
 by device type.
@@ -89,8 +89,8 @@ def pick(
 def _gpu_attention(
     heads: Heads, kinds: GroupKinds, device: torch.device, kernels: str, block_size: int
 ) -> tuple[AttentionBackend, str, str]:
-    """The first that can serve the model, what it is, and why those before it cannot. Raises
-    NotAvailableError where only flashinfer may.
+    """The first attention that can serve the model, its description, and the reason why those
+    before it cannot. Raises NotAvailableError where only flashinfer may.
     """
     try:
         package = flashinfer_for(heads, device)

@@ -29,9 +29,9 @@ class ExpertProduct(Protocol):
     def __call__(
         self, x: Tensor, weights: Tensor, ends: Tensor, bias: Tensor | None = None
     ) -> Tensor:
-        """Of ``x`` [S, K], sorted by expert, ``weights`` [E, K, N] with any strides, ``ends`` int32
-        [E], where each expert's tokens end, the last S, and ``bias`` [E, N]: [S, N]. All but
-        ``ends`` have one type, and nothing of ``ends`` is read on the host.
+        """Multiply: ``x`` [S, K], sorted by expert, ``weights`` [E, K, N] with any strides,
+        ``ends`` int32 [E], where each expert's tokens end, the last S, and ``bias`` [E, N] →
+        [S, N]. All but ``ends`` have one type, and nothing of ``ends`` is read on the host.
         """
         ...
 

@@ -96,8 +96,8 @@ class LayerChain:
         )
 
     def bind(self, caches: Sequence[tuple[Tensor, Tensor]], groups: Sequence[int]) -> None:
-        """From now on each layer has these keys and values [blocks, block_size, kv heads, dim], and
-        belongs to this layer group. Keeps the tensors alive.
+        """Give each layer these keys and values [blocks, block_size, kv heads, dim] and this layer
+        group, for all steps from now on. Keeps the tensors alive.
         """
         self._caches = []  # until all of them are checked
         self._half = caches[0][0].dtype is torch.bfloat16
@@ -214,7 +214,7 @@ class LayerChain:
 def slab_ends(
     functions: library.Library, h: Heads, plans: Sequence[CpuPlan], count: int, slab: int
 ) -> list[int]:
-    """Where each slab of a step of ``count`` tokens ends, which no layer group's tasks cross."""
+    """The ends of a step's slabs, of ``count`` tokens, which no layer group's tasks cross."""
     if count <= slab:
         return [count]
     ends = (library.Int * count)()

@@ -1,4 +1,4 @@
-"""How many tokens of a step the C++ kernels take through a layer at a time.
+"""The number of tokens of a step that the C++ kernels take through a layer at a time.
 
 Owns the size, for the kernels and for plans of memory: what a layer keeps of its slab is not there
 once per token of the step. Pure: imports nothing.

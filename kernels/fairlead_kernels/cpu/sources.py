@@ -1,4 +1,4 @@
-"""What the build of the C++ sources and the loader of the libraries both know: for which machines
+"""Facts that the build of the C++ sources and the loader of the libraries share: for which machines
 they are, and a name for the sources' content, which a library built from them carries.
 
 Used while the package is built, when torch may be absent, and when a library is loaded.
@@ -12,14 +12,14 @@ from pathlib import Path
 
 
 def why_not_here() -> str:
-    """Why this machine has no libraries, whatever compiler it has; empty where it can have them."""
+    """The reason why this machine has no libraries, whatever compiler there is; "" where it can."""
     if sys.platform == "linux" and platform.machine() == "x86_64":
         return ""
     return f"they are for Linux on x86-64, not {sysconfig.get_platform()}"
 
 
 def hash_sources(folder: Path) -> str:
-    """The same for the same ``.cpp`` and ``.h`` files of the same names."""
+    """A hash of the ``.cpp`` and ``.h`` files: equal for equal files of equal names."""
     digest = hashlib.sha256()
     for path in sorted(folder.iterdir()):
         if path.suffix in {".cpp", ".h"}:

@@ -1,1 +1,1 @@
-"""How matrices of 4 and 8 bits are stored, rounded and widened."""
+"""Matrices of 4 and 8 bits: how they are stored, rounded and widened."""

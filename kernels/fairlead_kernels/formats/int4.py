@@ -29,7 +29,7 @@ class Grouped(Quantized):
 
     @property
     def numbers(self) -> Tensor:
-        """Uint8 [N, K / 2], as they are held."""
+        """The integers, uint8 [N, K / 2], two in a byte."""
         return self.bits
 
     @property
@@ -41,12 +41,12 @@ class Grouped(Quantized):
         return torch.Size((self.bits.shape[0], 2 * self.bits.shape[1]))
 
     def rows(self, order: Tensor | slice) -> Self:
-        """The same with these rows in this order."""
+        """A matrix of these rows in this order."""
         bits, scales, zeros = (x[order] for x in self._parts)
         return type(self)(self.format, bits, scales, zeros, self.order)
 
     def columns(self, part: slice) -> Self:
-        """The same with the columns start:stop. Raises ValueError where these are no whole groups
+        """A matrix of the columns start:stop. Raises ValueError where these are no whole groups
         or bytes, or not neighbours.
         """
         if self.order is not None:
@@ -64,7 +64,7 @@ class Grouped(Quantized):
         return type(self)(self.format, bits, self.scales[:, group_span], self.zeros[:, group_span])
 
     def clone(self) -> Self:
-        """The same in memory of its own."""
+        """A copy in memory of its own."""
         order = None if self.order is None else self.order.clone()
         contiguous = torch.contiguous_format
         bits, scales, zeros = (x.clone(memory_format=contiguous) for x in self._parts)
@@ -104,8 +104,8 @@ def paired(numbers: Tensor) -> Tensor:
 
 
 def as_grouped(weights: Sequence[Quantized]) -> list[Grouped]:
-    """``weights`` of which all or none are of this kind, if all are. Raises ValueError for groups
-    of several sizes.
+    """The ``weights`` if they are all ``Grouped``, [] if none is. Raises ValueError for groups of
+    several sizes.
     """
     grouped = [weight for weight in weights if isinstance(weight, Grouped)]
     if len({weight.scales.shape[1] for weight in grouped}) > 1:

@@ -37,7 +37,7 @@ class Quantized:
 
     @property
     def numbers(self) -> Tensor:
-        """[N, K] in int8 or float8_e4m3fn."""
+        """The numbers [N, K] in int8 or float8_e4m3fn."""
         return self.bits.view(STORED[self.format])
 
     @property
@@ -45,15 +45,15 @@ class Quantized:
         return self.bits.shape
 
     def rows(self, order: Tensor | slice) -> Self:
-        """The same with these rows in this order."""
+        """A matrix of these rows in this order."""
         return type(self)(self.format, self.bits[order], self.scales[order])
 
     def columns(self, part: slice) -> Self:
-        """The same with the columns start:stop."""
+        """A matrix of the columns start:stop."""
         return type(self)(self.format, self.bits[:, part], self.scales)
 
     def clone(self) -> Self:
-        """The same in memory of its own."""
+        """A copy in memory of its own."""
         return type(self)(self.format, _copied(self.bits), _copied(self.scales))
 
     def to(self, device: torch.device) -> Self:
@@ -101,8 +101,8 @@ def largest_of_rows(weight: Tensor) -> Tensor:
 
 
 def as_quantized(weights: Sequence[Tensor | Quantized]) -> list[Quantized] | None:
-    """``weights`` if all are quantized to one format, None if none is. Raises ValueError for a
-    mixture, which no operation multiplies.
+    """The ``weights`` if all are quantized to one format, None if none is. Raises ValueError for
+    a mixture, which no operation multiplies.
     """
     quantized = [weight for weight in weights if isinstance(weight, Quantized)]
     if not quantized:

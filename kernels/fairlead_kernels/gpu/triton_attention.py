@@ -46,7 +46,9 @@ class Tiles:
 
     @classmethod
     def of(cls, heads: Heads) -> "Tiles":
-        """As many keys as 16 KiB hold, but 16 to 64, and at most 8,192 sums of a result."""
+        """The tiles for these heads: as many keys as 16 KiB hold, but 16 to 64, and at most 8,192
+        sums of a result.
+        """
         columns = max(_columns(heads.dim), _columns(heads.value_dim))
         keys = (1 << 14) // (columns * heads.dtype.itemsize)
         return cls(max(16, min(64, (1 << 13) // columns)), max(16, min(64, keys)))
@@ -167,7 +169,7 @@ class TritonAttention:
     # -- plans
 
     def plan(self, ragged: RaggedRows) -> TritonPlan:
-        """In one copy, from memory that the next step does not write to."""
+        """Copy the rows to the device at once, from memory that the next step does not write to."""
         starts, lens = ragged.query_starts.numpy(), ragged.kv_lens.numpy()
         counts = np.diff(starts)
         rows = np.arange(len(lens), dtype=np.int32)

@@ -33,7 +33,9 @@ SHARED_BYTES = 80 << 10
 def load(
     heads: Heads, kinds: GroupKinds, device: torch.device
 ) -> "tuple[FixedAttention, FixedOperations]":
-    """Both, proven on this device, which compiles the kernels. Raises NotAvailableError."""
+    """The attention and the operations, proven on this device, which compiles the kernels. Raises
+    NotAvailableError.
+    """
     kernels, fixed = (triton_package.load(f"fairlead_kernels.gpu.{name}") for name in MODULES)
     operations = FixedOperations(kernels, fixed)
     attention = FixedAttention(heads, device, fixed)

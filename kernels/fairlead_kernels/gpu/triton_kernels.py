@@ -14,7 +14,7 @@ import triton.language as tl
 
 @triton.jit
 def _normal(x, valid, width, eps, CENTERED: tl.constexpr):
-    """Of each row its mean, 0 without CENTERED, and one over the root of the mean square of the
+    """The mean of each row, 0 without CENTERED, and one over the root of the mean square of the
     deviations from it.
     """
     mean = 0.0

@@ -1,3 +1,3 @@
-"""What every implementation of attention and of a layer's operations must offer, and the plain
+"""Interfaces that every implementation of attention and of a layer's operations has, and the plain
 definitions that all are compared with.
 """

@@ -94,7 +94,7 @@ class DecodeRows:
 
 @dataclass(frozen=True, slots=True)
 class LayerKind:
-    """What a plan may depend on: all of a LayerSpec but the values of its sinks."""
+    """Properties of a layer that a plan may depend on: a LayerSpec without its sinks' values."""
 
     scale: float
     window: int | None = None
@@ -108,7 +108,7 @@ GroupKinds = tuple[frozenset[LayerKind], ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerSpec:
-    """What one layer does to its scores: ``softmax(softcap * tanh(scale * q·k / softcap))``.
+    """The treatment of scores in one layer: ``softmax(softcap * tanh(scale * q·k / softcap))``.
 
     ``softcap`` None: no cap. ``sinks`` [query heads]: a score per head that takes its share of the
     softmax and contributes no value (gpt_oss); None: no sinks. ``window`` must be that of the plan.
@@ -139,8 +139,8 @@ class AttentionBackend(Protocol):
     name: str
 
     def plan(self, ragged: RaggedRows) -> Any:
-        """Whatever does not depend on the layer, computed on the host once per step and group. It
-        may end the group's plan of the step before.
+        """Compute on the host, once per step and group, whatever does not depend on the layer. May
+        end the group's plan of the step before.
         """
 
     def run(
@@ -175,7 +175,7 @@ class DecodeAttention(AttentionBackend, Protocol):
         """
 
     def plan_decodes(self, decodes: DecodeRows, room: int = 0) -> Any:
-        """As ``plan``, from the lengths on the host alone: nothing waits for the device.
+        """Plan decodes from the lengths on the host alone: nothing waits for the device.
 
         With ``room``, a number of blocks that no such step of this group exceeds, ``run`` reads
         this plan and every later one for as many rows at the same addresses: a captured ``run``

@@ -35,7 +35,7 @@ def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def raw(cache: torch.Tensor) -> torch.Tensor:
-    """The same memory as elements that torch can move: 8-bit floats as integers, since not every
-    operation that copies elements takes them.
+    """A view of the cache as elements that torch can move: 8-bit floats as integers, since not
+    every operation that copies elements takes them.
     """
     return cache.view(torch.int8) if cache.dtype is FP8 else cache

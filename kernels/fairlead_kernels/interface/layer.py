@@ -19,9 +19,9 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Groups:
-    """What 4-bit integers have beside scales: ``zeros`` uint8 [G, rows] stand for 0 in each group
-    of columns; ``orders``: of so many rows after each other the order of the columns that they
-    multiply, int32 [columns], None for as they are.
+    """The zero points and the orders of columns of 4-bit integers. ``zeros`` uint8 [G, rows] stand
+    for 0 in each group of columns; ``orders``: of so many rows after each other the order of the
+    columns that they multiply, int32 [columns], None for as they are.
     """
 
     zeros: torch.Tensor
@@ -78,7 +78,7 @@ class Norm:
     centered: bool = False
 
     def to(self, dtype: torch.dtype) -> Self:
-        """The same in this type."""
+        """The norm with its weight and bias in this type."""
         bias = None if self.bias is None else self.bias.to(dtype)
         return replace(self, weight=self.weight.to(dtype), bias=bias)
 
@@ -118,7 +118,7 @@ class LayerWithoutMlp:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """All that it holds; the vectors of a norm that it has twice are twice in the list."""
+        """The tensors of all fields; the vectors of a norm in two of them are there twice."""
         tensors: list[torch.Tensor] = []
         for value in self._values().values():
             if isinstance(value, Packed | Norm):
@@ -128,7 +128,7 @@ class LayerWithoutMlp:
         return tensors
 
     def cast(self, dtype: torch.dtype) -> Self:
-        """The same with norms and biases in this type; a norm that it has twice is one still."""
+        """A copy with norms and biases in this type; a norm that it has twice is one still."""
         casts: dict[int, Any] = {}
         changed: dict[str, Any] = {}
         for name, value in self._values().items():
@@ -139,7 +139,7 @@ class LayerWithoutMlp:
         return replace(self, **changed)
 
     def settled(self, settle: Callable[[Packed], Packed]) -> Self:
-        """The same with each matrix replaced by what this gives for it, one after the other."""
+        """A copy with each matrix replaced by what ``settle`` gives for it, one after the other."""
         changed: dict[str, Any] = {}
         for name, value in self._values().items():
             if isinstance(value, Packed):
@@ -152,7 +152,7 @@ class LayerWithoutMlp:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Layer(LayerWithoutMlp):
-    """The same with an MLP of ``down(gated(gate_up(x)))``.
+    """A decoder layer whose MLP is ``down(gated(gate_up(x)))``.
 
     ``gate_up`` has the rows of the gate, then the others; without a gate it has the others only,
     which are activated.
@@ -235,7 +235,7 @@ class LayerOperations(Protocol):
         """
 
     def gated(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
-        """gate_up [T, 2 · I] → activation(first half) * second half [T, I]."""
+        """Activate and multiply: gate_up [T, 2 I] → activation(first half) * second half [T, I]."""
 
     def activate(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
         """The activation of each element of x [T, I], for an MLP without a gate."""

@@ -37,9 +37,9 @@ MOST_PLANS = 32
 
 @dataclass(frozen=True, slots=True)
 class Supported:
-    """What kernels can do. ``dims``: sizes of a head, of queries, keys and values alike; any number
-    of query heads may share a key-value head, since decodes run on tensor cores too. ``sinks``: the
-    sizes for layers with sinks.
+    """The abilities of the kernels. ``dims``: sizes of a head, of queries, keys and values alike;
+    any number of query heads may share a key-value head, since decodes run on tensor cores too.
+    ``sinks``: the sizes for layers with sinks.
     """
 
     dtypes: frozenset[torch.dtype]
@@ -203,7 +203,7 @@ class FlashinferAttention:
         return _Wrapper(wrapper, package)
 
     def _workspace_for(self, rows: int) -> Tensor:
-        """One that is large enough for a plan of so many decodes at fixed addresses."""
+        """A workspace that is large enough for a plan of so many decodes at fixed addresses."""
         largest = self._larger[-1] if self._larger else self._workspace
         h, gpu = self.heads, self._gpu
         sizes = h.query, h.kv, h.dim, rows, gpu.multi_processor_count

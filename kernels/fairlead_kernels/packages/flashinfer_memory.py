@@ -1,5 +1,5 @@
-"""What flashinfer's wrappers take of a GPU's memory, for the backend that makes them and for the
-plan that counts them. Pure: no tensor, no GPU.
+"""Memory that flashinfer's wrappers take of a GPU, for the backend that makes them and for the plan
+that counts them. Pure: no tensor, no GPU.
 """
 
 # The package's advice for a workspace. It holds the parts of split rows: at most two tiles for each
@@ -13,8 +13,8 @@ PLAN_BYTES = 8 << 20
 def split_bytes(
     query: int, kv: int, dim: int, rows: int, processors: int = 0, *, older: bool = False
 ) -> int:
-    """What a plan of ``rows`` decodes at fixed addresses takes of a workspace: the parts of split
-    rows, for the most tiles that such a step could have.
+    """Bytes that a plan of ``rows`` decodes at fixed addresses takes of a workspace: the parts of
+    split rows, for the most tiles that such a step could have.
 
     ``query`` and ``kv`` heads of ``dim`` elements, on a GPU with so many multiprocessors, ``older``
     than compute capability 8.0 or not. Without ``processors`` it is what rows alone make of it,

@@ -32,10 +32,12 @@ class PagedRows:
 
 
 def paged_rows(ragged: RaggedRows, *, pinned: bool = False) -> PagedRows:
-    """The tensors are new, so the next step may reuse the memory of ``ragged``. A copy of a
-    pageable one to the device has read it when the call that starts the copy returns, for which a
-    large one may wait for the kernels before it; with ``pinned`` the blocks are in memory that
-    torch keeps until their copy has run.
+    """The rows of a step as the wrappers take them, with their blocks on the host.
+
+    The tensors are new, so the next step may reuse the memory of ``ragged``. A copy of a pageable
+    one to the device has read it when the call that starts the copy returns, for which a large one
+    may wait for the kernels before it; with ``pinned`` the blocks are in memory that torch keeps
+    until their copy has run.
     """
     size = ragged.block_size
     counts = np.diff(ragged.query_starts.numpy())
@@ -60,7 +62,9 @@ def paged_rows(ragged: RaggedRows, *, pinned: bool = False) -> PagedRows:
 
 
 def decode_rows(decodes: DecodeRows) -> PagedRows:
-    """``indices`` are on the device, where the wrappers' plans leave them: no plan reads a block's
+    """The rows of a step of decodes as the wrappers take them.
+
+    ``indices`` are on the device, where the wrappers' plans leave them: no plan reads a block's
     id. The host counts them from the rows' lengths, so that it need not wait for their number.
     """
     size, lens = decodes.block_size, decodes.kv_lens.numpy()

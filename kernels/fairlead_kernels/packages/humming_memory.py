@@ -1,4 +1,5 @@
-"""Which 4-bit matrices the package humming-kernels takes, what they take there, and its compilers.
+"""Sizes of the package humming-kernels: the 4-bit matrices that it takes, their memory there, and
+that of its compilers.
 
 Owns these sizes, for the plan and for the products. Pure.
 """

@@ -49,7 +49,7 @@ def load() -> HummingPackage:
 
 @contextmanager
 def compilers(count: int) -> Iterator[None]:
-    """Let it run so many compilers at a time while it prepares kernels."""
+    """Let the package run so many compilers at a time while it prepares kernels."""
     with _environment(HUMMING_MAX_PARALLEL_BUILD_WORKERS=str(count)):
         yield
 

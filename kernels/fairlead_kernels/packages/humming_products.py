@@ -79,8 +79,8 @@ class HummingPacked(Packed):
 
 
 class HummingProducts:
-    """The products of one model in ``dtype`` on ``device``, whose kernels ``most`` compilers make
-    at a time.
+    """The products of one model in ``dtype`` on ``device``, whose kernels ``workers`` compilers
+    make at a time.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class HummingProducts:
         self._known: dict[object, str] = {}  # why it does not take such a matrix, "" where it does
 
     def __str__(self) -> str:
-        """What was taken and what was not, in words."""
+        """The package, if it took a matrix, and how many it did not take, by reason."""
         refusals = "; ".join(f"{count} not: {text}" for text, count in self._refusals.items())
         products = (
             f"4-bit products by humming {self._package.version}" if self._packed_count else ""
@@ -122,7 +122,7 @@ class HummingProducts:
         return packed
 
     def multiply(self, x: Tensor, part: Part) -> Tensor:
-        """X [T, columns] times the part's rows → [T, rows]."""
+        """Multiply: x [T, columns] times the part's rows → [T, rows]."""
         result: Tensor = self._package.forward(
             part.config,
             inputs=x if part.order is None else x.index_select(1, part.order),
@@ -173,7 +173,7 @@ class HummingProducts:
             raise NotAvailableError(f"{name_of(self.dtype)} does not hold all of its scales")
 
     def _part(self, data: Tensor, scales: Tensor, zeros: Tensor, order: Tensor | None) -> Part:
-        """Of ``data`` uint8 [rows, columns / 2], ``scales`` and ``zeros`` [G, rows]."""
+        """A part of ``data`` uint8 [rows, columns / 2], ``scales`` and ``zeros`` [G, rows]."""
         rows, columns = len(data), 2 * data.shape[1]
         schema = self._package.schema(
             b_dtype="uint4",
@@ -206,7 +206,7 @@ class HummingProducts:
         )
 
     def _kernels(self, config: Any) -> list[tuple[int, int, Any]]:
-        """Of each: more tokens than, up to, and how the package tunes it for so many."""
+        """One entry per kernel: (min tokens, exclusive; max tokens; tuning)."""
         kernels = []
         for above, upto in zip((0, *BOUNDS), (*BOUNDS, UNBOUNDED), strict=True):
             tokens = min(upto, LARGE)
@@ -217,7 +217,7 @@ class HummingProducts:
         return kernels
 
     def _prove(self, packed: HummingPacked, data: Tensor, scales: Tensor, groups: Groups) -> None:
-        """Compile its kernels, and compare each with what the matrix stands for. Raises
+        """Compile the matrix's kernels, and compare each with what it stands for. Raises
         NotAvailableError where one computes something else.
         """
         log.info("compile humming's kernels for weights [%d, %d]", packed.rows, packed.columns)

@@ -55,9 +55,7 @@ def gather_blocks(cache: torch.Tensor, blocks: torch.Tensor, staged: torch.Tenso
 
 
 def scatter_blocks(staged: torch.Tensor, blocks: torch.Tensor, cache: torch.Tensor) -> None:
-    """The way back: ``staged`` [N, slots, ...] into the blocks ``blocks`` of ``cache``, which are
-    distinct.
-    """
+    """Copy ``staged`` [N, slots, ...] into the distinct blocks ``blocks`` of ``cache``."""
     _rows(cache).index_copy_(0, _places(cache, blocks), _rows(staged))
 
 

@@ -15,7 +15,7 @@ from fairlead_kernels.interface.layer import Groups, Packed
 
 
 def pack(weights: Sequence[Grouped], factor: float) -> Packed:
-    """Below each other, times ``factor``, as ``LayerOperations.pack``."""
+    """Matrices below each other as one, times ``factor``, as ``LayerOperations.pack``."""
     data = torch.cat([x.bits for x in weights])
     scales = torch.cat([x.scales for x in weights]).mul_(factor).T.contiguous()
     zeros = torch.cat([x.zeros for x in weights]).T.contiguous()

@@ -139,7 +139,7 @@ class TorchOperations:
 
 
 def _sums(x: Tensor, numbers: Tensor) -> Tensor:
-    """X [T, K] times 8-bit numbers [N, K], which every type holds exactly → float32 [T, N]."""
+    """Multiply x [T, K] by 8-bit numbers [N, K], which all types hold exactly → float32 [T, N]."""
     if x.dtype is torch.float32 or not x.is_cuda:
         return F.linear(x.float(), numbers.float())
     return torch.mm(x, numbers.to(x.dtype).T, out_dtype=torch.float32)
@@ -163,8 +163,8 @@ def prove_fp8(device: torch.device) -> None:
 
 
 def _fp8_product(x: Tensor, numbers: Tensor, scales: Tensor) -> Tensor:
-    """X bfloat16 [T, K], rounded to fp8 with a scale per row, times float8_e4m3fn [N, K] with a
-    scale per row → bfloat16 [T, N]. Sums are float32.
+    """Multiply x bfloat16 [T, K], rounded to fp8 with a scale per row, by float8_e4m3fn [N, K] with
+    a scale per row → bfloat16 [T, N]. Sums are float32.
     """
     largest = x.abs().amax(dim=1, keepdim=True).float()
     x_scales = largest.div_(torch.finfo(FP8).max).clamp_(min=torch.finfo(torch.float32).tiny)

@@ -25,8 +25,8 @@ Index = npt.NDArray[np.int64]
 
 @dataclass(slots=True, eq=False)
 class Keys:
-    """Where the keys of a piece are: ``start`` of a consecutive run of slots, or ``slots`` int64 [n
-    · length].
+    """Places of the keys of a piece: ``start`` of a consecutive run of slots, or ``slots`` int64
+    [n · length].
     """
 
     length: int
@@ -63,7 +63,7 @@ class Prefill:
 
     @property
     def plain_causal(self) -> bool:
-        """True when the mask is the square lower triangle, which kernels have built in."""
+        """Whether the mask is the square lower triangle, which kernels have built in."""
         count = self.end - self.begin
         return self.keys.length == count and (self.window is None or self.window >= count)
 
@@ -87,7 +87,7 @@ class Strip(NamedTuple):
     high: int
 
     def mask(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """[queries, keys], 0 or -inf; shared by the layers of the step unless it is large."""
+        """The mask [queries, keys], 0 or -inf; shared by the step's layers unless it is large."""
         row = self.row
         kept_mask = row.masks.get((self.begin, dtype))
         if kept_mask is not None:
@@ -128,7 +128,7 @@ class _RowArrays(NamedTuple):
     block_size: int
 
     def keys(self, row: int, device: torch.device) -> Keys:
-        """All keys that one row sees."""
+        """The keys that one row sees."""
         first, length, size = int(self.first[row]), int(self.lens[row]), self.block_size
         blocks = self.tables[row, first // size : -(-length // size)].astype(np.int64)
         skip, span = first % size, length - first

@@ -1,4 +1,4 @@
-"""What attention costs on the kernels that were chosen, measured once at start.
+"""The time that attention takes on the chosen kernels, measured once at start.
 
 Owns one step of decodes, and its time and rate in words. A fallback's price is then in the log
 beside its reason, before any request pays it.

@@ -47,7 +47,7 @@ def _results(
     device: torch.device,
     cache_dtype: torch.dtype,
 ) -> Tensor:
-    """What every kind of kernel gives, on the same numbers for everyone."""
+    """The results of every kind of kernel, on the same numbers for all implementations."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int, as_type: torch.dtype = dtype) -> Tensor:

@@ -23,7 +23,7 @@ ALLOWED = 1 << 27  # one of those that a row with ``only`` may take
 
 
 class LogitEdits(NamedTuple):
-    """What R rows change, each in at most K entries: ``ids`` int32 [R, K], distinct, then EMPTY;
+    """Edits of the logits of R rows, at most K each: ``ids`` int32 [R, K], distinct, then EMPTY;
     ``words`` int32 [R, K]; ``biases`` float32 [R, K].
 
     ``penalties`` float32 [R, 3]: repetition, frequency, presence. ``only`` bool [R]: an id without
@@ -41,22 +41,22 @@ class LogitEdits(NamedTuple):
         return LogitEdits(*(column[part] for column in self))
 
 
-def change(logits: Tensor, lists: LogitEdits) -> Tensor:
+def change(logits: Tensor, edits: LogitEdits) -> Tensor:
     """A changed float32 copy of ``logits`` [R, V], any float type; its rows lie apart. The masks
     come first, then the biases, then the penalties. Ids beyond V change nothing.
     """
     width = logits.shape[1]
     changed = copy(logits)
     # Unused entries, and ids that no logit belongs to, change a place behind the row's end.
-    outside = (lists.ids < 0) | (lists.ids >= width)
-    places = lists.ids.long().masked_fill_(outside, width)
-    values = _changed(changed.gather(1, places), lists)
-    changed.masked_fill_(lists.only[:, None], -torch.inf)
+    outside = (edits.ids < 0) | (edits.ids >= width)
+    places = edits.ids.long().masked_fill_(outside, width)
+    values = _changed(changed.gather(1, places), edits)
+    changed.masked_fill_(edits.only[:, None], -torch.inf)
     return changed.scatter_(1, places, values)[:, :width]
 
 
 def copy(logits: Tensor) -> Tensor:
-    """``logits`` [R, V], any float type, in float32 [R, more than V]: what follows is 0."""
+    """A copy of ``logits`` [R, V], any float type, in float32 [R, more than V], filled with 0."""
     count, width = logits.shape
     room = (width // ALIGNED + 1) * ALIGNED
     copied = torch.zeros(count, room, dtype=torch.float32, device=logits.device)
@@ -64,13 +64,13 @@ def copy(logits: Tensor) -> Tensor:
     return copied
 
 
-def _changed(values: Tensor, lists: LogitEdits) -> Tensor:
+def _changed(values: Tensor, edits: LogitEdits) -> Tensor:
     """The entries' logits [R, K], changed."""
-    words, only, early = lists.words, lists.only[:, None], lists.early[:, None]
+    words, only, early = edits.words, edits.only[:, None], edits.early[:, None]
     forbidden = _has(words, FORBIDDEN) | (_has(words, END) & early)
     forbidden |= ~_has(words, ALLOWED) & only
-    values = values.masked_fill_(forbidden, -torch.inf).add_(lists.biases)
-    repetition, frequency, presence = (column[:, None] for column in lists.penalties.unbind(1))
+    values = values.masked_fill_(forbidden, -torch.inf).add_(edits.biases)
+    repetition, frequency, presence = (column[:, None] for column in edits.penalties.unbind(1))
     factor = torch.where(_has(words, PENALIZED), repetition, 1.0)
     values = torch.where(values > 0, values / factor, values * factor)
     counts = words.bitwise_and(COUNT).float()

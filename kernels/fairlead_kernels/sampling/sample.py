@@ -260,6 +260,6 @@ def logprobs(raw: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor, T
 
 
 def chunk_rows(logits: Tensor) -> int:
-    """How many rows of [S, V] logits to work on at once, at least 1."""
+    """The number of rows of [S, V] logits to work on at once, at least 1."""
     elements = CPU_CHUNK if logits.device.type == "cpu" else DEVICE_CHUNK
     return max(1, elements // logits.shape[1])

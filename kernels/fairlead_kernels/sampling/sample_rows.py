@@ -39,7 +39,7 @@ class RowLogprobs(NamedTuple):
 
 
 class RowParameters(NamedTuple):
-    """How R rows are sampled, all on the device of their logits.
+    """Parameters of the sampling of R rows, all on the device of their logits.
 
     ``temperature`` float32, 0 for a greedy row; ``min_cut`` float32: log(min_p), -inf where off;
     ``top_k`` int64, 0 where off; ``top_p`` float64, 1 where off; ``keys`` int64, one per draw.
@@ -53,9 +53,9 @@ class RowParameters(NamedTuple):
 
 
 class RowMasks(NamedTuple):
-    """Which tokens R rows may take: row i those whose bits are set in ``words[places[i]]``, which
-    are as ``sample.forbid_unset`` reads them. ``words`` int32 [M, ceil(V / 32)], ``places`` int64
-    [R].
+    """Masks of the tokens that R rows may take: row i those whose bits are set in
+    ``words[places[i]]``, which are as ``sample.forbid_unset`` reads them. ``words`` int32
+    [M, ceil(V / 32)], ``places`` int64 [R].
     """
 
     words: Tensor
@@ -133,8 +133,9 @@ def _chunks(logits: Tensor) -> list[slice]:
 
 
 def logprobs(logits: Tensor, tokens: Tensor, count: int) -> RowLogprobs:
-    """Of ``tokens`` int64 [R] and the ``count`` likeliest under raw ``logits`` [R, V], any float
-    type: as many as there are. A negative token's own mean nothing. Works in chunks of rows.
+    """Log-probabilities of ``tokens`` int64 [R] and of the ``count`` likeliest, or of as many as
+    there are, under raw ``logits`` [R, V], any float type. A negative token's own mean nothing.
+    Works in chunks of rows.
     """
     values, numbers = list[Tensor](), list[Tensor]()
     for part in _chunks(logits):
