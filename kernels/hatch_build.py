@@ -54,8 +54,8 @@ def compiler() -> str:
     if elsewhere := why_not_here():
         raise NotBuiltError(elsewhere)
     for name in (os.environ.get("CXX"), "c++", "g++", "clang++"):
-        if name and (found := shutil.which(name)):
-            return found
+        if name and (path := shutil.which(name)):
+            return path
     raise NotBuiltError("no C++ compiler found (c++, g++, clang++ or the one that CXX names)")
 
 
@@ -69,14 +69,14 @@ def compile_all(out: Path, extra: Sequence[str] = ()) -> list[Path]:
     def build(name: str) -> Path:
         library = out / f"{name}.so"
         # A process may have the present file mapped: the new one takes its place at once.
-        made = out / f"{name}.so.{os.getpid()}"
+        partial = out / f"{name}.so.{os.getpid()}"
         flags = [*FLAGS, f"-march={INSTRUCTION_SETS[name]}", define, *extra]
-        command = [program, *flags, *files, "-o", str(made)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - the compiler
-        if done.returncode:
-            lines = [line for line in done.stderr.splitlines() if "error" in line][:3]
-            raise NotBuiltError(f"{program} failed: {' '.join(lines) or done.stderr[-300:]}")
-        made.replace(library)
+        command = [program, *flags, *files, "-o", str(partial)]
+        process = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - the compiler
+        if process.returncode:
+            lines = [line for line in process.stderr.splitlines() if "error" in line][:3]
+            raise NotBuiltError(f"{program} failed: {' '.join(lines) or process.stderr[-300:]}")
+        partial.replace(library)
         return library
 
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
@@ -102,8 +102,8 @@ class KernelsBuildHook(BuildHookInterface[Any]):
     _temporary: tempfile.TemporaryDirectory[str] | None = None
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        wanted = os.environ.get("FAIRLEAD_BUILD_KERNELS", "")
-        if wanted == "0":
+        setting = os.environ.get("FAIRLEAD_BUILD_KERNELS", "")
+        if setting == "0":
             return
         try:
             if version == "editable":
@@ -115,7 +115,7 @@ class KernelsBuildHook(BuildHookInterface[Any]):
                 self._temporary = tempfile.TemporaryDirectory()
                 libraries = compile_all(Path(self._temporary.name))
         except NotBuiltError as error:
-            if wanted == "1":
+            if setting == "1":
                 raise
             self.app.display_warning(f"CPU kernels are not built, plain torch serves: {error}")
             return

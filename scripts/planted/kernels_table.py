@@ -1117,7 +1117,7 @@ BUGS = (
     PackageBug(
         "Triton's attention: a later query of a piece sees keys that its window has passed",
         "fairlead_kernels.gpu.triton_attention_kernels:attend",
-        "visible = visible & (key[None, :] > (position + which - window)[:, None])",
+        "visible = visible & (key[None, :] > (position + query_place - window)[:, None])",
         "visible = visible & (key[None, :] > position - window)",
         ON_TRITON,
     ),
@@ -1327,8 +1327,8 @@ BUGS = (
     PackageBug(
         "a package gets scales that its type does not hold",
         "fairlead_kernels.packages.humming_products:HummingProducts._check",
-        "        if not bool((moved <= allowed).all()):",
-        "        if bool((moved > 1e9).all()):",
+        "        if not bool((errors <= limits).all()):",
+        "        if bool((errors > 1e9).all()):",
         ON_HUMMING,
     ),
     PackageBug(

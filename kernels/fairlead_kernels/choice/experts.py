@@ -86,13 +86,13 @@ def prove(product: ExpertProduct, sample: Matrices, name: str) -> None:
     """
     x, ends = _tokens(sample.weights)
     try:
-        got = product(x, sample.weights, ends, sample.bias)[:, -COMPARED:]
+        result = product(x, sample.weights, ends, sample.bias)[:, -COMPARED:]
         bias = None if sample.bias is None else sample.bias[:, -COMPARED:]
-        want = reference.expert_product(x, sample.weights[..., -COMPARED:], ends, bias).double()
+        expected = reference.expert_product(x, sample.weights[..., -COMPARED:], ends, bias).double()
     except Exception as error:
         raise NotAvailableError(f"{name} does not run here: {brief(error)}") from error
-    largest = float(want.abs().max())
-    difference = float((got.double() - want).abs().max())
+    largest = float(expected.abs().max())
+    difference = float((result.double() - expected).abs().max())
     if not difference <= TOLERANCE[x.dtype] * largest:
         raise NotAvailableError(
             f"{name} differs from the reference by {difference:.2g} of {largest:.2g}"

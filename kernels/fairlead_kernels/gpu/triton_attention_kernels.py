@@ -92,13 +92,13 @@ def attend(
     queries = tl.load(pieces + 3 * stride + piece)
 
     place = tl.arange(0, TALL)
-    which = place // HEADS
+    query_place = place // HEADS
     head_in_group = (tl.program_id(1) // KV) * HEADS + place % HEADS
-    valid = (which < queries) & (head_in_group < GROUP)
+    valid = (query_place < queries) & (head_in_group < GROUP)
     head = kv * GROUP + head_in_group
     column = tl.arange(0, COLUMNS)
     value_column = tl.arange(0, VALUE_COLUMNS)
-    at_query = (token + which) * query_token + head * query_head
+    at_query = (token + query_place) * query_token + head * query_head
     q = tl.load(
         query + at_query[:, None] + column[None, :],
         mask=valid[:, None] & (column < DIM)[None, :],
@@ -147,9 +147,9 @@ def attend(
         if SOFTCAP:
             # softcap * tanh(scores / softcap), without a quotient of two infinities.
             scores = softcap - 2 * softcap / (1 + tl.exp(scores * (2 / softcap)))
-        visible = inside[None, :] & (key[None, :] <= (position + which)[:, None])
+        visible = inside[None, :] & (key[None, :] <= (position + query_place)[:, None])
         if WINDOW:
-            visible = visible & (key[None, :] > (position + which - window)[:, None])
+            visible = visible & (key[None, :] > (position + query_place - window)[:, None])
         scores = tl.where(visible, scores * LOG2E, float("-inf"))
         higher = tl.maximum(peak, tl.max(scores, 1))
         # Before a query's first key nothing is to be subtracted.
@@ -166,7 +166,7 @@ def attend(
 
     stored = valid[:, None] & (value_column < VALUE_DIM)[None, :]
     if SPLITS == 1:
-        at = ((token + which) * (KV * GROUP) + head) * VALUE_DIM
+        at = ((token + query_place) * (KV * GROUP) + head) * VALUE_DIM
         result = (result / total[:, None]).to(out.dtype.element_ty)
         tl.store(out + at[:, None] + value_column[None, :], result, mask=stored)
     else:

@@ -51,12 +51,12 @@ MODULES = ("triton_kernels", "triton_fixed_kernels")
 def _prove_product(operations: "FixedOperations", dtype: torch.dtype, device: torch.device) -> None:
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(n, 96, generator=generator).to(dtype) for n in (70, 40))
-    want = x.double() @ weight.double().T
+    expected = x.double() @ weight.double().T
     try:
-        got = operations.linear(x.to(device), operations.pack([weight.to(device)], dtype=dtype))
+        result = operations.linear(x.to(device), operations.pack([weight.to(device)], dtype=dtype))
     except Exception as error:
         raise NotAvailableError(f"Triton's product does not run here: {brief(error)}") from error
-    difference = float(((got.cpu().double() - want).abs() / (1 + want.abs())).max())
+    difference = float(((result.cpu().double() - expected).abs() / (1 + expected.abs())).max())
     if not difference <= TOLERANCE[dtype]:
         raise NotAvailableError(f"Triton's product differs from the reference by {difference:.2g}")
 

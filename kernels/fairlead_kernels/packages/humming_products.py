@@ -167,9 +167,9 @@ class HummingProducts:
             raise NotAvailableError(UNPACKAGED)
         if int(groups.zeros.max()) > 15:
             raise NotAvailableError("a zero point is above 15")
-        moved, sizes = (scales.to(self.dtype).float() - scales).abs(), scales.abs()
-        allowed = SCALE[self.dtype] * torch.maximum(sizes, sizes.max() / 16)
-        if not bool((moved <= allowed).all()):
+        errors, sizes = (scales.to(self.dtype).float() - scales).abs(), scales.abs()
+        limits = SCALE[self.dtype] * torch.maximum(sizes, sizes.max() / 16)
+        if not bool((errors <= limits).all()):
             raise NotAvailableError(f"{name_of(self.dtype)} does not hold all of its scales")
 
     def _part(self, data: Tensor, scales: Tensor, zeros: Tensor, order: Tensor | None) -> Part:
@@ -225,20 +225,20 @@ class HummingProducts:
         x = torch.randn(BOUNDS[-1] + 1, packed.columns, generator=generator)
         x = x.to(self._device, self.dtype)
         with compilers(self._workers):
-            got = [packed.multiply(x[:tokens]) for tokens in (1, *BOUNDS, len(x))]
-        worst: list[Tensor] = []  # of tensors, so that NaN stays NaN
+            results = [packed.multiply(x[:tokens]) for tokens in (1, *BOUNDS, len(x))]
+        differences: list[Tensor] = []  # of tensors, so that NaN stays NaN
         for span, order in _runs(groups):
             inputs = (x if order is None else x[:, order]).float()
             for begin in range(span.start, span.stop, ROWS_AT_A_TIME):
                 rows = slice(begin, min(begin + ROWS_AT_A_TIME, span.stop))
                 parts = data[rows], scales[:, rows].T, groups.zeros[:, rows].T
-                want = inputs @ widened(*parts, torch.float32).T
+                expected = inputs @ widened(*parts, torch.float32).T
                 # Rows of scales that are zeros are zeros.
-                largest = want.abs().amax(0).clamp_(min=torch.finfo(torch.float32).tiny)
-                for y in got:
-                    different = (y[:, rows].float() - want[: len(y)]).abs().amax(0)
-                    worst.append((different / largest).max())
-        difference = float(torch.stack(worst).max())
+                largest = expected.abs().amax(0).clamp_(min=torch.finfo(torch.float32).tiny)
+                for y in results:
+                    row_differences = (y[:, rows].float() - expected[: len(y)]).abs().amax(0)
+                    differences.append((row_differences / largest).max())
+        difference = float(torch.stack(differences).max())
         if not difference <= TOLERANCE[self.dtype]:
             raise NotAvailableError(
                 f"it differs from the reference by {difference:.2g} of a row's largest"

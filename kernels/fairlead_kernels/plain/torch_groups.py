@@ -36,12 +36,12 @@ def linear(
     """Multiply x [T, columns] by a copy of the weights in its type, as the packages that publish
     them do.
     """
-    copied = widened(weight.data, scales.T, groups.zeros.T, x.dtype)
+    matrix = widened(weight.data, scales.T, groups.zeros.T, x.dtype)
     parts, first = [], 0
     for rows, order in groups.orders:
         span = slice(first, first + rows)
         inputs = x if order is None else x[:, order]
-        parts.append(F.linear(inputs, copied[span], None if bias is None else bias[span]))
+        parts.append(F.linear(inputs, matrix[span], None if bias is None else bias[span]))
         first += rows
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 

@@ -153,11 +153,13 @@ def prove_fp8(device: torch.device) -> None:
     x = torch.randn(5, 64, generator=generator).bfloat16()
     weight = quantize(torch.randn(32, 64, generator=generator), "fp8")
     try:
-        got = _fp8_product(x.to(device), weight.numbers.to(device), weight.scales.to(device)).cpu()
+        result = _fp8_product(
+            x.to(device), weight.numbers.to(device), weight.scales.to(device)
+        ).cpu()
     except Exception as error:
         raise NotAvailableError(f"they are not multiplied here: {brief(error)}") from error
-    want = quantize(x.float(), "fp8").dequantize() @ weight.dequantize().T
-    difference = float(((got - want).abs() / (1 + want.abs())).max())
+    expected = quantize(x.float(), "fp8").dequantize() @ weight.dequantize().T
+    difference = float(((result - expected).abs() / (1 + expected.abs())).max())
     if not difference <= FP8_TOLERANCE:
         raise NotAvailableError(f"their product differs from the definition by {difference:.2g}")
 

@@ -100,9 +100,9 @@ def _difference(
     query = query.to(h.dtype)
     sinks = random(h.query).to(h.dtype) if kind.sinks else None
     spec = LayerSpec(kind.scale, kind.window, kind.softcap, sinks)
-    want = reference.attend(ragged, query, keys, values, spec)
+    expected = reference.attend(ragged, query, keys, values, spec)
     if sinks is not None:
         spec = LayerSpec(kind.scale, kind.window, kind.softcap, sinks.to(device))
     plan = attention.plan(ragged)
-    got = attention.run(plan, query.to(device), keys.to(device), values.to(device), spec)
-    return float((got.cpu().double() - want.double()).abs().max())
+    result = attention.run(plan, query.to(device), keys.to(device), values.to(device), spec)
+    return float((result.cpu().double() - expected.double()).abs().max())

@@ -32,11 +32,11 @@ def prove(
     run or computes something else.
     """
     try:
-        got = _results(operations, dtype, device, cache_dtype or dtype).cpu()
+        results = _results(operations, dtype, device, cache_dtype or dtype).cpu()
     except Exception as error:
         raise NotAvailableError(f"Triton does not run here: {brief(error)}") from error
-    want = _results(reference, dtype, torch.device("cpu"), cache_dtype or dtype)
-    difference = float(((got - want).abs() / (1 + want.abs())).max())
+    expected = _results(reference, dtype, torch.device("cpu"), cache_dtype or dtype)
+    difference = float(((results - expected).abs() / (1 + expected.abs())).max())
     if not difference <= TOLERANCE:
         raise NotAvailableError(f"a Triton kernel differs from the reference by {difference:.2g}")
 
