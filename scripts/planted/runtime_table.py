@@ -591,7 +591,14 @@ BUGS = (
     PackageBug(
         "a model with an fp8 cache is judged by its worst token",
         "fairlead_runtime.device.proof.selftest:_difference",
-        "tokens.median() if fp8_cache else tokens.max()",
+        "float(tokens.median())",
+        "float(tokens.max())",
+        ("unit/device/test_selftest.py",),
+    ),
+    PackageBug(
+        "a model in bfloat16 is judged by its worst token",
+        "fairlead_runtime.device.proof.selftest:_difference",
+        "tokens.square().mean().sqrt() if half and not experts else tokens.max()",
         "tokens.max()",
         ("unit/device/test_selftest.py",),
     ),

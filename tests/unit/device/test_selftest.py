@@ -182,6 +182,19 @@ def test_the_self_test_finds_a_cache_that_is_not_rounded() -> None:
         selftest.check(model, attention.attention, wide)
 
 
+def test_in_half_precision_single_tokens_decide_less_than_all(model: PagedModel) -> None:
+    plain = [torch.randn(7, 50, generator=torch.Generator().manual_seed(n)) for n in range(3)]
+    ours = [x.clone() for x in plain]
+    ours[0][3] = plain[0][3].flip(0)
+    half: Any = SimpleNamespace(
+        heads=replace(model.heads, dtype=torch.bfloat16), model=SimpleNamespace(config=None)
+    )
+    worst, mean = (selftest._difference(m, ours, plain, fp8_cache=False) for m in (model, half))
+    assert mean == pytest.approx(worst / 21**0.5)
+    half.model.config = SimpleNamespace(num_local_experts=4)
+    assert selftest._difference(half, ours, plain, fp8_cache=False) < 1e-6, "medians of the last"
+
+
 def test_with_an_fp8_cache_some_tokens_may_move_as_far_as_they_like_and_most_may_not(
     model: PagedModel,
 ) -> None:
