@@ -15,7 +15,7 @@ from typing import Self
 import torch
 from tqdm import tqdm
 
-from fairlead_runtime.build.build_engine import EngineParts, build
+from fairlead_runtime.build.build_engine import BuiltEngine, build
 from fairlead_runtime.grammar.checker import Checker
 from fairlead_runtime.hub.download_progress import resolve_with_bar
 from fairlead_runtime.models import chat
@@ -67,7 +67,7 @@ class LLM:
         settings = EngineConfig.from_mapping(engine_config)
         # A batch has no client that waits for an answer: requests may queue for any time.
         path = resolve_with_bar(model, settings)
-        self._parts: EngineParts | None = build(path, settings, queue_timeout=math.inf)
+        self._parts: BuiltEngine | None = build(path, settings, queue_timeout=math.inf)
         self._grammars = Checker(self._parts.grammar_facts)
 
     def generate(
@@ -198,13 +198,13 @@ class LLM:
             raise RequestError("prompt", "must be a text or {'prompt_token_ids': [integers]}")
         return tuple(ids)
 
-    def _require_parts(self) -> EngineParts:
+    def _require_parts(self) -> BuiltEngine:
         if self._parts is None:
             raise RuntimeError("this LLM is shut down: create a new one")
         return self._parts
 
     @property
-    def parts(self) -> EngineParts:
+    def parts(self) -> BuiltEngine:
         """The engine and its parts, for the command line and for tests."""
         return self._require_parts()
 

@@ -401,14 +401,14 @@ BUGS = (
     PackageBug(
         "profiled logits are not scaled up",
         "fairlead_runtime.device.warmup.profiling:profile",
-        '"logits": logits * whole // rows,',
+        '"logits": logits * max_rows // rows,',
         '"logits": logits,',
         ("unit/device/test_profiling.py",),
     ),
     PackageBug(
         "profiled sampling is not scaled up",
         "fairlead_runtime.device.warmup.profiling:profile",
-        '"sampling": sampling * whole // rows,',
+        '"sampling": sampling * max_rows // rows,',
         '"sampling": sampling,',
         ("unit/device/test_profiling.py",),
     ),

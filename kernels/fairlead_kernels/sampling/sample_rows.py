@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fairlead_kernels.sampling import logit_edits
+from fairlead_kernels.sampling import logit_edits, splitmix64
 from fairlead_kernels.sampling import sample as ops
 
 # Logits that one pass works on: its temporaries take up to 48 bytes for each.
@@ -25,7 +25,7 @@ NOT_FINITE, NOTHING_LEFT = -1, -2
 _DIGITS = ((20, 11), (10, 10), (0, 10))
 _GOLDEN, _MUL1, _MUL2 = (
     word - (1 << 64) if word >= 1 << 63 else word
-    for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+    for word in (splitmix64.GOLDEN, splitmix64.MUL1, splitmix64.MUL2)
 )
 
 

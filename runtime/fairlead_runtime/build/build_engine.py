@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fairlead_runtime.build.checks import check, device_facts, dtype_name
 from fairlead_runtime.build.host import cpu_limit, resident_bytes
-from fairlead_runtime.build.load_rank import RankParts, load_rank
+from fairlead_runtime.build.load_rank import LoadedRank, load_rank
 from fairlead_runtime.build.rank_leader import Lost, Ranks
 from fairlead_runtime.build.resolve import ResolvedConfig, resolve, summary
 from fairlead_runtime.device.memory.storage import CacheStorage
@@ -57,7 +57,7 @@ NOT_MEASURED = {
 
 
 @dataclass(frozen=True, slots=True)
-class EngineParts:
+class BuiltEngine:
     """An engine whose model passed the self-test, and what the HTTP server and LLM need with it."""
 
     engine: Engine
@@ -86,7 +86,7 @@ def build(
     queue_timeout: float | None = None,
     beside: int | None = None,
     lost: Lost | None = None,
-) -> EngineParts:
+) -> BuiltEngine:
     """Load the model in directory ``path`` and build its engine; takes seconds to minutes.
 
     ``queue_timeout`` (seconds) overrides the configured one. ``beside``: the bytes of RAM that the
@@ -121,7 +121,7 @@ def build(
 
 
 def _with_engine(
-    parts: RankParts,
+    parts: LoadedRank,
     inspected: InspectedModel,
     config: EngineConfig,
     device: DeviceFacts,
@@ -130,7 +130,7 @@ def _with_engine(
     now: Callable[[], float],
     queue_timeout: float | None,
     ranks: Ranks | None,
-) -> EngineParts:
+) -> BuiltEngine:
     loaded, model, profile = parts.loaded, parts.model, parts.profile
     measured = parts.measured if ranks is None else ranks.sync(parts.measured)
     if device.kind == "cpu":
@@ -166,7 +166,7 @@ def _with_engine(
         model,
         cache,
         parts.attention,
-        max_logits=min(limits.max_requests, limits.max_batch_tokens),
+        max_logits=limits.max_rows,
         guides=guides,
         followers=ranks,
         decodes=decodes,
@@ -184,7 +184,7 @@ def _with_engine(
         loaded, cache, runner, launcher, resolved, profile, queue_timeout, observer, now, guides
     )
     facts = ModelFacts(loaded.eos_ids, loaded.shape.vocab, resolved.config.seed)
-    return EngineParts(
+    return BuiltEngine(
         engine=engine,
         facts=facts,
         intake=Intake(engine.bounds.resolve_max_tokens, facts),

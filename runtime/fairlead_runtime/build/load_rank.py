@@ -33,7 +33,7 @@ log = logging.getLogger("fairlead.build")
 
 
 @dataclass(frozen=True, slots=True)
-class RankParts:
+class LoadedRank:
     """What a rank serves, and what it takes."""
 
     loaded: LoadedModel
@@ -70,7 +70,7 @@ def load_rank(
     device: DeviceFacts,
     group: Group | None,
     now: Callable[[], float] = time.monotonic,
-) -> RankParts:
+) -> LoadedRank:
     """Load the model, or with ``group`` this rank's part of it, test and measure it.
 
     Every rank makes the same passes in the same order: they meet in each of them. Raises as
@@ -113,7 +113,7 @@ def load_rank(
     if result is not None:
         log.info("%s", result)
     profile = _profile(model, choice.attention, config, loaded.max_model_len)
-    return RankParts(loaded, served, result, profile, loaded_at)
+    return LoadedRank(loaded, served, result, profile, loaded_at)
 
 
 def compilers_of(cpus: int, memory: int) -> int:
@@ -125,7 +125,7 @@ def compilers_of(cpus: int, memory: int) -> int:
 
 def price_of_attention(attention: AttentionBackend, model: PagedModel, config: EngineConfig) -> str:
     """What a step's decodes take of it, in words, measured now."""
-    rows = min(config.max_requests, config.max_batch_tokens)
+    rows = config.max_rows
     sizes = model.heads, model.kinds, model.device, rows, config.block_size
     return f"attention on {attention.name}: {timing(_keeps_nothing(attention, model), *sizes)}"
 

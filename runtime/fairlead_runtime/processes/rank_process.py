@@ -26,7 +26,7 @@ from fairlead_runtime.serving.remote_engine import refusal_of
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
 
 if TYPE_CHECKING:
-    from fairlead_runtime.build.load_rank import RankParts
+    from fairlead_runtime.build.load_rank import LoadedRank
     from fairlead_runtime.device.memory.storage import CacheStorage
     from fairlead_runtime.device.model.rank_group import Group
 
@@ -114,7 +114,7 @@ def _follow(leader: _Leader, store: int) -> NoReturn:
     _serve(leader, parts, cache, group)
 
 
-def _serve(leader: _Leader, parts: "RankParts", cache: "CacheStorage", group: "Group") -> NoReturn:
+def _serve(leader: _Leader, parts: "LoadedRank", cache: "CacheStorage", group: "Group") -> NoReturn:
     from fairlead_runtime.device.ranks import rank_messages
 
     while True:

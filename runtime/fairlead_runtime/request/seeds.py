@@ -1,19 +1,16 @@
 """Seeds of random draws.
 
 Owns the 64-bit mixer and the rule that gives a seed to a request without one. Keeps no state, reads
-no clock and imports nothing, so that a replayed run has the same seeds.
+no clock and imports only constants, so that a replayed run has the same seeds.
 """
 
+from fairlead_kernels.sampling.splitmix64 import GOLDEN, MUL1, MUL2
+
 MASK64 = 2**64 - 1
-GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: the step of splitmix64
-MUL1 = 0xBF58476D1CE4E5B9
-MUL2 = 0x94D049BB133111EB
 
 
 def mix64(value: int) -> int:
-    """One step of splitmix64 (Steele, Lea and Flood, OOPSLA 2014): a bijection of 64-bit words that
-    maps neighbours far apart.
-    """
+    """One step of splitmix64: a bijection of 64-bit words that maps neighbours far apart."""
     x = (value + GOLDEN) & MASK64
     x = ((x ^ (x >> 30)) * MUL1) & MASK64
     x = ((x ^ (x >> 27)) * MUL2) & MASK64

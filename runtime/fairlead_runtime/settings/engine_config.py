@@ -376,11 +376,14 @@ class EngineConfig:
         """Whether keys and values are cached as 8-bit floats."""
         return self.cache_dtype == "fp8"
 
+    @property
+    def max_rows(self) -> int:
+        """The most rows of a step: max_requests, each with one of max_batch_tokens or more."""
+        return min(self.max_requests, self.max_batch_tokens)
+
     def clamped(self) -> Self:
-        """The same with max_requests at most max_batch_tokens: a step gives every running request
-        at least one token.
-        """
-        return dataclasses.replace(self, max_requests=min(self.max_requests, self.max_batch_tokens))
+        """A copy whose max_requests all have a row in each step."""
+        return dataclasses.replace(self, max_requests=self.max_rows)
 
     def to_args(self) -> list[str]:
         """Flags of all settings that differ from their default, in field order.

@@ -21,7 +21,7 @@ def step_sizes(config: EngineConfig) -> tuple[int, ...]:
     step. Each size has a plan of attention, so the interval is doubled while there are more sizes
     than ``max_cached_graphs`` and that makes fewer.
     """
-    most, interval = min(config.max_requests, config.max_batch_tokens), config.q_padding_interval
+    most, interval = config.max_rows, config.q_padding_interval
     sizes = _sizes(most, interval)
     while len(sizes) > config.max_cached_graphs and interval < most:
         interval *= 2

@@ -148,7 +148,7 @@ def decode_state(shape: ModelShape, config: EngineConfig, groups: Sequence[Layer
     padding, with the blocks of every group and a list of changed logits; the unit that
     padding writes to; the tokens' hashes.
     """
-    rows = min(config.max_requests, config.max_batch_tokens)
+    rows = config.max_rows
     blocks = len(groups) * ceil_div(max_model_len(shape, config), config.block_size)
     row = ROW_BYTES + ENTRY * blocks + LISTED * list_room(shape.vocab)
     cached = unit_bytes(shape, config, groups)
@@ -215,7 +215,7 @@ class Bookkeeping:
 
     @classmethod
     def of(cls, shape: ModelShape, config: EngineConfig, groups: int) -> Self:
-        size, rows = config.block_size, min(config.max_requests, config.max_batch_tokens)
+        size, rows = config.block_size, config.max_rows
         return cls(
             queue=(config.max_queue + rows) * QUEUE_TOKENS * WAITING_TOKEN_BYTES,
             block=groups * (UNIT_BYTES + 8 * size),

@@ -12,7 +12,7 @@ from typing import Literal
 import pytest
 import torch
 
-from fairlead_runtime.build.build_engine import EngineParts, build
+from fairlead_runtime.build.build_engine import BuiltEngine, build
 from fairlead_runtime.device.sampling.host_sampler import SampledTokens, SamplingBatch, sample
 from fairlead_runtime.device.step.model_runner import ModelRunner
 from fairlead_runtime.models import tiny
@@ -63,7 +63,7 @@ class Faulty:
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma2"])
-def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> EngineParts:
+def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> BuiltEngine:
     path = tiny.save(tiny.build(request.param), tmp_path_factory.mktemp("model"))
     # Memory is scarce: some requests are preempted and resumed around the fault.
     return build(
@@ -84,7 +84,7 @@ def workload() -> list[Request]:
     return requests
 
 
-def serve(built: EngineParts) -> Collected:
+def serve(built: BuiltEngine) -> Collected:
     engine = built.engine
     engine._scheduler = engine._make_scheduler()
     for request in workload():
@@ -95,7 +95,7 @@ def serve(built: EngineParts) -> Collected:
     return collected
 
 
-def test_a_fault_at_any_step_ends_only_the_request_it_hits(built: EngineParts) -> None:
+def test_a_fault_at_any_step_ends_only_the_request_it_hits(built: BuiltEngine) -> None:
     runner = built.engine._executor
     assert isinstance(runner, ModelRunner)
     faulty = Faulty(runner)

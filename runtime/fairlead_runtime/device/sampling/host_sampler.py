@@ -28,9 +28,9 @@ from torch import Tensor
 
 from fairlead_kernels.sampling import sample as ops
 from fairlead_kernels.sampling.sample_rows import NOT_FINITE, NOTHING_LEFT
+from fairlead_kernels.sampling.splitmix64 import GOLDEN, MUL1, MUL2
 from fairlead_runtime.device.sampling.logits_processors import LogitChanges
 from fairlead_runtime.request.logprobs import TokenLogprobs
-from fairlead_runtime.request.seeds import GOLDEN, MUL1, MUL2
 from fairlead_runtime.request.sequence import NOTHING_ALLOWED, Sequence
 
 NON_FINITE = "the model's logits for this request are not finite"

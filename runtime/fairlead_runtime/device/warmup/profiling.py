@@ -93,14 +93,14 @@ def profile(
     """
     on_cpu = model.device.type == "cpu"
     tokens = min(max_batch_tokens, CPU_TOKENS) if on_cpu else max_batch_tokens
-    rows = min(max_requests, max_batch_tokens, CPU_ROWS if on_cpu else max_requests)
+    max_rows = min(max_requests, max_batch_tokens)
+    rows = min(max_rows, CPU_ROWS) if on_cpu else max_rows
     longest = min(tokens, max_model_len, CPU_ROW if on_cpu else tokens)
     lengths = [min(longest, tokens - at) for at in range(0, tokens, longest)]
-    whole = min(max_requests, max_batch_tokens)
 
     if isinstance(backend, CpuAttention):
         prefill = _cpu_step(model, backend, tokens, max_batch_tokens, samples=False)
-        decode = _cpu_step(model, backend, rows, whole, samples=True)
+        decode = _cpu_step(model, backend, rows, max_rows, samples=True)
     else:
         prefill = _step(model, lengths, samples=False)
         decode = _step(model, [1] * rows, samples=True)
@@ -117,14 +117,14 @@ def profile(
         sampling = max(sampling, _peak(model.device, _dense_draw(scores)))
     measured = {
         "activations": activations * max_batch_tokens // tokens,
-        "logits": logits * whole // rows,
-        "sampling": sampling * whole // rows,
-        "batch": _batch(model, max_batch_tokens, whole, max_model_len, block_size),
+        "logits": logits * max_rows // rows,
+        "sampling": sampling * max_rows // rows,
+        "batch": _batch(model, max_batch_tokens, max_rows, max_model_len, block_size),
     }
     if isinstance(backend, TorchAttention):
         measured["attention"] = _attention(model, backend, max_batch_tokens, max_model_len)
     elif isinstance(backend, DecodeAttention):
-        measured["attention"] = backend.reserve(whole)
+        measured["attention"] = backend.reserve(max_rows)
     return Profile(measured, token_seconds, decode_seconds)
 
 
