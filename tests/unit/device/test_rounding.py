@@ -17,36 +17,11 @@ from fairlead_runtime.device.conversion.recording_pass import (
     repeat,
 )
 from fairlead_runtime.device.conversion.rounding import Changes, Noise
-from fairlead_runtime.device.model.paged_attention import CURRENT_PASS, AttentionCall
-from fairlead_runtime.device.model.paged_model import PagedModel, ProbePass
+from fairlead_runtime.device.model.paged_model import PagedModel
 from fairlead_runtime.models import families, tiny
+from support.layer_faults import run, scale_a_head
 
 FAMILIES = ("llama", "qwen2", "gemma3_text", "gpt2", "gpt_neox")
-
-
-class Attention(ProbePass):
-    """A pass whose attention gives something else."""
-
-    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
-        super().__init__(torch.tensor([0]))
-        self._change = change
-
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
-    ) -> Tensor:
-        return self._change(super().attend(layer, query, key, value, call))
-
-
-def run(
-    layer: Any, recorded: Recorded, change: Callable[[Tensor], Tensor] = lambda x: x, **more: Any
-) -> Tensor:
-    token = CURRENT_PASS.set(Attention(change))
-    try:
-        with torch.inference_mode():
-            out: Tensor = layer(recorded.input, **{**(recorded.arguments or {}), **more})[0]
-            return out
-    finally:
-        CURRENT_PASS.reset(token)
 
 
 def first_layer(family: str, massive: float) -> tuple[Any, Recorded, Noise]:
@@ -80,10 +55,6 @@ def test_a_layer_in_float64_is_the_same_but_for_rounding(family: str, massive: f
     }
     exact = Recorded([], input=recorded.input.double(), arguments=arguments)
     assert noise.explains(run(copy.deepcopy(layer).double(), exact), recorded.output[0])
-
-
-def scale_a_head(out: Tensor) -> Tensor:
-    return torch.cat([out[:, :1] * 1.01, out[:, 1:]], dim=1)
 
 
 @pytest.mark.parametrize("massive", [0.0, 1e4])

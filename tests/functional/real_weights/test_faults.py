@@ -1,0 +1,163 @@
+"""Faults planted in published models are refused: in single layers, whose results rounding moves by
+little, and in the whole model as it would be served.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fairlead_runtime.device.conversion.recording_pass import (
+    Recorded,
+    decoder_layers,
+    record,
+    repeat,
+)
+from fairlead_runtime.device.conversion.rounding import Noise
+from fairlead_runtime.device.model import paged_model
+from fairlead_runtime.device.model.paged_model import PagedModel
+from fairlead_runtime.device.proof import selftest
+from fairlead_runtime.models import loading
+from fairlead_runtime.models.model_error import SelfTestError
+from fairlead_runtime.settings.engine_config import EngineConfig
+from support.layer_faults import run, scale_a_head
+from support.real_weights import GEMMA, SMOLLM2, Published
+
+pytestmark = [pytest.mark.full, pytest.mark.timeout(3600)]
+MODELS = pytest.mark.parametrize("published", [SMOLLM2, GEMMA], ids=lambda model: model.name)
+
+
+def load(published: Published, dtype: str) -> loading.LoadedModel:
+    config = EngineConfig(dtype=dtype, max_model_len=2048)  # type: ignore[arg-type]
+    return loading.load(published.folder(), config=config)
+
+
+# -- single layers
+
+
+def rounded_twice(layer: Any, recorded: Recorded) -> Tensor:
+    """The layer's result with a bit less of its last matrix than bfloat16 has."""
+    weight = layer.mlp.down_proj.weight.data
+    layer.mlp.down_proj.weight.data = (
+        weight.view(torch.int32).bitwise_and(-(1 << 17)).view(torch.float32)
+    )
+    try:
+        return run(layer, recorded)
+    finally:
+        layer.mlp.down_proj.weight.data = weight
+
+
+def without_a_vector(layer: Any, recorded: Recorded) -> Tensor:
+    """The layer's result without the weights of the norm before its MLP."""
+    norm = getattr(layer, "pre_feedforward_layernorm", layer.post_attention_layernorm)
+    weight = norm.weight.data
+    norm.weight.data = torch.ones_like(weight)
+    try:
+        return run(layer, recorded)
+    finally:
+        norm.weight.data = weight
+
+
+def with_another_base(layer: Any, recorded: Recorded) -> Tensor:
+    arguments = recorded.arguments or {}
+    (name,) = (name for name, x in arguments.items() if isinstance(x, tuple))
+    cos, sin = arguments[name]
+    angle = torch.atan2(sin, cos) * 1.02  # at most 4 degrees
+    more: Any = {name: (angle.cos(), angle.sin())}
+    return run(layer, recorded, **more)
+
+
+LAYER_FAULTS: dict[str, Callable[[Any, Recorded], Tensor]] = {
+    "one head is scaled by 1.01": partial(run, change=scale_a_head),
+    "heads are swapped": partial(run, change=lambda x: x.flip(1)),
+    "tokens read as their neighbours do": partial(run, change=lambda x: x.roll(1, 0)),
+    "rotary embeddings have another base": with_another_base,
+    "one matrix is rounded twice": rounded_twice,
+    "a norm's vector is forgotten": without_a_vector,
+}
+
+
+@MODELS
+@torch.inference_mode()
+def test_no_fault_of_any_layer_is_explained_by_rounding(published: Published) -> None:
+    model = paged_model.prepare(load(published, "float32"))
+    layers = decoder_layers(model)
+    explained = []
+    for index, (layer, recorded) in enumerate(zip(layers, record(model, layers), strict=True)):
+        want = recorded.output[0]
+        noise = Noise.of(want, partial(repeat, layer, recorded))
+        assert noise.explains(run(layer, recorded), want)
+        explained += [
+            (index, name)
+            for name, plant in LAYER_FAULTS.items()
+            if noise.explains(plant(layer, recorded), want)
+        ]
+    assert explained == []
+
+
+# -- the whole model
+
+
+def swap_heads(model: PagedModel) -> None:
+    """The first and the last head, in every second layer."""
+    dim = model.heads.dim
+    layers: Any = decoder_layers(model)[::2]
+    for layer in layers:
+        out = layer.self_attn.o_proj
+        matrix = getattr(out, "bits", None)
+        matrix = out.weight if matrix is None else matrix
+        first = matrix.data[:, :dim].clone()
+        matrix.data[:, :dim] = matrix.data[:, -dim:]
+        matrix.data[:, -dim:] = first
+
+
+def change_the_base(model: PagedModel) -> None:
+    """Of the rotary embeddings, to its 1.3th power."""
+    for name, buffer in model.model.named_buffers():
+        if name.endswith("inv_freq") and "original" not in name:
+            buffer.copy_(buffer**1.3)
+
+
+def narrow_the_windows(model: PagedModel) -> None:
+    """To 100 tokens, of full layers, too."""
+    model.windows = (100,) * len(model.windows)
+
+
+def scale_the_embeddings(model: PagedModel) -> None:
+    """By the root of their width, as Gemma's are; Gemma's twice."""
+    embeddings: Any = model.model.get_input_embeddings()
+    head: Any = model.model.get_output_embeddings()
+    tied = head.weight.data_ptr() == embeddings.weight.data_ptr()
+    if tied:
+        head.weight = torch.nn.Parameter(head.weight.data.clone(), requires_grad=False)
+    embeddings.weight.data.mul_(math.sqrt(embeddings.weight.shape[1]))
+
+
+@MODELS
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "bfloat16 int8"])
+@pytest.mark.parametrize(
+    "plant", [swap_heads, change_the_base, narrow_the_windows, scale_the_embeddings]
+)
+def test_a_faulty_model_is_refused(
+    published: Published,
+    kind: str,
+    plant: Callable[[PagedModel], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After transformers' own logits are known, and before its layers are fused: these are then
+    what the faulty modules compute, and the self-test alone can see it.
+    """
+    fuse: Any = selftest._fused
+
+    def fuse_the_faulty(model: PagedModel, *arguments: Any, **settings: Any) -> Any:
+        plant(model)
+        return fuse(model, *arguments, **settings)
+
+    monkeypatch.setattr(selftest, "_fused", fuse_the_faulty)
+    dtype, _, quantization = kind.partition(" ")
+    with pytest.raises(SelfTestError, match=r"logits of '\w+' differ from plain transformers by"):
+        selftest.prepare_and_test(load(published, dtype), quantization=quantization or "none")
