@@ -154,7 +154,8 @@ def test_a_faulty_model_is_refused(
     fuse: Any = selftest._fused
 
     def fuse_the_faulty(model: PagedModel, *arguments: Any, **settings: Any) -> Any:
-        plant(model)
+        with torch.inference_mode():
+            plant(model)
         return fuse(model, *arguments, **settings)
 
     monkeypatch.setattr(selftest, "_fused", fuse_the_faulty)
