@@ -38,7 +38,6 @@ class Start(NamedTuple):
 CACHED = "fused 0/30 layers"
 # Each with what the log says of its layers.
 STARTS = {
-    Start(SMOLLM2, "float32"): "fused 30/30 layers, float32 head",
     Start(SMOLLM2, "float32", "int8"): "fused 30/30 layers, int8 weights, int8 head",
     Start(SMOLLM2, "bfloat16", deterministic=True): (
         "fused 30/30 layers, bfloat16 weights, bfloat16 head"
@@ -49,6 +48,7 @@ STARTS = {
 }
 # The long form's alone.
 MORE_STARTS = {
+    Start(SMOLLM2, "float32"): "fused 30/30 layers, float32 head",
     Start(SMOLLM2, "bfloat16"): "fused 30/30 layers, bfloat16 weights, bfloat16 head",
     Start(SMOLLM2, "float32", deterministic=True): "fused 30/30 layers, float32 head",
     Start(SMOLLM2, "bfloat16", fp8_cache=True): CACHED,

@@ -191,7 +191,9 @@ def test_in_half_precision_single_tokens_decide_less_than_all(model: PagedModel)
     )
     worst, mean = (selftest._difference(m, ours, plain, fp8_cache=False) for m in (model, half))
     assert mean == pytest.approx(worst / 21**0.5)
+    assert selftest._tolerance(half) == selftest.TOLERANCE[torch.bfloat16]
     half.model.config = SimpleNamespace(num_local_experts=4)
+    assert selftest._tolerance(half) == selftest.EXPERTS_TOLERANCE[torch.bfloat16]
     assert selftest._difference(half, ours, plain, fp8_cache=False) < 1e-6, "medians of the last"
 
 

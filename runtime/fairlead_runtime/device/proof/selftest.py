@@ -267,7 +267,7 @@ def _check(
     model: PagedModel, choice: BackendChoice, fusion: Fusion, whole: "_Whole", *, fp8: bool
 ) -> SelfTestResult:
     """``check`` in every pass, and what it costs that weights and cache are rounded."""
-    rounded = max(TOLERANCE[model.heads.dtype], ROUNDED_TOLERANCE) if fusion.rounds else None
+    rounded = max(_tolerance(model), ROUNDED_TOLERANCE) if fusion.rounds else None
 
     def compare(step: _Pass) -> SelfTestResult:
         expected = whole.cached if step.fp8_cache and whole.cached else whole.expected
@@ -521,8 +521,7 @@ class Expected:
             exact, perplexity = compute()
         if not judged or not (half or fp8_cache):
             return cls(prompts, exact, perplexity=perplexity, fp8_cache=fp8_cache)
-        modules = nullcontext() if half else Changes(model.device).inside(model.model.modules())
-        with modules:
+        with nullcontext() if half else Changes(model.device).inside(model.model.modules()):
             rounded, own = compute()
         moved = _difference(model, rounded, exact, fp8_cache=fp8_cache)
         return cls(prompts, exact, moved, perplexity + own * half, fp8_cache)
@@ -541,17 +540,16 @@ def check(
     expected: Expected,
     tolerance: float | None = None,
 ) -> SelfTestResult:
-    """Compare our pass with the expected one on about 200 tokens; raises SelfTestError beyond the
-    tolerance, TOLERANCE or CACHE_TOLERANCE of the model's type if None, and OWN times what its type
-    does to this model. The cache is as what is expected says.
+    """Compare our pass with the expected one on about 200 tokens, with a cache of the type that
+    ``expected`` was computed with. Raises SelfTestError beyond the tolerance (None: that of the
+    model's type) and beyond OWN times what its type does to this model.
     """
     fp8_cache, dtype = expected.fp8_cache, model.heads.dtype
     rows = _paged_logits(model, backend, expected.prompts, fp8_cache=fp8_cache)
     ours = [torch.stack([row[position] for position in sorted(row)]) for row in rows]
     delta = _difference(model, ours, expected.logits, fp8_cache=fp8_cache)
     if tolerance is None:
-        plain = EXPERTS_TOLERANCE if has_experts(model) else TOLERANCE
-        tolerance = (CACHE_TOLERANCE if fp8_cache else plain)[dtype]
+        tolerance = CACHE_TOLERANCE[dtype] if fp8_cache else _tolerance(model)
     tolerance = max(tolerance, OWN * expected.own)
     if not delta <= tolerance:
         name = str(dtype).removeprefix("torch.")
@@ -596,12 +594,17 @@ def _rounding(
     return Rounding(what, moved, worst, float(same.mean()), allowed, perplexity)
 
 
+def _tolerance(model: PagedModel) -> float:
+    """The difference that rounding explains in a model of this type, without an fp8 cache."""
+    return (EXPERTS_TOLERANCE if has_experts(model) else TOLERANCE)[model.heads.dtype]
+
+
 def _difference(
     model: PagedModel, ours: list[torch.Tensor], plain: list[torch.Tensor], *, fp8_cache: bool
 ) -> float:
-    """That of logits [positions, vocabulary] of each prompt: in float32 the worst token's, in half
-    precision the root mean square over the tokens, which single tokens that rounding moves far
-    decide less, with ``fp8_cache`` the median token's; infinite where one is NaN.
+    """The difference of all prompts' logits [positions, vocabulary]: in float32 the worst token's,
+    in half precision the root mean square over the tokens, which single tokens that rounding moves
+    far decide less, with ``fp8_cache`` the median token's; infinite where one is NaN.
     """
     half = model.heads.dtype is not torch.float32
     experts = half and has_experts(model) and not fp8_cache
