@@ -80,7 +80,7 @@ check: setup ## lint, types, import contracts, unit and contract tests, side by 
 lint: style types imports ## ruff, mypy, import-linter
 
 # The most percent of each package's names that may be pronouns and participles alone. They only fall.
-ODD_NAMES := operator=1 runtime=1.8 kernels=1
+ODD_NAMES := operator=1 runtime=1 kernels=1
 
 style: setup
 	$(BIN)/ruff check

@@ -146,8 +146,8 @@ KEYS = (
     PackageBug(
         "the comparison of keys ends with the right one",
         "fairlead_runtime.front.key_file:KeyRing.find",
-        "                found = key\n        return found\n",
-        "                return key\n        return found\n",
+        "                match = key\n        return match\n",
+        "                return key\n        return match\n",
         ("functional/api/test_api_auth.py",),
     ),
 )

@@ -198,7 +198,7 @@ BUGS = (
     PackageBug(
         "all pages of the cache are mapped at once",
         "fairlead_runtime.device.memory.page_mapping:PageAhead._run",
-        "            while end > self._wanted and not self._closed:\n",
+        "            while end > self._goal and not self._closed:\n",
         "            while False:\n",
         PAGE_TESTS,
     ),
@@ -429,8 +429,8 @@ BUGS = (
     PackageBug(
         "only the last group's masks are kept",
         "fairlead_runtime.device.warmup.profiling:_attention",
-        "kept += min(queries",
-        "kept = min(queries",
+        "mask_bytes += min(queries",
+        "mask_bytes = min(queries",
         ("unit/device/test_profiling.py",),
     ),
     PackageBug(
@@ -990,15 +990,15 @@ BUGS = (
     PackageBug(
         "work goes on without its client",
         "fairlead_runtime.front.limits:while_connected",
-        "            each.cancel()\n",
+        "            future.cancel()\n",
         "            pass\n",
         ("unit/api/test_limits.py",),
     ),
     PackageBug(
         "what a budget gave a failed request stays taken",
         "fairlead_runtime.front.limits:ByteBudget.hold",
-        "        finally:\n            self._free += held",
-        "        except GeneratorExit:\n            self._free += held",
+        "        finally:\n            self._free += taken_bytes",
+        "        except GeneratorExit:\n            self._free += taken_bytes",
         ("unit/api/test_limits.py",),
     ),
     PackageBug(
@@ -1074,8 +1074,8 @@ BUGS = (
     PackageBug(
         "a grammar and allowed_token_ids together fail the request",
         "fairlead_runtime.device.sampling.logits_processors:_both",
-        "    both: Array = one[:width] & other[:width]",
-        "    both: Array = one & other",
+        "    both: Array = first[:width] & second[:width]",
+        "    both: Array = first & second",
         ("functional/api/test_api_pairs.py",),
     ),
     PackageBug(
@@ -1326,7 +1326,7 @@ BUGS = (
     PackageBug(
         "a layer that is fused around its MLP takes the MLP's weights",
         "fairlead_runtime.device.conversion.fusion:_release",
-        "        if parameter in kept:\n",
+        "        if parameter in mlp_parameters:\n",
         "        if False:\n",
         ("functional/engine/test_fused_layers.py",),
     ),
@@ -1358,8 +1358,8 @@ BUGS = (
     PackageBug(
         "a rank rounds its columns of a matrix with scales of their own",
         "fairlead_runtime.device.ranks.shards:_split_rows",
-        "quantize(own, to, largest_of_rows(whole))",
-        "quantize(own, to)",
+        "quantize(weight_part, to, largest_of_rows(weight))",
+        "quantize(weight_part, to)",
         ("unit/device/test_shards.py",),
     ),
     PackageBug(
@@ -1378,7 +1378,7 @@ BUGS = (
     ),
     PackageBug(
         "the self-test of ranks expects the logits of weights that are not rounded",
-        "fairlead_runtime.device.proof.selftest:_Whole.of",
+        "fairlead_runtime.device.proof.selftest:_ReferenceLogits.of",
         "        with rounds:\n",
         "        with nullcontext():\n",
         (RANKS,),
@@ -1669,7 +1669,7 @@ BUGS = (
     PackageBug(
         "a captured step leaves its logits to the graph",
         "fairlead_runtime.device.step.decode_steps:DecodeSteps._compute.step",
-        "return logits if kept is None else kept.copy_(logits)",
+        "return logits if captured_logits is None else captured_logits.copy_(logits)",
         "return logits",
         (DECODE_TESTS,),
     ),
@@ -1706,8 +1706,8 @@ BUGS = (
     PackageBug(
         "log-probabilities are copied while the host waits",
         "fairlead_runtime.device.sampling.token_readback:Fetched.fetch",
-        "copy_(made, non_blocking=True)",
-        "copy_(made)",
+        "copy_(source, non_blocking=True)",
+        "copy_(source)",
         ("unit/device/test_launches_never_wait.py",),
     ),
     PackageBug(
@@ -1830,8 +1830,8 @@ BUGS = (
     PackageBug(
         "two graphs are measured, and room for two is left",
         "fairlead_runtime.device.warmup.decode_plan:Decodes.measure",
-        "each * (count - 1)",
-        "each",
+        "bytes_per_graph * (count - 1)",
+        "bytes_per_graph",
         ("unit/start/test_decodes.py",),
     ),
     PackageBug(
@@ -1883,8 +1883,8 @@ BUGS = (
     PackageBug(
         "a replay does not count as use",
         "fairlead_runtime.device.step.graph_cache:GraphCache.run",
-        "self._graphs[key] = kept[0], self._steps",
-        "self._graphs[key] = kept",
+        "self._graphs[key] = cached[0], self._steps",
+        "self._graphs[key] = cached",
         (GRAPH_TESTS,),
         quick="test_a_graph_that_is_replayed_is_in_use",
     ),
@@ -2071,7 +2071,7 @@ BUGS = (
     PackageBug(
         "other ranks get no ids of a step that is launched ahead",
         "fairlead_runtime.device.step.mixed_steps:MixedSteps._forward",
-        "            self._followers.share(there.input_ids)\n",
+        "            self._followers.share(on_device.input_ids)\n",
         "",
         (MIXED_TESTS,),
     ),
@@ -2099,8 +2099,8 @@ BUGS = (
     PackageBug(
         "steps of a split model wait for each other",
         "fairlead_runtime.device.warmup.decode_plan:Decodes.choose",
-        "keeps = kept is not None or not waits",
-        "keeps = kept is not None",
+        "keeps = on_device is not None or not waits",
+        "keeps = on_device is not None",
         ("unit/start/test_decodes.py",),
     ),
     PackageBug(
@@ -2158,7 +2158,7 @@ BUGS = (
     PackageBug(
         "a new list keeps entries of the old one",
         "fairlead_runtime.device.sampling.logit_edits:ChangeLists.receive",
-        "            kept.index_fill_(0, rows, nothing)\n",
+        "            target.index_fill_(0, rows, nothing)\n",
         "",
         (TABLE_TESTS,),
         quick="test_a_row_keeps_nothing_of_who_had_it_before",
@@ -2247,8 +2247,8 @@ BUGS = (
     PackageBug(
         "the row of a sequence that is gone is lost",
         "fairlead_runtime.device.sampling.sequence_table:SlotTable._new",
-        "if row not in taken]",
-        "if row in taken]",
+        "if row not in used_rows]",
+        "if row in used_rows]",
         (TABLE_TESTS,),
     ),
     PackageBug(

@@ -100,7 +100,7 @@ def build(
     process_bytes = resident_bytes() + (beside or 0)
     inspected = check(path, config, device)
     threads = _limit_threads(
-        others=beside is not None,
+        has_http_process=beside is not None,
         cached=inspected.files.weight_bytes <= CACHED,
         ranks=config.tensor_parallel,
     )
@@ -139,9 +139,9 @@ def _with_engine(
     resident, host_batch = choice.keeps, measured["batch"]
     measured = {**measured, "graphs": 0}
     if resident:
-        kept = decode_state(inspected.shape, config, group_layers(model.windows))
+        state_bytes = decode_state(inspected.shape, config, group_layers(model.windows))
         graphs = choice.measure(loaded.max_model_len)
-        measured = {**measured, "batch": host_batch + kept, "graphs": graphs}
+        measured = {**measured, "batch": host_batch + state_bytes, "graphs": graphs}
     resolved = resolve(
         config, inspected.shape, device, dtype=dtype_name(loaded.dtype), measured=measured
     )
@@ -310,16 +310,16 @@ def _memory_report(
     return memory_report(replace(resolved.plan, terms=planned), measured, notes, pinned, losses)
 
 
-def _limit_threads(*, others: bool, cached: bool, ranks: int) -> int:
+def _limit_threads(*, has_http_process: bool, cached: bool, ranks: int) -> int:
     """Let torch use at most as many threads as there are CPUs, unless OMP_NUM_THREADS is set.
     Processes that compute together share them. Returns their number.
 
-    With ``others`` to run, one CPU of more than two is theirs, and one of two for a model whose
-    weights are ``cached``: its steps are so short that the threads would wait for each other longer
-    than they compute, whenever one of the others runs.
+    With ``has_http_process``, one CPU of more than two is the HTTP process's, and one of two for a
+    model whose weights are ``cached``: its steps are so short that the threads would wait for each
+    other longer than they compute, whenever the HTTP process runs.
     """
     if "OMP_NUM_THREADS" not in os.environ:
         threads = min(cpu_limit(), torch.get_num_threads())
-        left = others and (cached or threads > 2)
-        torch.set_num_threads(max(1, (threads - left) // ranks))
+        reserved = has_http_process and (cached or threads > 2)
+        torch.set_num_threads(max(1, (threads - reserved) // ranks))
     return torch.get_num_threads()

@@ -57,8 +57,10 @@ class LoadedRank:
     @property
     def losses(self) -> Mapping[str, str]:
         """What it costs that weights or cache are rounded, by the term of the memory plan."""
-        found = {"weights": self.result.rounding, "kv": self.result.cache} if self.result else {}
-        return {name: str(loss) for name, loss in found.items() if loss is not None}
+        roundings = (
+            {"weights": self.result.rounding, "kv": self.result.cache} if self.result else {}
+        )
+        return {name: str(loss) for name, loss in roundings.items() if loss is not None}
 
     def cache(self, *, units: int, block_size: int, host_units: int) -> CacheStorage:
         return _storage(self.model, units, block_size, host_units)

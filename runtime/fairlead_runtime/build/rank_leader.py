@@ -203,8 +203,8 @@ class _Peer:
         refused: Callable[[Exception], None],
     ) -> None:
         self.rank = rank
-        ours, theirs = socket.socketpair()
-        self._socket, self._stream = ours, ours.makefile("rb")
+        leader_end, rank_end = socket.socketpair()
+        self._socket, self._stream = leader_end, leader_end.makefile("rb")
         self._messages: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._refused = refused
         self._child: Child | None = None
@@ -216,12 +216,12 @@ class _Peer:
 
         def live() -> None:
             try:
-                self._child = spawn(theirs.fileno(), store)
+                self._child = spawn(rank_end.fileno(), store)
             except OSError as error:
                 self._failure = error
                 return
             finally:
-                theirs.close()
+                rank_end.close()
                 started.set()
             code = self._child.wait()
             self._reader.join(WORDS_SECONDS)  # what it has said is the better reason

@@ -133,14 +133,14 @@ def _field_at_fault(config: EngineConfig, plan: MemoryPlan) -> str:
 def summary(resolved: ResolvedConfig) -> str:
     """One log line: the settings that the engine runs with."""
     plan = resolved.plan
-    own = resolved.cache_dtype == resolved.dtype
-    cache = "" if own else f" with a cache in {resolved.cache_dtype}"
+    same_dtype = resolved.cache_dtype == resolved.dtype
+    cache = "" if same_dtype else f" with a cache in {resolved.cache_dtype}"
     bound = resolved.prefill_beside_decodes
-    beside = f", {bound} of prompts beside decodes" if bound else ""
+    chunks = f", {bound} of prompts beside decodes" if bound else ""
     return (
         f"{resolved.device} {resolved.dtype}{cache}, {plan.num_blocks} blocks of "
         f"{plan.block_size} tokens "
         f"({gib(plan.terms['kv'])} GiB), {resolved.capacity} tokens a request, "
         f"{resolved.config.max_requests} requests and "
-        f"{resolved.config.max_batch_tokens} tokens a step{beside}"
+        f"{resolved.config.max_batch_tokens} tokens a step{chunks}"
     )

@@ -101,7 +101,7 @@ class _Process:
         self._ended = ended
         self._ending = False
         self._numbers = itertools.count(1)
-        self._asked: dict[int, Future[Answer]] = {}
+        self._futures: dict[int, Future[Answer]] = {}
         self._messages: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._messages.put(dict(setup))
         self._process = subprocess.Popen(  # noqa: S603 - this interpreter and our own module
@@ -114,7 +114,7 @@ class _Process:
     def ask(self, question: Mapping[str, Any]) -> "Future[Answer]":
         """Not called any more once ``ended`` is."""
         number, future = next(self._numbers), Future[Answer]()
-        self._asked[number] = future
+        self._futures[number] = future
         self._messages.put({"number": number, **question})
         return future
 
@@ -131,11 +131,11 @@ class _Process:
     def _read(self) -> None:
         with cast("BinaryIO", self._process.stdout) as pipe:
             while (message := frames.read(pipe)) is not None:
-                self._asked.pop(message["number"]).set_result(message)
+                self._futures.pop(message["number"]).set_result(message)
         code = self._process.wait()
         if not self._ending:
             log.warning("the child process %s ended: %d", self._command[-1], code)
         self._messages.put(None)  # ends the other thread
         self._ended(self)
-        for future in self._asked.values():
+        for future in self._futures.values():
             future.set_exception(ChildLost())

@@ -247,9 +247,9 @@ class GuardedProtocol(H11Protocol):
 
 def idle_connections(connections: Iterable[object]) -> list[GuardedProtocol]:
     """Those that wait for another request, the one that is idle for longest first."""
-    guarded = [each for each in connections if isinstance(each, GuardedProtocol)]
-    idle = [each for each in guarded if each.idle_until is not None]
-    return sorted(idle, key=lambda each: each.idle_until or 0.0)
+    guarded = [connection for connection in connections if isinstance(connection, GuardedProtocol)]
+    idle = [connection for connection in guarded if connection.idle_until is not None]
+    return sorted(idle, key=lambda connection: connection.idle_until or 0.0)
 
 
 def protocol_class(max_connections: int) -> type[GuardedProtocol]:

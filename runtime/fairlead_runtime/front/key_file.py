@@ -85,11 +85,11 @@ class KeyRing:
         """The valid key that ``credential`` is, or None. Always compares with every key."""
         self.refresh()
         digest = hashlib.sha256(credential).digest()
-        found = None
+        match = None
         for key in self._keys:
             if hmac.compare_digest(digest, key.digest):
-                found = key
-        return found
+                match = key
+        return match
 
     def refresh(self) -> None:
         """Read the file again if it has changed."""
@@ -167,12 +167,12 @@ def _nameless(digest: bytes) -> str:
     return digest.hex()[:16]
 
 
-def _count(settings: dict[str, str], name: str, most: int, where: str) -> int | None:
+def _count(settings: dict[str, str], name: str, maximum: int, where: str) -> int | None:
     text = settings.get(name)
     if text is None:
         return None
-    if not (text.isascii() and text.isdigit() and len(text) < 10 and 1 <= int(text) <= most):
-        raise KeyFileError(f"{where}{name}: use a whole number from 1 to {most}")
+    if not (text.isascii() and text.isdigit() and len(text) < 10 and 1 <= int(text) <= maximum):
+        raise KeyFileError(f"{where}{name}: use a whole number from 1 to {maximum}")
     return int(text)
 
 

@@ -63,20 +63,20 @@ class ByteBudget:
         """Call the result with each number of bytes to take; all are given back at the end. It
         raises ApiError 429 when fewer are free.
         """
-        held = 0
+        taken_bytes = 0
 
         def take(size: int) -> None:
-            nonlocal held
+            nonlocal taken_bytes
             if size > self._free:
                 headers = {"retry-after": "1", "connection": "close"}
                 raise ApiError(429, self._full, code="queue_full", headers=headers)
             self._free -= size
-            held += size
+            taken_bytes += size
 
         try:
             yield take
         finally:
-            self._free += held
+            self._free += taken_bytes
 
 
 class Scored(NamedTuple):
@@ -95,8 +95,10 @@ class Scored(NamedTuple):
 
     @property
     def arithmetic(self) -> str:
-        each = f"({TOKEN_BYTES} + ({self.top} + 1) log-probabilities * {LOGPROB_BYTES} bytes)"
-        return f"{self.words} * {each}"
+        bytes_per_token = (
+            f"({TOKEN_BYTES} + ({self.top} + 1) log-probabilities * {LOGPROB_BYTES} bytes)"
+        )
+        return f"{self.words} * {bytes_per_token}"
 
 
 def answer_bytes(parts: Sequence[Scored]) -> int:
@@ -209,8 +211,8 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, Value]) ->
             raise ClientDisconnected
         return task.result()
     finally:
-        for each in (task, disconnect):
-            each.cancel()
+        for future in (task, disconnect):
+            future.cancel()
         await asyncio.gather(task, disconnect, return_exceptions=True)
 
 

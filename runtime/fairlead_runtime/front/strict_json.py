@@ -109,11 +109,11 @@ def _keys(value: Any, objects: int) -> int:
     """
     keys, unseen = 0, [value]
     while unseen and objects:
-        each = unseen.pop()
-        if isinstance(each, dict):
-            keys, objects = keys + len(each), objects - 1
-            each = each.values()
-        unseen += [inner for inner in each if isinstance(inner, (dict, list))]
+        members = unseen.pop()
+        if isinstance(members, dict):
+            keys, objects = keys + len(members), objects - 1
+            members = members.values()
+        unseen += [inner for inner in members if isinstance(inner, (dict, list))]
     return keys
 
 

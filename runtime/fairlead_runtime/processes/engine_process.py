@@ -39,8 +39,8 @@ def main(arguments: Sequence[str]) -> NoReturn:
     """
     descriptor, parent, level = map(int, arguments)
     end_with(parent)
-    for each in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(each, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
     logs.configure(logging.getLevelName(level))
     leave(_serve(wire.Channel(socket.socket(fileno=descriptor))))
 

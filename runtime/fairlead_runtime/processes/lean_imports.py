@@ -16,10 +16,10 @@ from typing import Any, ClassVar
 _UNUSED = ("is_torch_distributed_available", "is_torch_flex_attn_available")
 
 
-def _equal(left: object, right: object) -> bool:
-    if isinstance(left, tuple | list) and isinstance(right, tuple | list):
-        return len(left) == len(right) and all(map(_equal, left, right))
-    return left == right
+def _equal(first: object, second: object) -> bool:
+    if isinstance(first, tuple | list) and isinstance(second, tuple | list):
+        return len(first) == len(second) and all(map(_equal, first, second))
+    return first == second
 
 
 def _is_plain(value: object) -> bool:

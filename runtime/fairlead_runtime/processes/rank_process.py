@@ -64,8 +64,8 @@ def main(arguments: Sequence[str]) -> NoReturn:
     """
     descriptor, parent, store = map(int, arguments)
     end_with(parent)
-    for each in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(each, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
     leader = _Leader(socket.socket(fileno=descriptor))
     try:
         _follow(leader, store)

@@ -35,12 +35,12 @@ def engine(level: int) -> Iterator[Engine]:
     """
     # A core file would hold prompts and keys; the engine's process inherits the limit.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    ours, theirs = socket.socketpair()
-    with ours:
-        with theirs:
-            child = spawn(theirs, level)
+    http_end, engine_end = socket.socketpair()
+    with http_end:
+        with engine_end:
+            child = spawn(engine_end, level)
         try:
-            yield Engine(child, ours)
+            yield Engine(child, http_end)
         finally:
             child.kill()
             child.wait()

@@ -31,8 +31,8 @@ def check_record(config: EngineConfig) -> None:
         return
     path = Path(config.record)
     for name in ("api_key_file", "ssl_certfile", "ssl_keyfile"):
-        other = getattr(config, name)
-        if other and path.exists() and path.samefile(other):
+        server_file = getattr(config, name)
+        if server_file and path.exists() and path.samefile(server_file):
             raise ConfigError("record", f"{path} is the file of {flag_of(name)}", "name another")
     try:
         _try_writing(path)

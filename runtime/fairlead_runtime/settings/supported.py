@@ -53,16 +53,16 @@ class Limit:
     def fix(self) -> str:
         """The values that work: ``auto or off``; then where others work: ``or dtype float32``."""
         values = _either(self.works)
-        others = (f"{_path_of(x).rpartition('.')[2]} {_either(y)}" for x, y in self.beside)
-        beside = " and ".join(others)
+        choices = (f"{_path_of(x).rpartition('.')[2]} {_either(y)}" for x, y in self.beside)
+        conditions = " and ".join(choices)
         if self.alone:
             return values
         if not (self.dtypes or self.only_on):
-            return f"{values}, or {beside}"
+            return f"{values}, or {conditions}"
         dtype = f"dtype {' or '.join(self.dtypes)}" if self.dtypes else ""
         device = {"": "", "cpu": "on a CPU", "cuda": "on a GPU"}[self.only_on]
         joined = "with" if self.sometimes and dtype else ""
-        with_others = f"with {beside}" if beside else ""
+        with_others = f"with {conditions}" if conditions else ""
         words = filter(None, (_either(self.sometimes), joined, dtype, device, with_others))
         return f"{values}, or {' '.join(words)}"
 
@@ -170,14 +170,14 @@ def check_supported(
     """
     for limit in NOT_YET:
         if limit.refuses(config, dtype, device):
-            value = _shown(getattr(config, limit.field))
+            value = _text(getattr(config, limit.field))
             runs_in, runs_on = dtype or config.dtype, device or config.device
             below = f" in {runs_in}" if limit.dtypes and runs_in != "auto" else ""
             elsewhere = runs_on not in ("auto", limit.only_on) or bool(limit.dtypes)
-            there = f" on {runs_on}" if limit.only_on and elsewhere and runs_on != "auto" else ""
+            place = f" on {runs_on}" if limit.only_on and elsewhere and runs_on != "auto" else ""
             raise ConfigError(
                 limit.field,
-                f"{value} is not supported{below}{there} yet: {limit.reason}",
+                f"{value} is not supported{below}{place} yet: {limit.reason}",
                 f"use {limit.fix}",
             )
 
@@ -192,18 +192,18 @@ def without_effect(config: EngineConfig) -> Iterator[str]:
         yield f"{flag_of('trust_remote_code')} {REMOTE_CODE}"
 
 
-def _shown(value: Setting) -> str:
+def _text(value: Setting) -> str:
     """A value as the custom resource has it."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _either(values: Iterable[Setting]) -> str:
-    return " or ".join(map(_shown, values))
+    return " or ".join(map(_text, values))
 
 
 def _literal(value: Setting) -> str:
     """A value as CEL writes it."""
-    return f"'{value}'" if isinstance(value, str) else _shown(value)
+    return f"'{value}'" if isinstance(value, str) else _text(value)
 
 
 def _literals(values: Iterable[Setting]) -> str:

@@ -478,7 +478,7 @@ def test_bfloat16_weights_are_served_as_they_are_by_layers_in_float32(
     # transformers' own logits are rounded after every operation.
     result = selftest.check(model, attention, expected)
     assert 0 < 3 * result.delta < result.tolerance
-    assert result.delta < expected.own
+    assert result.delta < expected.reference_error
 
     model.heads = replace(model.heads, dtype=torch.float32)  # a cache that rounds nothing
     ids = torch.arange(40) * 37 % model.vocabulary

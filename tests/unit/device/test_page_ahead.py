@@ -115,7 +115,7 @@ def test_what_is_there_stays() -> None:
 
 def test_a_large_cache_is_mapped_and_given_back() -> None:
     heads = Heads(4, 2, 64, 64, torch.float32)
-    blocks = page_mapping.LEAST // CacheStorage.unit_bytes(group_layers([None]), heads, 16)
+    blocks = page_mapping.SMALLEST // CacheStorage.unit_bytes(group_layers([None]), heads, 16)
 
     def storage(units: int) -> CacheStorage:
         return CacheStorage(

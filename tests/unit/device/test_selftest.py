@@ -177,7 +177,10 @@ def test_the_self_test_finds_a_cache_that_is_not_rounded() -> None:
     wide = replace(expected, fp8_cache=False)
     attention = pick(replace(model.heads, fp8_cache=False), model.kinds, model.device, "torch")
     delta = selftest.check(model, attention.attention, wide, tolerance=10.0).delta
-    assert delta > max(selftest.CACHE_TOLERANCE[torch.float32], selftest.OWN * expected.own)
+    assert delta > max(
+        selftest.CACHE_TOLERANCE[torch.float32],
+        selftest.REFERENCE_FACTOR * expected.reference_error,
+    )
     with pytest.raises(SelfTestError, match=rf"by {delta:.3g} of their spread"):
         selftest.check(model, attention.attention, wide)
 
@@ -215,12 +218,12 @@ def test_with_an_fp8_cache_some_tokens_may_move_as_far_as_they_like_and_most_may
 
 def test_what_float32_does_to_an_fp8_cache_is_allowed() -> None:
     model = with_fp8_cache()
-    assert selftest.Expected.of(model, 512).own == 0
+    assert selftest.Expected.of(model, 512).reference_error == 0
     expected = selftest.Expected.of(model, 512, fp8_cache=True)
-    assert 0 < expected.own < selftest.CACHE_TOLERANCE[torch.float32]
+    assert 0 < expected.reference_error < selftest.CACHE_TOLERANCE[torch.float32]
     attention = pick(model.heads, model.kinds, model.device, "torch").attention
-    moved = replace(expected, own=0.1)
-    assert selftest.check(model, attention, moved).tolerance == 0.1 * selftest.OWN
+    moved = replace(expected, reference_error=0.1)
+    assert selftest.check(model, attention, moved).tolerance == 0.1 * selftest.REFERENCE_FACTOR
 
 
 # -- products that round activations
@@ -279,7 +282,7 @@ def test_each_pass_has_its_own_logits_and_limit(
         return selftest.SelfTestResult(0.1 * len(compared), 0.5 * len(compared), 9, "torch")
 
     monkeypatch.setattr(selftest, "check", check)
-    choice, whole = choice_of(rounds=True), selftest._Whole("plain", None, "fp8", None)  # type: ignore[arg-type]
+    choice, whole = choice_of(rounds=True), selftest._ReferenceLogits("plain", None, "fp8", None)  # type: ignore[arg-type]
     choice.attention = SimpleNamespace(name="served")
     fusion = SimpleNamespace(rounds=rounds)
     result = selftest._check(with_fp8_cache(), choice, fusion, whole, fp8=True)  # type: ignore[arg-type]

@@ -43,14 +43,14 @@ def test_one_of_more_than_two_threads_is_left_to_the_http_process_and_of_two_for
     monkeypatch.setattr(build_engine, "cpu_limit", lambda: cpus)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 32)  # torch counts cores, not CPUs
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
-    build_engine._limit_threads(others=others, cached=cached, ranks=ranks)
+    build_engine._limit_threads(has_http_process=others, cached=cached, ranks=ranks)
     assert chosen == [threads]
 
 
 def test_a_number_of_threads_that_the_user_set_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     monkeypatch.setattr(torch, "set_num_threads", pytest.fail)
-    build_engine._limit_threads(others=True, cached=False, ranks=1)
+    build_engine._limit_threads(has_http_process=True, cached=False, ranks=1)
 
 
 def test_where_nothing_is_captured_the_cache_gets_what_was_planned_for_graphs(

@@ -26,7 +26,8 @@ def chat_content(
     content = []
     for token, entries in zip(token_ids, logprobs, strict=True):
         likeliest = [
-            _chat_entry(other, entries[other], token_bytes) for other in _best(entries, top)
+            _chat_entry(candidate, entries[candidate], token_bytes)
+            for candidate in _best(entries, top)
         ]
         content.append(
             {**_chat_entry(token, entries[token], token_bytes), "top_logprobs": likeliest}
@@ -65,8 +66,8 @@ def completion_logprobs(
             continue
         text = _name(token, entries[token], token_bytes)
         likeliest = {
-            _name(other, entries[other], token_bytes): _value(entries[other])
-            for other in _best(entries, top)
+            _name(candidate, entries[candidate], token_bytes): _value(entries[candidate])
+            for candidate in _best(entries, top)
         }
         shape["tokens"].append(text)
         shape["token_logprobs"].append(_value(entries[token]))

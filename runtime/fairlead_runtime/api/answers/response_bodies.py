@@ -126,7 +126,7 @@ class _ChoicesEncoder(ABC):
             )
             for index, choice in enumerate(choices)
         )
-        return _whole(self._frame, self._kind, parts, usage, self._beside_choices())
+        return _answer_json(self._frame, self._kind, parts, usage, self._beside_choices())
 
     def _beside_choices(self) -> Iterable[bytes]:
         """A member of the whole answer that no choice has, after a comma and in pieces."""
@@ -400,7 +400,7 @@ def _slices(
         yield at, token_ids[at:end], entries[at:end]
 
 
-def _whole(
+def _answer_json(
     frame: Frame,
     kind: str,
     choices: Iterable[tuple[dict[str, Any], Iterator[bytes]]],

@@ -58,16 +58,16 @@ class Message(StrictBody):
 
 def for_template(messages: Sequence[Message]) -> tuple[dict[str, Any], ...]:
     """Raises ApiError 400, which names the message."""
-    return tuple(_templated(f"messages.{place}", each) for place, each in enumerate(messages))
+    return tuple(_templated(f"messages.{place}", message) for place, message in enumerate(messages))
 
 
 def characters(message: dict[str, Any]) -> int:
     """Of the texts in a message for the template."""
-    calls = (each["function"] for each in message.get("tool_calls", ()))
+    functions = (call["function"] for call in message.get("tool_calls", ()))
     return (
         len(message["content"])
         + len(message.get("reasoning_content", ""))
-        + sum(len(call["name"]) + len(str(call["arguments"])) for call in calls)
+        + sum(len(function["name"]) + len(str(function["arguments"])) for function in functions)
     )
 
 

@@ -64,13 +64,13 @@ def prepare(
 def _prepared(
     request: GenerationRequest, encoder: PromptEncoder, max_model_len: int, *, large: bool
 ) -> PreparedRequest:
-    kept = replace(request, prompts=(), messages=())
+    without_prompts = replace(request, prompts=(), messages=())
     if request.messages:
         text = chat_text(
             request.messages, encoder.tokenizer, max_model_len, tools=request.tools.for_template
         )
         ids = pack_ids(encoder.encode(text, special=False, large=large))
-        return PreparedRequest(kept, (ids,), text[-PROMPT_END:])
+        return PreparedRequest(without_prompts, (ids,), text[-PROMPT_END:])
     prompts = tuple(
         pack_ids(
             text_ids(prompt, encoder, max_model_len, large=large)
@@ -82,7 +82,7 @@ def _prepared(
     if request.params.prompt_logprobs is not None:
         check_prompt_logprobs(sum(map(len, prompts)), request.params.prompt_logprobs)
     echo = echoed(request.prompts, encoder.tokenizer) if request.show_prompt else ()
-    return PreparedRequest(kept, prompts, "", echo)
+    return PreparedRequest(without_prompts, prompts, "", echo)
 
 
 def _with_bad_word_ids(
@@ -114,14 +114,14 @@ def chat_text(
     add_generation_prompt: bool = True,
 ) -> str:
     """A chat as its template writes it, with its special tokens. Raises ApiError, RequestError."""
-    told = len(orjson.dumps(tools)) if tools else 0
+    tool_bytes = len(orjson.dumps(tools)) if tools else 0
     written = sum(map(characters, messages))
     _check_chars("messages", written, max_model_len)
-    _check_chars("tools", told, max_model_len)
+    _check_chars("tools", tool_bytes, max_model_len)
     text = render_chat(
         tokenizer, messages, tools=tools, add_generation_prompt=add_generation_prompt
     )
-    if len(text) > TEMPLATE_GROWTH * (written + told) + TEMPLATE_ROOM:
+    if len(text) > TEMPLATE_GROWTH * (written + tool_bytes) + TEMPLATE_ROOM:
         raise ApiError(
             400,
             "messages: too long once the model's chat template is applied; send less",

@@ -41,7 +41,7 @@ class StructuredBody(StrictBody):
 
 def structured_outputs(body: StructuredBody) -> tuple[Mapping[str, Any] | None, dict[str, str]]:
     """The value for SamplingParams, and the client's names of its parts. Raises ApiError 400."""
-    asked = {
+    constraints = {
         name: value
         for name, value in {
             "response_format": _of_format(body.response_format),
@@ -53,16 +53,16 @@ def structured_outputs(body: StructuredBody) -> tuple[Mapping[str, Any] | None, 
         }.items()
         if value is not None
     }
-    if not asked:
+    if not constraints:
         return None, {}
-    name, *others = asked
-    if others:
-        raise invalid(others[0], f"cannot be combined with {name}; send one of them")
+    name, *conflicts = constraints
+    if conflicts:
+        raise invalid(conflicts[0], f"cannot be combined with {name}; send one of them")
     if name == PARAM:
-        return asked[name], {}
+        return constraints[name], {}
     parts = [PARAM, *(f"{PARAM}.{kind}" for kind in KINDS)]
-    sent = "response_format.json_schema.schema" if "json" in asked[name] else name
-    return asked[name], dict.fromkeys(parts, sent if name == "response_format" else name)
+    sent = "response_format.json_schema.schema" if "json" in constraints[name] else name
+    return constraints[name], dict.fromkeys(parts, sent if name == "response_format" else name)
 
 
 def _of_format(form: ResponseFormat | None) -> Mapping[str, Any] | None:

@@ -59,14 +59,14 @@ class Admin:
         if int(start) >= view.units:
             reason = f"start: the cache has {view.units} units, from 0 to {view.units - 1}"
             raise ApiError(400, reason, param="start")
-        shown = {field.name: getattr(view, field.name) for field in dataclasses.fields(view)}
+        fields = {field.name: getattr(view, field.name) for field in dataclasses.fields(view)}
         more = {
             "held": view.units - view.free - view.cached,
             "next": view.end if view.end < view.units else None,
             "sizing": dict(backend.memory),
         }
         # orjson: thousands of runs would hold the event loop for long in the standard library.
-        return Response(orjson.dumps(shown | more), media_type="application/json")
+        return Response(orjson.dumps(fields | more), media_type="application/json")
 
     async def requests(self) -> Response:
         views = await self._state.loaded().service.requests()

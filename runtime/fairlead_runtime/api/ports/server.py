@@ -143,10 +143,10 @@ async def _drain(backend: Backend, signals: "asyncio.Queue[None]", drain: Drain)
 
 async def _first(*awaited: Awaitable[object]) -> None:
     """Wait until one is done; then cancel those that were coroutines."""
-    tasks = [asyncio.ensure_future(each) for each in awaited]
+    tasks = [asyncio.ensure_future(awaitable) for awaitable in awaited]
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    for task, each in zip(tasks, awaited, strict=True):
-        if task is not each:
+    for task, awaitable in zip(tasks, awaited, strict=True):
+        if task is not awaitable:
             task.cancel()
 
 
@@ -254,9 +254,9 @@ def _signals(drain: Drain, signals: "asyncio.Queue[None]") -> Generator[None, No
             loop.remove_signal_handler(each)
 
 
-def _allow_files(wanted: int) -> None:
+def _allow_files(count: int) -> None:
     """Raise the soft limit on open files towards the hard limit: a connection is a file."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    allowed = count if hard == resource.RLIM_INFINITY else min(count, hard)
     if soft != resource.RLIM_INFINITY and soft < allowed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))

@@ -102,8 +102,8 @@ def response(body: Mapping[str, Any], served: str) -> GenerationRequest:
 
 
 def _as_chat(body: Mapping[str, Any], parsed: ResponseBody) -> dict[str, Any]:
-    own = {*ResponseBody.model_fields, *_UNSUPPORTED, *_CHATS_OWN, "logprobs"}
-    shared = {name: value for name, value in body.items() if name not in own}
+    response_fields = {*ResponseBody.model_fields, *_UNSUPPORTED, *_CHATS_OWN, "logprobs"}
+    shared = {name: value for name, value in body.items() if name not in response_fields}
     wants_logprobs = LOGPROBS in (parsed.include or ())
     return {
         **shared,
@@ -155,8 +155,8 @@ def _without_tags(error: ApiError) -> ApiError:
 def _sent(param: str) -> str:
     """The client's name of a chat's field."""
     for of_chat, sent in _SENT:
-        if (found := of_chat.match(param)) and param[found.end() : found.end() + 1] in {"", "."}:
-            return found.expand(sent) + param[found.end() :]
+        if (match := of_chat.match(param)) and param[match.end() : match.end() + 1] in {"", "."}:
+            return match.expand(sent) + param[match.end() :]
     return param
 
 

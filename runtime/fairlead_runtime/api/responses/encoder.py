@@ -133,8 +133,8 @@ class ResponseEncoder:
         else:
             part = self._part()
             kind = part["type"]
-            shown = {"logprobs": self._logprobs} if kind == "output_text" else {}
-            self._emit(f"response.{kind}.done", **self._in_part(), text=text, **shown)
+            logprobs = {"logprobs": self._logprobs} if kind == "output_text" else {}
+            self._emit(f"response.{kind}.done", **self._in_part(), text=text, **logprobs)
             self._emit("response.content_part.done", **self._in_part(), part=part)
             item = {**item, "content": [part], "status": status}
         self._items[-1] = item

@@ -122,8 +122,8 @@ class EndpointHandler:
         trace: Trace | None = scope.get(TRACE)
         async with AsyncExitStack() as running:
             take = running.enter_context(self._pool.answers.hold())
-            whole = self._endpoint is RESPONSES or not request.stream
-            take(_answer_bytes(prepared, backend.service.max_model_len, whole=whole))
+            buffered = self._endpoint is RESPONSES or not request.stream
+            take(_answer_bytes(prepared, backend.service.max_model_len, buffered=buffered))
             streams = [
                 await running.enter_async_context(
                     _timed(
@@ -194,7 +194,7 @@ class EndpointHandler:
         request_id, several = scope[REQUEST_ID], len(prompts) > 1
         tools = bool(request.tools.for_template)
         chat = self._endpoint is not COMPLETIONS
-        shown = backend.replies.shown_ids(tools=tools) if chat else frozenset()
+        visible = backend.replies.shown_ids(tools=tools) if chat else frozenset()
         return [
             Submission(
                 prompt=prompt,
@@ -203,19 +203,20 @@ class EndpointHandler:
                 tenant=request.user if keyed is None else keyed,
                 salt=self._salter.salt(keyed, request.cache_salt),
                 priority=request.priority,
-                visible_tokens=shown,
+                visible_tokens=visible,
             )
             for number, prompt in enumerate(prompts)
         ]
 
 
-def _answer_bytes(prepared: PreparedRequest, max_model_len: int, *, whole: bool) -> int:
-    """What an answer's log-probabilities take: those of the prompts always, of the output where it
-    is held ``whole``, as the last event of a response is too; text alone is small. Raises ApiError.
+def _answer_bytes(prepared: PreparedRequest, max_model_len: int, *, buffered: bool) -> int:
+    """What an answer's log-probabilities take: those of the prompts always, of the output where the
+    answer is ``buffered``, as the last event of a response is too; text alone is small. Raises
+    ApiError.
     """
     params, prompts = prepared.request.params, prepared.prompts
     parts: list[Scored] = []
-    if whole and params.logprobs is not None:
+    if buffered and params.logprobs is not None:
         longest = max(0, max_model_len - min(map(len, prompts)))
         tokens, choices = min(params.max_tokens or longest, longest), len(prompts) * params.n
         words = f"{choices} choices * {tokens} max_tokens"
@@ -283,9 +284,9 @@ class _Generation(NamedTuple):
             raise errors.internal_error()
         if output.finish_reason is FinishReason.ABORT:
             raise errors.ApiError(503, "the server cancelled the request; retry", code="aborted")
-        shown = _without_tokens(output) if self.prompt_only else output
-        self.usage.completion += len(shown.token_ids)
-        return shown
+        visible = _without_tokens(output) if self.prompt_only else output
+        self.usage.completion += len(visible.token_ids)
+        return visible
 
 
 def _without_tokens(output: Output) -> Output:

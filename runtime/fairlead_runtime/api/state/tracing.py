@@ -137,10 +137,10 @@ class Tracing:
 
     def _attributes(self, trace: Trace) -> dict[str, Any]:
         """OpenTelemetry's semantic conventions for generative AI."""
-        found: dict[str, Any] = {"gen_ai.request.model": self._model}
+        attributes: dict[str, Any] = {"gen_ai.request.model": self._model}
         params = trace.params
         if params is not None:
-            found |= {
+            attributes |= {
                 "gen_ai.operation.name": trace.operation,
                 "gen_ai.request.choice.count": params.n,
                 "gen_ai.request.temperature": params.temperature,
@@ -149,8 +149,8 @@ class Tracing:
                 "gen_ai.usage.output_tokens": sum(times.tokens for _, times in trace.streams),
             }
             if params.max_tokens is not None:
-                found["gen_ai.request.max_tokens"] = params.max_tokens
-        return found
+                attributes["gen_ai.request.max_tokens"] = params.max_tokens
+        return attributes
 
 
 def _phases(times: StreamTimes, now: float) -> list[tuple[str, float, float, dict[str, int]]]:
@@ -175,8 +175,8 @@ def _caller(scope: Scope) -> "Context":
     """The caller's span. Its ``tracestate`` is left out: it may hold any text."""
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-    found = [value for name, value in scope["headers"] if name == b"traceparent"]
-    carrier = {"traceparent": found[0].decode("latin-1")} if len(found) == 1 else {}
+    parents = [value for name, value in scope["headers"] if name == b"traceparent"]
+    carrier = {"traceparent": parents[0].decode("latin-1")} if len(parents) == 1 else {}
     return TraceContextTextMapPropagator().extract(carrier)
 
 

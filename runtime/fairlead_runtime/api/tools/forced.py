@@ -17,7 +17,7 @@ class RequiredParser(ArrayParser):
 
     def _in_text(self, c: str) -> None:
         if c in SPACE:
-            self._held.append(c)
+            self._pending.append(c)
         else:
             self._show_held()
             self._parts.content(c)
@@ -38,7 +38,7 @@ class NamedParser(MarkedParser):
             self._state = self._in_arguments
             self._parts.arguments(0, c)
         elif c in SPACE:
-            self._held.append(c)
+            self._pending.append(c)
         else:
             self._back_to_text(c)
 
@@ -49,7 +49,7 @@ class NamedParser(MarkedParser):
 
     def _in_text(self, c: str) -> None:
         if c in SPACE:
-            self._held.append(c)
+            self._pending.append(c)
         else:
             self._show_held()
             self._parts.content(c)

@@ -64,7 +64,7 @@ MISTRAL = ToolFormat(
     ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
     _mistral_id,
 )
-TOOL_FORMATS = {each.name: each for each in (HERMES, LLAMA, MISTRAL)}
+TOOL_FORMATS = {form.name: form for form in (HERMES, LLAMA, MISTRAL)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +150,7 @@ def reply_format(tokenizer: Any, *, tool_call_parser: str, reasoning_parser: str
     template = template_text(tokenizer)
     tools = TOOL_FORMATS.get(tool_call_parser)
     if tool_call_parser == "auto":
-        tools = next((each for each in TOOL_FORMATS.values() if each.recognized(template)), None)
+        tools = next((form for form in TOOL_FORMATS.values() if form.recognized(template)), None)
     reasoning = {"none": "", "auto": "qwen3" if END in template else ""}
     special = zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True)
     return ReplyFormat(

@@ -44,7 +44,7 @@ def calls_schema(
 def _moved(schema: Any, place: str) -> Any:
     """``schema`` as a part of another at ``place``: its references to itself are the whole's."""
     if isinstance(schema, list):
-        return [_moved(each, place) for each in schema]
+        return [_moved(part, place) for part in schema]
     if not isinstance(schema, dict):
         return schema
     moved = {key: _moved(value, place) for key, value in schema.items()}

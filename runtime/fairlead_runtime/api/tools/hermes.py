@@ -15,5 +15,5 @@ class HermesParser(MarkedParser):
         self._expect("</tool_call>", self._after_end, closing=True)
 
     def _after_end(self) -> None:
-        self._held.clear()
+        self._pending.clear()
         self._state = self._in_text

@@ -25,7 +25,7 @@ class LlamaParser(MarkedParser):
             self._expect(self.marker, self._after_marker)
             self._state(c)
         elif c in SPACE or (c == ";" and self._calls):
-            self._held.append(c)
+            self._pending.append(c)
         else:
             self._back_to_text(c)
 

@@ -27,7 +27,7 @@ class MarkedParser:
         self._new_id = new_id
         self._parts = Parts()
         self._calls = 0
-        self._held: list[str] = []  # content, unless a call comes of it
+        self._pending: list[str] = []  # content, unless a call comes of it
         self._reader = CallReader(names, self.argument_keys)
         self._expected = ""
         self._read = 0  # characters of what is expected
@@ -41,7 +41,7 @@ class MarkedParser:
         return self._parts.take()
 
     def finish(self) -> list[Part]:
-        nothing = self._calls and not "".join(self._held).strip(self.separators)
+        nothing = self._calls and not "".join(self._pending).strip(self.separators)
         if not self._closing and not nothing:
             self._show_held()
         return self._parts.take()
@@ -54,7 +54,7 @@ class MarkedParser:
             self._expect(self.marker, self._after_marker)
             self._in_expected(c)
         elif c in SPACE:
-            self._held.append(c)
+            self._pending.append(c)
         else:
             self._show_held()
             self._parts.content(c)
@@ -66,13 +66,13 @@ class MarkedParser:
 
     def _in_expected(self, c: str) -> None:
         if c == self._expected[self._read]:
-            self._held.append(c)
+            self._pending.append(c)
             self._read += 1
             if self._read == len(self._expected):
                 self._closing = False
                 self._then()
         elif c in SPACE and not self._read:
-            self._held.append(c)
+            self._pending.append(c)
         else:
             self._closing = False
             self._back_to_text(c)
@@ -88,8 +88,8 @@ class MarkedParser:
         self._in_text(c)
 
     def _show_held(self) -> None:
-        self._parts.content("".join(self._held))
-        self._held.clear()
+        self._parts.content("".join(self._pending))
+        self._pending.clear()
 
     # -- calls
 
@@ -108,7 +108,7 @@ class MarkedParser:
         if self._reader.name:
             self._parts.arguments(self._calls - 1, self._reader.arguments())
         else:
-            self._held.append(c)
+            self._pending.append(c)
         if progress is not Progress.MORE:
             self._after_call()
             if progress is Progress.ENDED_BEFORE:
@@ -116,7 +116,7 @@ class MarkedParser:
 
     def _begin_call(self, name: str) -> None:
         """What is held back belongs to a call."""
-        self._held.clear()
+        self._pending.clear()
         self._parts.call(CallBegun(self._calls, self._new_id(), name))
         self._calls += 1
 
@@ -139,9 +139,9 @@ class ArrayParser(MarkedParser):
             self._read_object()
             self._state(c)
         elif c in SPACE or (c == "," and self._in_list):
-            self._held.append(c)
+            self._pending.append(c)
         elif c == "]" and self._in_list:
-            self._held.clear()
+            self._pending.clear()
             self._state = self._in_text
         else:
             self._back_to_text(c)

@@ -23,10 +23,10 @@ class MistralParser(ArrayParser):
     def _in_head(self, c: str) -> None:
         """Between the marker and a list, or the arguments of the named tool."""
         if c == "[" and not self._head.strip(SPACE):
-            self._held.append(c)
+            self._pending.append(c)
             self._enter_list()
         elif c != "{":
-            self._held.append(c)
+            self._pending.append(c)
             self._head += c
             if len(self._head) > MAX_HEAD:
                 self._show_held()

@@ -22,7 +22,7 @@ class ReasoningParser:
         self._show = show
         self._parts = Parts()
         self._passed: list[Part] = []  # by the answer's parser
-        self._held = ""  # white space, and the beginning of a mark after it
+        self._pending = ""  # white space, and the beginning of a mark after it
         self._mark = ""
         self._empty = True  # no reasoning was read
         # None: the answer has begun
@@ -37,9 +37,9 @@ class ReasoningParser:
 
     def finish(self) -> list[Part]:
         if self._state == self._reasoning and self._mark:
-            self._write(self._held + self._mark)
+            self._write(self._pending + self._mark)
         elif self._state == self._before:
-            self._pass(self._held + self._mark)
+            self._pass(self._pending + self._mark)
         return [*self._take(), *self._answer.finish()]
 
     def _take(self) -> list[Part]:
@@ -60,17 +60,17 @@ class ReasoningParser:
         if BEGIN.startswith(self._mark + c):
             self._mark += c
             if self._mark == BEGIN:
-                self._held, self._mark, self._state = "", "", self._reasoning
+                self._pending, self._mark, self._state = "", "", self._reasoning
         elif c in SPACE and not self._mark:
-            self._held += c
+            self._pending += c
         else:
-            begun, self._held, self._mark = self._held + self._mark + c, "", ""
+            begun, self._pending, self._mark = self._pending + self._mark + c, "", ""
             if not self._inside:
                 self._pass(begun)
                 return
             self._state = self._reasoning
-            for each in begun:
-                self._reasoning(each)
+            for character in begun:
+                self._reasoning(character)
 
     def _reasoning(self, c: str) -> None:
         if END.startswith(self._mark + c):
@@ -79,14 +79,14 @@ class ReasoningParser:
                 self._state = self._after
             return
         if self._mark:
-            self._write(self._held + self._mark)
-            self._held = self._mark = ""
+            self._write(self._pending + self._mark)
+            self._pending = self._mark = ""
             self._reasoning(c)
         elif c not in SPACE:
-            self._write(self._held + c)
-            self._held = ""
+            self._write(self._pending + c)
+            self._pending = ""
         elif not self._empty:
-            self._held += c
+            self._pending += c
 
     def _after(self, c: str) -> None:
         if c not in SPACE:

@@ -53,13 +53,13 @@ def replace_ends(
 def _product(matrix: Matrix, operations: LayerOperations) -> Callable[[Tensor], Tensor]:
     """A product with the module's own parameters, whatever their type is by then."""
     stored, module = matrix.stored, matrix.module
-    own = [x for x in module.parameters(recurse=False) if x.dim() == 2]
-    if isinstance(stored, Quantized) or len(own) != 1 or own[0].shape != stored.shape:
+    matrices = [x for x in module.parameters(recurse=False) if x.dim() == 2]
+    if isinstance(stored, Quantized) or len(matrices) != 1 or matrices[0].shape != stored.shape:
         raise DoesNotFitError("its head is no plain matrix of rows")
     biases = [x for x in module.parameters(recurse=False) if x.dim() == 1]
 
     def multiply(x: Tensor) -> Tensor:
-        weight = Packed(own[0].data, *own[0].shape)
+        weight = Packed(matrices[0].data, *matrices[0].shape)
         return operations.linear(x, weight, biases[0].data if biases else None)
 
     return multiply
@@ -69,8 +69,8 @@ def _replace(module: nn.Module, compute: Callable[[Tensor], Tensor]) -> None:
     def forward(x: Tensor) -> Tensor:
         return compute(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
 
-    own: Any = module  # torch types each attribute as tensor or module
-    own.forward = forward
+    target: Any = module  # torch types each attribute as tensor or module
+    target.forward = forward
 
 
 def _restore(modules: Sequence[nn.Module]) -> None:

@@ -95,8 +95,8 @@ class Fusion:
     others: PackedProducts = field(default_factory=PackedProducts)
 
     def __str__(self) -> str:
-        but = f" and all but the MLP of {self.around_mlp}" if self.around_mlp else ""
-        why = f"{but} ({self.reason})" if self.reason else ""
+        around = f" and all but the MLP of {self.around_mlp}" if self.around_mlp else ""
+        cause = f"{around} ({self.reason})" if self.reason else ""
         names = {FP8: "fp8", torch.uint8: "int4"}
         name = names.get(self.stored, str(self.stored).removeprefix("torch."))
         fused = self.fused + self.around_mlp > 0
@@ -105,7 +105,7 @@ class Fusion:
         if self.head_reason:
             head = f"{head} in" if head else ", head by"
             head += f" the model's code ({self.head_reason})"
-        return f"fused {self.fused}/{self.layers} layers{why}{weights}{self.others}{head}"
+        return f"fused {self.fused}/{self.layers} layers{cause}{weights}{self.others}{head}"
 
 
 @torch.inference_mode()
@@ -130,13 +130,13 @@ def _quantize_layer(layer: nn.Module, recorded: Recorded, shared: set[int], to: 
     try:
         parts = recognize(recording_of(recorded)[0])
         fits = not isinstance(parts.mlp, OwnMlp) and not _shares(layer, shared)
-        found = {x.module: x.stored for x in parts.matrices} if fits else {}
+        weights = {x.module: x.stored for x in parts.matrices} if fits else {}
     except DoesNotFitError:
-        found = {}  # `fuse` gives the reason
+        weights = {}  # `fuse` gives the reason
     widened.narrow()
     for parent in list(layer.modules()):
         for name, module in list(parent.named_children()):
-            weight = found.get(module)
+            weight = weights.get(module)
             if isinstance(weight, Tensor):
                 vectors = [x for x in module.parameters(recurse=False) if x.dim() == 1]
                 bias = vectors[0] if vectors else None
@@ -282,13 +282,13 @@ def _fuse_ends(
     return whole
 
 
-def _release(layer: nn.Module, operations: LayerOperations, own: OwnMlp | None) -> None:
+def _release(layer: nn.Module, operations: LayerOperations, mlp: OwnMlp | None) -> None:
     """Take the weights out of a layer of which the matrices are packed, those of its own MLP
     apart.
     """
-    kept = set[nn.Parameter]() if own is None else set(own.module.parameters())
+    mlp_parameters = set[nn.Parameter]() if mlp is None else set(mlp.module.parameters())
     for parameter in layer.parameters():
-        if parameter in kept:
+        if parameter in mlp_parameters:
             continue
         # Those that are mapped from a file would stay resident as long as another one's are.
         if isinstance(operations, CpuOperations) and parameter.dim() > 1:

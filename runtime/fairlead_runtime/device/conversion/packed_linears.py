@@ -79,8 +79,8 @@ class _Product:
 
     def rows(self, ids: Tensor) -> Tensor:
         """Embeddings [..., K] of ids int64 [...], in the model's type."""
-        found = self.operations.embed(ids.reshape(-1), self.weight, self.factor)
-        return found.view(*ids.shape, self.weight.columns).to(self.parameter.dtype)
+        embedded = self.operations.embed(ids.reshape(-1), self.weight, self.factor)
+        return embedded.view(*ids.shape, self.weight.columns).to(self.parameter.dtype)
 
     def replace(self) -> None:
         for module, forward in self._forwards():
@@ -161,8 +161,8 @@ def _record(model: PagedModel, step: ForwardPass) -> dict[nn.Module, ModuleCall]
     calls: dict[nn.Module, ModuleCall] = {}
 
     def note(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], out: Any) -> None:
-        one = len(inputs) == 1 and isinstance(inputs[0], Tensor) and not named
-        if one and isinstance(out, Tensor):
+        is_unary = len(inputs) == 1 and isinstance(inputs[0], Tensor) and not named
+        if is_unary and isinstance(out, Tensor):
             calls.setdefault(module, ModuleCall(module, inputs[0].clone(), out.clone()))
 
     hooks = [
@@ -228,8 +228,8 @@ def _noise(module: nn.Module, x: Tensor, want: Tensor) -> Noise:
 
 def _factor(embedded: ModuleCall, matrix: Tensor) -> float:
     """What an embedding multiplies the rows of this matrix by. Raises DoesNotFitError."""
-    ids, (stored, *others) = embedded.input, embedded.module.parameters(recurse=False)
-    if others or not torch.equal(stored, matrix):
+    ids, (stored, *vectors) = embedded.input, embedded.module.parameters(recurse=False)
+    if vectors or not torch.equal(stored, matrix):
         raise DoesNotFitError("its embedding has other rows")
     rows = stored[ids.flatten()]
     got = embedded.module(ids).reshape(rows.shape)

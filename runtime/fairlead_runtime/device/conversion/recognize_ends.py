@@ -56,8 +56,8 @@ class Call:
     @property
     def plain(self) -> ModuleCall | None:
         """The same if it has vectors or a matrix of its own, and one tensor in and out."""
-        one = len(self.inputs) == 1 and isinstance(self.inputs[0], Tensor)
-        if not (one and has_weights(self.module) and isinstance(self.output, Tensor)):
+        is_unary = len(self.inputs) == 1 and isinstance(self.inputs[0], Tensor)
+        if not (is_unary and has_weights(self.module) and isinstance(self.output, Tensor)):
             return None
         return ModuleCall(self.module, self.inputs[0], self.output)
 
@@ -159,38 +159,40 @@ class WholeModel:
         self.chooses = not ends.cap
         # The different ways in which layers get their rotary embedding; by layer its place there,
         # the last for a layer without one.
-        ways = [
+        sources = [
             (call, argument) if call is not None and argument.name else None
             for call, argument in zip(ends.ropes, layers.arguments, strict=True)
         ]
-        different = list(dict.fromkeys(way for way in ways if way is not None))
-        self._reads = [(*way, _frequencies(*way)) for way in different]
-        self._places = [len(different) if way is None else different.index(way) for way in ways]
+        different = list(dict.fromkeys(source for source in sources if source is not None))
+        self._reads = [(*source, _frequencies(*source)) for source in different]
+        self._places = [
+            len(different) if source is None else different.index(source) for source in sources
+        ]
 
     def restore(self, ends: Ends) -> None:
         """Give the head, and embeddings that share it, their weights back."""
         stored = ends.head.stored
         numbers = stored.numbers if isinstance(stored, Quantized) else stored
         for part in row_parts(*numbers.shape):
-            own = numbers[part]
-            packed = self._operations.unpack(self._head, part.start, len(own)).to(own.dtype)
+            loaded = numbers[part]
+            packed = self._operations.unpack(self._head, part.start, len(loaded)).to(loaded.dtype)
             # Those that are mapped from a file are what they were, and need no copy.
-            if not torch.equal(own, packed):
-                own.copy_(packed)
+            if not torch.equal(loaded, packed):
+                loaded.copy_(packed)
 
     def logits(self, ids: Tensor, positions: Tensor, current: CachedPass) -> Tensor:
-        kept, cap = self._kept(ids, positions, current), self._cap
-        normed, _ = self._operations.norm(kept, self._norm)
+        hidden, cap = self._last_hidden(ids, positions, current), self._cap
+        normed, _ = self._operations.norm(hidden, self._norm)
         logits = self._operations.linear(normed, self._head, self._bias)
         return logits.div_(cap).tanh_().mul_(cap) if cap else logits
 
     def likeliest(
         self, ids: Tensor, positions: Tensor, current: CachedPass
     ) -> tuple[Tensor, Tensor]:
-        kept = self._kept(ids, positions, current)
-        return self._operations.likeliest(kept, self._head, self._bias, self._norm)
+        hidden = self._last_hidden(ids, positions, current)
+        return self._operations.likeliest(hidden, self._head, self._bias, self._norm)
 
-    def _kept(self, ids: Tensor, positions: Tensor, current: CachedPass) -> Tensor:
+    def _last_hidden(self, ids: Tensor, positions: Tensor, current: CachedPass) -> Tensor:
         """What the last norm reads: [S, hidden] of the tokens ``current.keep``."""
         x = self._embed(ids, positions)
         return self._layers.compute(x, self._rotary(x, positions), current, all_tokens=False)
@@ -221,11 +223,11 @@ def _frequencies(call: Call, argument: RopeArgument) -> tuple[Tensor, float] | N
     ``CpuOperations.angles`` computes of them; None for another, or one that is not known.
     """
     cos, sin = argument.read(call.output)
-    given = [x for x in (*call.inputs, *call.arguments.values()) if isinstance(x, Tensor)]
-    whole = [x for x in given if not x.is_floating_point()]
-    if len(whole) != 1 or whole[0].numel() != len(cos):
+    tensors = [x for x in (*call.inputs, *call.arguments.values()) if isinstance(x, Tensor)]
+    integers = [x for x in tensors if not x.is_floating_point()]
+    if len(integers) != 1 or integers[0].numel() != len(cos):
         return None
-    positions = whole[0].flatten()
+    positions = integers[0].flatten()
     for buffer in call.module.buffers(recurse=False):
         frequencies = buffer.data
         if frequencies.shape != (cos.shape[1] // 2,) or frequencies.dtype is not torch.float32:
@@ -234,8 +236,8 @@ def _frequencies(call: Call, argument: RopeArgument) -> tuple[Tensor, float] | N
         scale = factor_of(cos, torch.zeros_like(cos), plain[0])
         if scale is None:
             continue
-        made = reference.angles(positions, frequencies, scale)
-        if all(bool((x - y).abs().max() <= EXACT) for x, y in zip(made, (cos, sin), strict=True)):
+        angles = reference.angles(positions, frequencies, scale)
+        if all(bool((x - y).abs().max() <= EXACT) for x, y in zip(angles, (cos, sin), strict=True)):
             return frequencies, scale
     return None
 
@@ -280,7 +282,7 @@ def recognize(model: PagedModel, layers: Sequence[nn.Module], step: ForwardPass)
         embedding=embedding,
         factor=factor,
         positions=table,
-        ropes=[_rotary(given, calls) for given in arguments],
+        ropes=[_rotary(keywords, calls) for keywords in arguments],
         norm=norm,
         head=head.scaled(scaled),
         tied=_place(stored_rows(embedding)) == _place(head.stored),
@@ -424,15 +426,15 @@ def _embedding(
     rows = stored.rows(ids).dequantize() if isinstance(stored, Quantized) else stored[ids]
     tables: list[Table | None] = [None]
     for call in calls:
-        own = list(call.module.parameters(recurse=False))
-        if len(own) != 1 or own[0].dim() != 2 or not isinstance(call.output, Tensor):
+        parameters = list(call.module.parameters(recurse=False))
+        if len(parameters) != 1 or parameters[0].dim() != 2 or not isinstance(call.output, Tensor):
             continue
         tables += [
-            Table(own[0], offset)
+            Table(parameters[0], offset)
             for offset in OFFSETS
-            if own[0].shape[1] == hidden.shape[1]
-            and int(positions.max()) + offset < len(own[0])
-            and torch.equal(own[0].data[offset:][positions], _rows(call.output))
+            if parameters[0].shape[1] == hidden.shape[1]
+            and int(positions.max()) + offset < len(parameters[0])
+            and torch.equal(parameters[0].data[offset:][positions], _rows(call.output))
         ]
     for table in tables:
         rest = hidden if table is None else hidden - table.rows[positions]

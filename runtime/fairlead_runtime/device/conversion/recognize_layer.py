@@ -229,52 +229,52 @@ def factor_of(total: Tensor, residual: Tensor, branch: Tensor) -> float | None:
 class _Calls:
     """The recorded calls of one half of a layer; ``take`` hands each out once."""
 
-    left: list[ModuleCall] = field(default_factory=list)
+    rest: list[ModuleCall] = field(default_factory=list)
 
-    def matrices(self, given: Tensor) -> list[tuple[Matrix, Tensor]]:
-        """Take every product of ``given`` [T, K], with its result [T, N]."""
-        found = []
-        for call in self.left[:]:
-            matrix = matrix_of(call, given)
+    def matrices(self, x: Tensor) -> list[tuple[Matrix, Tensor]]:
+        """Take every product of ``x`` [T, K], with its result [T, N]."""
+        products = []
+        for call in self.rest[:]:
+            matrix = matrix_of(call, x)
             if matrix is not None:
-                self.left.remove(call)
-                found.append((matrix, call.output.reshape(given.shape[0], -1)))
-        return found
+                self.rest.remove(call)
+                products.append((matrix, call.output.reshape(x.shape[0], -1)))
+        return products
 
-    def multiply(self, given: Tensor) -> bool:
-        """Whether there is a product of ``given``."""
-        return any(matrix_of(call, given) is not None for call in self.left)
+    def multiply(self, x: Tensor) -> bool:
+        """Whether there is a product of ``x``."""
+        return any(matrix_of(call, x) is not None for call in self.rest)
 
-    def norm(self, given: Tensor) -> tuple[Norm, Tensor] | None:
-        """Take the norm of ``given`` [T, width], with its result."""
-        for call in filter(_may_be_norm, self.left):
-            if close(call.input.reshape(-1, call.input.shape[-1]), given):
+    def norm(self, x: Tensor) -> tuple[Norm, Tensor] | None:
+        """Take the norm of ``x`` [T, width], with its result."""
+        for call in filter(_may_be_norm, self.rest):
+            if close(call.input.reshape(-1, call.input.shape[-1]), x):
                 norm = norm_of(call)
-                self.left.remove(call)
-                return norm, call.output.reshape(given.shape)
+                self.rest.remove(call)
+                return norm, call.output.reshape(x.shape)
         return None
 
     def norm_of_sum(self, residual: Tensor, branch: Tensor) -> tuple[Norm, Tensor, float] | None:
         """Take the norm of the residual plus a multiple of ``branch``, with its result and that
         factor, which is not 0.
         """
-        for call in filter(_may_be_norm, self.left):
+        for call in filter(_may_be_norm, self.rest):
             total = call.input.reshape(-1, call.input.shape[-1])
             factor = factor_of(total, residual, branch)
             if factor:
                 norm = norm_of(call)
-                self.left.remove(call)
+                self.rest.remove(call)
                 return norm, call.output.reshape(total.shape), factor
         return None
 
     def without(self, module: nn.Module | None = None) -> Self:
         """The same calls, to take anew, but for those inside this module."""
         inside = set() if module is None else set(module.modules())
-        return type(self)([call for call in self.left if call.module not in inside])
+        return type(self)([call for call in self.rest if call.module not in inside])
 
     def check_empty(self) -> None:
-        if self.left:
-            kinds = ", ".join(sorted({type(call.module).__name__ for call in self.left}))
+        if self.rest:
+            kinds = ", ".join(sorted({type(call.module).__name__ for call in self.rest}))
             raise DoesNotFitError(f"it computes with {kinds}")
 
 
@@ -284,10 +284,10 @@ def recognize(recording: Recording) -> LayerParts:
     """
     r = recording
     calls = _Calls(list(r.before))
-    found = calls.norm(r.input)
-    if found is None:
+    first_norm = calls.norm(r.input)
+    if first_norm is None:
         raise DoesNotFitError("it does not normalize the input of its attention")
-    input_norm, normed = found
+    input_norm, normed = first_norm
     projections = calls.matrices(normed)
     q_norm, k_norm = _head_norms(calls, r.query.shape[-1])
     heads = _projected(r, [result for _, result in projections], q_norm, k_norm)
@@ -329,28 +329,28 @@ def recognize(recording: Recording) -> LayerParts:
     )
 
 
-def matrix_of(call: ModuleCall, given: Tensor) -> Matrix | None:
-    """The matrix of a module that multiplies ``given`` by it; transposed where it is stored [K, N],
+def matrix_of(call: ModuleCall, x: Tensor) -> Matrix | None:
+    """The matrix of a module that multiplies ``x`` by it; transposed where it is stored [K, N],
     as in GPT-2.
     """
-    if not close(call.input.reshape(-1, call.input.shape[-1]), given):
+    if not close(call.input.reshape(-1, call.input.shape[-1]), x):
         return None
     weights, bias = _weights_of(call.module)
     if isinstance(call.module, RowSplit):  # what it returns is the sum of all ranks' products
         return Matrix(call.module, call.module.stored, call.module.stored, bias)
-    result = call.output.reshape(given.shape[0], -1)
+    result = call.output.reshape(x.shape[0], -1)
     for weight in weights:
-        if weight.shape == (result.shape[1], given.shape[1]):
-            if close(result, _product(weight, bias, given)):
+        if weight.shape == (result.shape[1], x.shape[1]):
+            if close(result, _product(weight, bias, x)):
                 return Matrix(call.module, weight, weight, bias)
     return None
 
 
-def _product(weight: Tensor | Quantized, bias: Tensor | None, given: Tensor) -> Tensor:
+def _product(weight: Tensor | Quantized, bias: Tensor | None, x: Tensor) -> Tensor:
     if isinstance(weight, Quantized):
-        quantized: Tensor = QuantizedLinear(weight, bias)(given)  # which dequantizes it in parts
+        quantized: Tensor = QuantizedLinear(weight, bias)(x)  # which dequantizes it in parts
         return quantized
-    product = given @ weight.T
+    product = x @ weight.T
     return product if bias is None else product + bias
 
 
@@ -364,10 +364,10 @@ def _weights_of(module: nn.Module) -> tuple[Sequence[Tensor | Quantized], Tensor
         module = module.quantized()
     if isinstance(module, QuantizedLinear):
         return [module.weight], None if module.bias is None else module.bias.data
-    own = dict(module.named_parameters(recurse=False))
-    weights = [p.data for p in own.values() if p.dim() == 2]
-    biases = [p.data for p in own.values() if p.dim() == 1]
-    if len(weights) != 1 or len(weights) + len(biases) != len(own) or len(biases) > 1:
+    parameters = dict(module.named_parameters(recurse=False))
+    weights = [p.data for p in parameters.values() if p.dim() == 2]
+    biases = [p.data for p in parameters.values() if p.dim() == 1]
+    if len(weights) != 1 or len(weights) + len(biases) != len(parameters) or len(biases) > 1:
         return [], None
     return [weights[0], weights[0].T], biases[0] if biases else None
 
@@ -380,12 +380,15 @@ def norm_of(call: ModuleCall) -> Norm:
     """The norm that a module computes, found by its results. Its epsilon is one of its numbers; it
     decides the result for small inputs, so those are tried too.
     """
-    own = [parameter.data for parameter in call.module.parameters(recurse=False)]
+    vectors = [parameter.data for parameter in call.module.parameters(recurse=False)]
     x = call.input
     orders: list[tuple[Tensor, Tensor | None]] = []
-    if {parameter.shape for parameter in own} == {x.shape[-1:]}:
-        both: list[tuple[Tensor, Tensor | None]] = [(own[0], own[-1]), (own[-1], own[0])]
-        orders = [(own[0], None)] if len(own) == 1 else both if len(own) == 2 else []
+    if {parameter.shape for parameter in vectors} == {x.shape[-1:]}:
+        both: list[tuple[Tensor, Tensor | None]] = [
+            (vectors[0], vectors[-1]),
+            (vectors[-1], vectors[0]),
+        ]
+        orders = [(vectors[0], None)] if len(vectors) == 1 else both if len(vectors) == 2 else []
     for eps in {value for value in vars(call.module).values() if isinstance(value, float)}:
         small = x / x.square().mean().sqrt() * eps**0.5
         for (weight, bias), offset, centered in itertools.product(
@@ -400,11 +403,11 @@ def norm_of(call: ModuleCall) -> Norm:
 
 def _head_norms(calls: _Calls, dim: int) -> tuple[Norm | None, Norm | None]:
     """The norms of each query and each key head: none, or both in this order."""
-    if not calls.left:
+    if not calls.rest:
         return None, None
-    if len(calls.left) != 2 or any(call.input.shape[-1] != dim for call in calls.left):
+    if len(calls.rest) != 2 or any(call.input.shape[-1] != dim for call in calls.rest):
         calls.check_empty()
-    first, second = map(norm_of, calls.left)
+    first, second = map(norm_of, calls.rest)
     return first, second
 
 
@@ -449,16 +452,16 @@ def _projected(
     """Find how attention gets the projections. Raises DoesNotFitError unless they are rotated as
     the reference does it, or not at all, each head's elements in order or in pairs.
     """
-    given = torch.cat([r.input[:, :0], *results], dim=1)
+    rows = torch.cat([r.input[:, :0], *results], dim=1)
     tokens, kv, dim = r.key.shape
-    slots = torch.arange(tokens, device=given.device)
-    for heads in _candidates(r, given.shape[1], single=len(results) == 1):
-        cos, sin = r.rope if heads.rotates else (given[:, :0], given[:, :0])
+    slots = torch.arange(tokens, device=rows.device)
+    for heads in _candidates(r, rows.shape[1], single=len(results) == 1):
+        cos, sin = r.rope if heads.rotates else (rows[:, :0], rows[:, :0])
         if heads.rope_in_pairs:
             cos, sin = halves_of(cos), halves_of(sin)
         norms = heads.norm(q_norm), heads.norm(k_norm)
-        keys, values = (given.new_zeros(1, tokens, kv, dim) for _ in range(2))
-        query = reference.rope_write(given[:, heads.order], cos, sin, slots, keys, values, *norms)
+        keys, values = (rows.new_zeros(1, tokens, kv, dim) for _ in range(2))
+        query = reference.rope_write(rows[:, heads.order], cos, sin, slots, keys, values, *norms)
         want = r.query[..., heads.elements]
         factor = factor_of(want, torch.zeros_like(want), query)
         same = close(keys[0], r.key[..., heads.elements]) and close(values[0], r.value)
@@ -527,10 +530,10 @@ def _added(
 
 def _mlp(calls: _Calls, normed: Tensor) -> tuple[MlpParts, Tensor]:
     """The MLP, and what it gives [T, hidden]."""
-    found = calls.matrices(normed)
-    results = [result for _, result in found]
-    orders: list[tuple[int, ...]] = [(0,)] if len(found) == 1 else [(0, 1), (1, 0)]
-    if len(found) not in (1, 2):
+    products = calls.matrices(normed)
+    results = [result for _, result in products]
+    orders: list[tuple[int, ...]] = [(0,)] if len(products) == 1 else [(0, 1), (1, 0)]
+    if len(products) not in (1, 2):
         raise DoesNotFitError(OTHER_MLP)
     for order, activation in itertools.product(orders, get_args(Activation)):
         gate_up = torch.cat([results[i] for i in order], dim=1)
@@ -541,11 +544,11 @@ def _mlp(calls: _Calls, normed: Tensor) -> tuple[MlpParts, Tensor]:
             width = mixed.shape[1]
             if any(
                 call.input.shape[-1] == width and close(call.input.reshape(-1, width), mixed)
-                for call in calls.left
+                for call in calls.rest
             ):
                 downs = calls.matrices(mixed)
                 if len(downs) != 1:
                     raise DoesNotFitError(OTHER_MLP)
                 ((down, branch),) = downs
-                return MlpParts([found[i][0] for i in order], activation, down), branch
+                return MlpParts([products[i][0] for i in order], activation, down), branch
     raise DoesNotFitError(OTHER_MLP)

@@ -68,11 +68,11 @@ def decoder_layers(model: PagedModel) -> list[nn.Module]:
     count = len(model.windows)
     for module in model.model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
-            held = [
+            indices = [
                 {getattr(part, "layer_idx", None) for part in layer.modules()} - {None}
                 for layer in module
             ]
-            if held == [{index} for index in range(count)]:
+            if indices == [{index} for index in range(count)]:
                 return list(module)
     return []
 
@@ -195,14 +195,14 @@ def modules_in_float32(model: nn.Module) -> Iterator[None]:
     hooks: list[RemovableHandle] = []
     products: list[Any] = []
     for module in model.modules():
-        own: Any = module  # torch types each attribute as tensor or module
+        target: Any = module  # torch types each attribute as tensor or module
         if not has_weights(module):
             continue
         if isinstance(module, nn.Embedding):  # whose table is large, and its rows exact
             hooks.append(module.register_forward_hook(lambda _m, _i, rows: rows.float()))
         elif type(module) is nn.Linear and "forward" not in vars(module):
-            own.forward = partial(_product_in_float32, module)
-            products.append(own)
+            target.forward = partial(_product_in_float32, module)
+            products.append(target)
         else:
             hooks += _widened_while_it_runs(module)
     try:
@@ -244,6 +244,6 @@ def _widened_while_it_runs(
     ]
 
 
-def _cast(values: Any, wanted: torch.dtype) -> Any:
+def _cast(values: Any, dtype: torch.dtype) -> Any:
     """The same with every tensor of floats in this type."""
-    return tree_map_only(Tensor, lambda x: x.to(wanted) if x.is_floating_point() else x, values)
+    return tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, values)

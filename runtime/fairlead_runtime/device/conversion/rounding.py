@@ -28,7 +28,7 @@ UNIT = 2.0**-23  # the share by which rounding changes what a module reads: twic
 # element. On trained weights right kernels reach 4 and 19, a head scaled by 1.01 reaches 33 and 126
 # (docs/design/0015-rounding.md).
 TOKEN, ELEMENT = 12.0, 64.0
-LEAST = 1e-30  # where nothing moves a result, as zeros
+TINY = 1e-30  # where nothing moves a result, as zeros
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,13 +56,13 @@ class Noise:
         """Whether rounding explains the difference of two results [T, N]."""
         if got.shape != want.shape:
             return False
-        times = (got.double() - want.double()) / self.size.clamp(min=LEAST)
+        times = (got.double() - want.double()) / self.size.clamp(min=TINY)
         token = times.square().mean(dim=-1).sqrt()
         return bool((token <= TOKEN).all() and (times.abs() <= ELEMENT).all())
 
     def explains_at(self, places: Tensor, got: Tensor, want: Tensor) -> bool:
         """Whether it explains that of one element per token [T], at ``places`` int64 [T]."""
-        size = self.size.gather(1, places[:, None])[:, 0].clamp(min=LEAST)
+        size = self.size.gather(1, places[:, None])[:, 0].clamp(min=TINY)
         return bool(((got.double() - want.double()).abs() <= ELEMENT * size).all())
 
 

@@ -126,9 +126,11 @@ class Offload:
             for host, place, count in runs:
                 begin, at = units.begin + host * units.size, place * units.size
                 for first, end in within_parts(begin, begin + count * units.size):
-                    here = self._memory.data[first:end]
-                    there = flat[at + first - begin : at + end - begin]
-                    target, source = (here, there) if leaves else (there, here)
+                    host_bytes = self._memory.data[first:end]
+                    staged_bytes = flat[at + first - begin : at + end - begin]
+                    target, source = (
+                        (host_bytes, staged_bytes) if leaves else (staged_bytes, host_bytes)
+                    )
                     target.copy_(source, non_blocking=True)
 
 

@@ -24,7 +24,7 @@ PIECE = 2 << 20
 # Seconds without a step after which it counts as idle: steps of decodes follow each other sooner.
 REST = 0.02
 # Smaller caches are mapped by a few steps.
-LEAST = 64 << 20
+SMALLEST = 64 << 20
 PAGE = mmap.PAGESIZE
 MADV_POPULATE_WRITE = 23  # Linux 5.14
 
@@ -38,7 +38,7 @@ class PageAhead:
         self._tensors = tuple(tensors)
         self._units = tensors[0].shape[1]
         self._ahead = ahead * self._units // sum(t.nbytes for t in tensors)
-        self._wanted = min(self._ahead, self._units)
+        self._goal = min(self._ahead, self._units)
         self._running = False
         self._ended = time.monotonic()
         self._closed = False
@@ -49,9 +49,9 @@ class PageAhead:
     def begin(self, top: int) -> None:
         """A step begins, whose last units go up to ``top``. The thread rests until ``end``."""
         self._running = True
-        wanted = min(top + 1 + self._ahead, self._units)
-        if wanted > self._wanted:
-            self._wanted = wanted
+        goal = min(top + 1 + self._ahead, self._units)
+        if goal > self._goal:
+            self._goal = goal
             self._more.set()
 
     def end(self) -> None:
@@ -66,9 +66,9 @@ class PageAhead:
 
     def _run(self) -> None:
         for end, address, size in self._pieces():
-            while end > self._wanted and not self._closed:
+            while end > self._goal and not self._closed:
                 self._more.clear()
-                if end > self._wanted and not self._closed:
+                if end > self._goal and not self._closed:
                     self._more.wait()
             while not self._closed and (self._running or time.monotonic() - self._ended < REST):
                 time.sleep(REST)
@@ -92,7 +92,7 @@ class PageAhead:
 def page_ahead(tensors: Sequence[torch.Tensor]) -> PageAhead | None:
     """A PageAhead where it can help: for a large cache on a CPU, on Linux."""
     size = sum(tensor.nbytes for tensor in tensors)
-    if tensors[0].device.type != "cpu" or size < LEAST or sys.platform != "linux":
+    if tensors[0].device.type != "cpu" or size < SMALLEST or sys.platform != "linux":
         return None
     return PageAhead(tensors)
 

@@ -204,8 +204,8 @@ class BatchBuilder:
         places, index = self._samples.take(int(samples.sum()))
         places[:] = ends[samples] - 1
         sampling = [row.sequence for row in rows if row.samples]
-        made = Batch(input_ids, positions, tuple(slots), tuple(ragged), index, sampling)
-        return made, arrays
+        batch = Batch(input_ids, positions, tuple(slots), tuple(ragged), index, sampling)
+        return batch, arrays
 
     def _table(
         self, rows: abc.Sequence[Row], lens: Array, group: int

@@ -24,15 +24,15 @@ def register(product: ExpertProduct) -> None:
 
 def samples_of(model: nn.Module) -> list[Matrices]:
     """One product's matrices of each size and layout that the model's experts have."""
-    found: dict[object, Matrices] = {}
+    samples: dict[object, Matrices] = {}
     for module in model.modules():
         if hasattr(module, "is_concatenated"):  # transformers gives it to experts alone
             for name in (_first(module), "down_proj"):
                 matrices = _matrices(module, name)
                 weights, bias = matrices
                 key = weights.shape, weights.stride(), weights.dtype, bias is None
-                found.setdefault(key, matrices)
-    return list(found.values())
+                samples.setdefault(key, matrices)
+    return list(samples.values())
 
 
 def _first(experts: Any) -> str:
@@ -51,7 +51,7 @@ def _experts(
     """From ``hidden`` [T, width], the ``chosen`` experts of each token int64 [T, k] and their
     ``shares`` [T, k]: [T, width].
     """
-    count, each = chosen.shape
+    count, per_token = chosen.shape
     ids, order = torch.sort(chosen.reshape(-1))
     numbers = torch.arange(experts.num_experts, device=ids.device, dtype=ids.dtype)
     ends = torch.searchsorted(ids, numbers, right=True, out_int32=True)
@@ -60,11 +60,11 @@ def _experts(
         weights, bias = _matrices(experts, name)
         return product(x.to(weights.dtype), weights, ends, bias)
 
-    out = multiplied(hidden[order // each], _first(experts))
+    out = multiplied(hidden[order // per_token], _first(experts))
     gate = experts._apply_gate if experts.has_gate else experts.act_fn  # noqa: SLF001 - as theirs
     out = multiplied(gate(out), "down_proj")
     if getattr(experts, "has_post_expert_norm", False):  # the oldest transformers knows none
         out = experts.post_expert_norm(out)
     out = out * shares.reshape(-1)[order, None]
     out = torch.empty_like(out).index_copy_(0, order, out)
-    return out.view(count, each, -1).sum(dim=1).to(hidden.dtype)
+    return out.view(count, per_token, -1).sum(dim=1).to(hidden.dtype)

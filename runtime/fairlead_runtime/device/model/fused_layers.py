@@ -43,11 +43,11 @@ class RopeArgument:
     name: str
     in_pairs: bool
 
-    def read(self, given: Rope) -> Rope:
+    def read(self, value: Rope) -> Rope:
         """Cosines and sines [1, T, R] as the model gives them → float32 [T, R] as operations take
         them.
         """
-        cos, sin = given[0].float(), given[1].float()
+        cos, sin = value[0].float(), value[1].float()
         return (halves_of(cos[0]), halves_of(sin[0])) if self.in_pairs else (cos[0], sin[0])
 
 
@@ -239,11 +239,11 @@ class FusedRun:
         self._ropes.clear()
         self._known.clear()
 
-    def _note_rope(self, argument: RopeArgument, given: Rope | None, x: Tensor) -> None:
+    def _note_rope(self, argument: RopeArgument, value: Rope | None, x: Tensor) -> None:
         """The same tensors for layers that are given the same."""
-        key = 0 if given is None else id(given[0]), argument
+        key = 0 if value is None else id(value[0]), argument
         if key not in self._known:
-            self._known[key] = argument.read(given or (x[..., :0], x[..., :0]))
+            self._known[key] = argument.read(value or (x[..., :0], x[..., :0]))
         self._ropes.append(self._known[key])
 
     def compute(
@@ -259,9 +259,9 @@ class FusedRun:
             and isinstance(current.backend, CpuAttention)
         ):
             if self._cache is not current.cache:
-                found = [current.cache.layer(layer.index) for layer in self.layers]
-                caches = [(keys, values) for keys, values, _ in found]
-                self._chain.bind(caches, groups=[group for _, _, group in found])
+                layers = [current.cache.layer(layer.index) for layer in self.layers]
+                caches = [(keys, values) for keys, values, _ in layers]
+                self._chain.bind(caches, groups=[group for _, _, group in layers])
                 self._cache = current.cache
             return self._chain.run(
                 x,

@@ -34,7 +34,7 @@ class Group:
         self._store = store
         self._ready = ready
         self._device = torch.device("cpu")
-        self._met = False
+        self._connected = False
 
     def meet(self, device: torch.device) -> None:
         """Connect the ranks, which compute on ``device``; once, before the first sum."""
@@ -50,11 +50,11 @@ class Group:
             timeout=PATIENCE,
             device_id=device if device.type == "cuda" else None,
         )
-        self._met = True
+        self._connected = True
 
     def abort(self) -> None:
         """Let no sum on a GPU wait for a rank that has ended. gloo sees the end of its sockets."""
-        if self._met and (world := dist.group.WORLD) is not None:
+        if self._connected and (world := dist.group.WORLD) is not None:
             world.abort()
 
     def leave(self) -> None:
@@ -62,9 +62,9 @@ class Group:
         group that somebody else made in this process.
         """
         self.abort()  # NCCL's own end is one more thing that ranks do together
-        if self._met and dist.is_initialized():
+        if self._connected and dist.is_initialized():
             dist.destroy_process_group()
-        self._met = False
+        self._connected = False
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of every rank's ``x``, which may be changed."""

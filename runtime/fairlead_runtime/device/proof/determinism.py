@@ -40,22 +40,22 @@ def check(model: PagedModel, fusion: Fusion) -> None:
     if fusion.fused < fusion.layers:
         problem = f"layers of {name!r} are computed by torch: {fusion}"
     elif fusion.head_reason or not fusion.head:
-        why = fusion.head_reason or "they are not recognized"
-        problem = f"the last norm and the head of {name!r} are computed by torch: {why}"
+        cause = fusion.head_reason or "they are not recognized"
+        problem = f"the last norm and the head of {name!r} are computed by torch: {cause}"
     if problem:
         raise ConfigError("deterministic", problem, FIX)
 
 
 @dataclass(frozen=True, slots=True)
 class CanaryResult:
-    """``tokens`` of one request had the same logits alone and beside ``others``."""
+    """``tokens`` of one request had the same logits alone and beside ``neighbours``."""
 
     tokens: int
-    others: int
+    neighbours: int
 
     def __str__(self) -> str:
         return (
-            f"canary: {self.tokens} tokens have the same logits alone and beside {self.others} "
+            f"canary: {self.tokens} tokens have the same logits alone and beside {self.neighbours} "
             "other requests"
         )
 
@@ -104,29 +104,29 @@ class _Steps:
         generator = np.random.default_rng(0)
 
         def rows(shapes: tuple[tuple[int, int], ...]) -> list[tuple[Sequence, int, int]]:
-            made = []
+            sequences = []
             for before, count in shapes:
                 end = min(before + count, longest)
                 ids = generator.integers(0, model.vocabulary, end).tolist()
-                made.append((_sequence(ids), max(0, end - count), min(count, end)))
-            return made
+                sequences.append((_sequence(ids), max(0, end - count), min(count, end)))
+            return sequences
 
         self._request = _sequence(generator.integers(0, model.vocabulary, length).tolist())
         self._before, self._behind = rows(BEFORE), rows(BEHIND)
 
     def alone(self) -> Tensor:
         """The logits of all tokens [L, vocabulary], of one step."""
-        ours = self._request
-        cache = _cache(self._model, self._groups, [ours])
-        return self._forward(cache, [Row(ours, 0, len(ours.tokens), samples=True)], 0)
+        request = self._request
+        cache = _cache(self._model, self._groups, [request])
+        return self._forward(cache, [Row(request, 0, len(request.tokens), samples=True)], 0)
 
     def crowded(self, begin: int, size: int) -> Tensor:
         """The logits of tokens ``begin``: ``begin + size``, [size, vocabulary]; those before them
         were given to this in order.
         """
         if begin == 0:
-            others = [sequence for sequence, _, _ in (*self._before, *self._behind)]
-            self._crowd = _cache(self._model, self._groups, [self._request, *others])
+            neighbours = [sequence for sequence, _, _ in (*self._before, *self._behind)]
+            self._crowd = _cache(self._model, self._groups, [self._request, *neighbours])
         return self._forward(self._crowd, self._rows(begin, size), len(self._before))
 
     def chosen(self, begin: int, size: int) -> tuple[Tensor, Tensor]:

@@ -21,5 +21,5 @@ class RoundedCache(DynamicCache):  # type: ignore[misc] # transformers' is untyp
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         key, value = (rounded(x, FP8).to(x.dtype) for x in (key_states, value_states))
-        kept: tuple[Tensor, Tensor] = super().update(key, value, layer_idx, *args, **kwargs)
-        return kept
+        stored: tuple[Tensor, Tensor] = super().update(key, value, layer_idx, *args, **kwargs)
+        return stored

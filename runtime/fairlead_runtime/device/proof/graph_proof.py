@@ -35,17 +35,17 @@ def replay_error(
     generator = torch.Generator().manual_seed(0)
     units = units_of(cache.groups)
     for part in (*cache.keys, *cache.values):
-        some = part[:units]
-        some.copy_(torch.randn(some.shape, generator=generator))
+        units_data = part[:units]
+        units_data.copy_(torch.randn(units_data.shape, generator=generator))
     longest = min(BLOCKS * cache.block_size, max_model_len)
     rows = [
         _row(place, 1 + place * 5 % longest, cache, generator)
         for place in range(min(ROWS, steps.table.sequences, size))
     ]
     logits, tokens, captured = steps.run_and_replay(rows, size, LARGEST)
-    wanted = logits.float().log_softmax(dim=1)
+    reference = logits.float().log_softmax(dim=1)
     ids = torch.cat([tokens[:, None], captured.numbers[:, 1:]], dim=1)
-    apart = (captured.values - wanted.gather(1, ids)).square().mean(dim=1).sqrt()
+    apart = (captured.values - reference.gather(1, ids)).square().mean(dim=1).sqrt()
     errors = apart / logits.float().std(dim=1).clamp(min=1e-6)
     worst = float(errors.median() if median else errors.max())
     return math.inf if math.isnan(worst) else worst

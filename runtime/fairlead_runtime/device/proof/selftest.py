@@ -72,7 +72,7 @@ EXPERTS_TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0
 # Trained weights are moved further: bfloat16 moves transformers' own logits of Gemma 3 270M and of
 # SmolLM2 by 0.04 to 0.2, depending on the tokens. In half precision a model may differ by so many
 # times what rounding does to it on the same tokens, where that is more than TOLERANCE.
-OWN = 2.0
+REFERENCE_FACTOR = 2.0
 # The same of transformers' logits with quantized and with plain weights, as a root mean square over
 # all tokens: what the format itself may cost. Unrelated logits differ by 1.4, those of random
 # weights, which rounding moves further, by up to 0.51 and 0.79 at the worst token:
@@ -155,13 +155,13 @@ class SelfTestResult:
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """How far it moves transformers' own logits that ``what`` is rounded, in units of their spread:
-    the root mean square over the tokens, of the ``allowed``, and the ``worst`` token's. ``same``:
-    the share of tokens whose likeliest next token stays. ``perplexity``: of a text before and after
-    that, in float32; where the model's type is another, once more in that.
+    """How far it moves transformers' own logits that ``subject`` is rounded, in units of their
+    spread: the root mean square over the tokens, of the ``allowed``, and the ``worst`` token's.
+    ``same``: the share of tokens whose likeliest next token stays. ``perplexity``: of a text before
+    and after that, in float32; where the model's type is another, once more in that.
     """
 
-    what: str
+    subject: str
     moved: float
     worst: float
     same: float
@@ -170,14 +170,15 @@ class Rounding:
 
     def __str__(self) -> str:
         text = (
-            f"{self.what} move logits by {self.moved:.2g} of {self.allowed:g} allowed, likeliest "
-            f"token the same in {100 * self.same:.0f} % (those of one token by {self.worst:.2g})"
+            f"{self.subject} move logits by {self.moved:.2g} of {self.allowed:g} allowed, "
+            f"likeliest token the same in {100 * self.same:.0f} % "
+            f"(those of one token by {self.worst:.2g})"
         )
         if not self.perplexity:
             return text
         before, after, *half = (f"{value:.3g}" for value in self.perplexity)
-        own = "".join(f" ({value} by transformers in half precision)" for value in half)
-        return f"{text}; perplexity of a text {before} before and {after} after{own}"
+        in_half = "".join(f" ({value} by transformers in half precision)" for value in half)
+        return f"{text}; perplexity of a text {before} before and {after} after{in_half}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -207,7 +208,8 @@ def prepare_and_test(
     how far that moves transformers' own logits; a quantized one's are as they are. transformers
     computes the expected logits with the quantized weights, and for an ``fp8_cache`` with rounded
     keys and values; the result says what that costs, too. It computes all of them in float32: a
-    model in bfloat16 may be as far from these as transformers' own bfloat16 is, OWN times.
+    model in bfloat16 may be as far from these as transformers' own bfloat16 is, REFERENCE_FACTOR
+    times.
 
     With ``deterministic`` on kernels whose sums have one order, which the canary shows.
     ``block_size``: of the cache that will be served, for which kernels may be compiled;
@@ -220,13 +222,13 @@ def prepare_and_test(
         choice = _pick(model, kernels, **settings)
         quantized = loaded.shape.quantized or quantization
         to = None if loaded.shape.quantized else _rounded_to(quantization)
-        whole = _Whole.of(model, loaded, to, _rounded_weights(model, choice, to))
+        reference = _ReferenceLogits.of(model, loaded, to, _rounded_weights(model, choice, to))
         products = _products(loaded, quantized, choice, model, compilers)
         fusion, choice = _fused(model, choice, kernels, products=products, **settings)
         _check_fused(loaded, quantized, fusion)
         if deterministic:
             determinism.check(model, fusion)
-        result = _check(model, choice, fusion, whole, fp8=quantized == "fp8")
+        result = _check(model, choice, fusion, reference, fp8=quantized == "fp8")
         if deterministic:
             canary = determinism.canary(model, choice.attention, loaded.max_model_len)
             result = replace(result, canary=canary)
@@ -264,25 +266,30 @@ class _Pass(NamedTuple):
 
 
 def _check(
-    model: PagedModel, choice: BackendChoice, fusion: Fusion, whole: "_Whole", *, fp8: bool
+    model: PagedModel,
+    choice: BackendChoice,
+    fusion: Fusion,
+    reference: "_ReferenceLogits",
+    *,
+    fp8: bool,
 ) -> SelfTestResult:
     """``check`` in every pass, and what it costs that weights and cache are rounded."""
     rounded = max(_tolerance(model), ROUNDED_TOLERANCE) if fusion.rounds else None
 
     def compare(step: _Pass) -> SelfTestResult:
-        expected = whole.cached if step.fp8_cache and whole.cached else whole.expected
+        expected = reference.cached if step.fp8_cache and reference.cached else reference.expected
         allowed = ROUNDING["fp8"] if step.fp8_activations else None if step.fp8_cache else rounded
         return check(model, step.attention, expected, allowed)
 
-    result, *others = _in_every_pass(model, choice, compare, fp8=fp8)
-    cached = others.pop(0) if model.heads.fp8_cache else None
+    result, *later = _in_every_pass(model, choice, compare, fp8=fp8)
+    cached = later.pop(0) if model.heads.fp8_cache else None
     return replace(
         result,
         backend=choice.attention.name,
-        activations=others[0].delta if others else None,
+        activations=later[0].delta if later else None,
         cached=(cached.delta, cached.tolerance) if cached else None,
-        rounding=whole.rounding,
-        cache=whole.cache,
+        rounding=reference.rounding,
+        cache=reference.cache,
     )
 
 
@@ -335,10 +342,10 @@ def prepare_rank(
         with shards.computed_on(device, loaded.model):
             model = paged_model.prepare(loaded, device, fp8_cache=fp8_cache)
             choice = _pick(model, kernels, ranks=group.size, block_size=block_size)
-            whole: _Whole | None = None
+            reference: _ReferenceLogits | None = None
             if group.rank == 0:
                 rounds = nullcontext() if to is None else shards.quantized(model.model, plan, to)
-                whole = _Whole.of(model, loaded, to, rounds)
+                reference = _ReferenceLogits.of(model, loaded, to, rounds)
         shards.split(loaded.model, loaded.shape, group, device, to)
         group.meet(device)
         model.probe_again()
@@ -348,7 +355,7 @@ def prepare_rank(
         fusion, choice = _fused(model, choice, kernels, group, **settings)
         _check_fused(loaded, quantized, fusion)
         served, fp8 = ServedModel(model, choice, fusion), quantized == "fp8"
-        if whole is None:
+        if reference is None:
             prompts = _prompts(model, loaded.max_model_len, text_ids(loaded))
 
             def take_part(step: _Pass) -> None:
@@ -357,7 +364,7 @@ def prepare_rank(
             with torch.inference_mode():
                 _in_every_pass(model, choice, take_part, fp8=fp8)
             return served, None
-        return served, _check(model, choice, fusion, whole, fp8=fp8)
+        return served, _check(model, choice, fusion, reference, fp8=fp8)
 
 
 def _products(
@@ -381,7 +388,7 @@ def _rounded_to(quantization: str) -> Format | None:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Whole:
+class _ReferenceLogits:
     """What a whole model's logits are expected to be, with an fp8 cache ``cached``, too, and what
     it costs that weights and cache are rounded.
     """
@@ -409,8 +416,8 @@ class _Whole:
             if to is not None:
                 plain = expected
                 expected = expect()
-                what = f"{to} weights", "quantization none", ROUNDING[to]
-                rounding = _rounding(model, expected, plain, *what)
+                terms = f"{to} weights", "quantization none", ROUNDING[to]
+                rounding = _rounding(model, expected, plain, *terms)
             if model.heads.fp8_cache:
                 cached = expect(fp8_cache=True)
                 cache = _rounding_of_cache(model, cached, expected)
@@ -461,16 +468,18 @@ def _fused(
     model's code did, and the product of its experts, if it has some. ``products``: as _products
     gives them. ``kernels`` and ``settings``: what the choice was made from.
     """
-    kinds, (fours, why) = model.kinds, products
-    fusion = fuse(model, choice.operations, group, None if fours is None else fours.settle)
+    kinds, (int4_product, int4_reason) = model.kinds, products
+    fusion = fuse(
+        model, choice.operations, group, None if int4_product is None else int4_product.settle
+    )
     if model.kinds != kinds:  # the operations are those that fused layers have
         choice = replace(_pick(model, kernels, **settings), operations=choice.operations)
-    product, said = choose(samples_of(model.model), model.device, kernels)
+    product, notes = choose(samples_of(model.model), model.device, kernels)
     if product is not None:
         model.use_experts(product)
-    said = "; ".join(filter(None, (said, why, str(fours or ""))))
-    if said:
-        choice = replace(choice, reason=f"{choice.reason}; {said}")
+    notes = "; ".join(filter(None, (notes, int4_reason, str(int4_product or ""))))
+    if notes:
+        choice = replace(choice, reason=f"{choice.reason}; {notes}")
     return fusion, choice
 
 
@@ -481,15 +490,15 @@ class Expected:
     values that are rounded to fp8. They are computed before layers are fused, which transformers
     cannot run.
 
-    ``own``: how far transformers' logits in a half-precision type are from them, in units of their
-    spread; in float32 0, and with ``fp8_cache`` how far its rounding moves them. ``perplexity``: of
-    the text with which the first prompt begins, in float32, and in a half-precision type where it
-    was computed; none without a text.
+    ``reference_error``: how far transformers' logits in a half-precision type are from them, in
+    units of their spread; in float32 0, and with ``fp8_cache`` how far its rounding moves them.
+    ``perplexity``: of the text with which the first prompt begins, in float32, and in a
+    half-precision type where it was computed; none without a text.
     """
 
     prompts: list[list[int]]
     logits: list[torch.Tensor]
-    own: float = 0.0
+    reference_error: float = 0.0
     perplexity: tuple[float, ...] = ()
     fp8_cache: bool = False
 
@@ -504,7 +513,9 @@ class Expected:
         fp8_cache: bool = False,
         judged: bool = True,
     ) -> Self:
-        """``judged``: whether ours will be compared with them, so that ``own`` is needed."""
+        """``judged``: whether ours will be compared with them, so that ``reference_error`` is
+        needed.
+        """
         prompts = _prompts(model, max_model_len, text or [])
         ends = [[end - 1 for end in accumulate(_chunks(len(p)))] for p in prompts]
         scored = _scored(prompts[0], text or [])
@@ -522,9 +533,9 @@ class Expected:
         if not judged or not (half or fp8_cache):
             return cls(prompts, exact, perplexity=perplexity, fp8_cache=fp8_cache)
         with nullcontext() if half else Changes(model.device).inside(model.model.modules()):
-            rounded, own = compute()
+            rounded, half_perplexity = compute()
         moved = _difference(model, rounded, exact, fp8_cache=fp8_cache)
-        return cls(prompts, exact, moved, perplexity + own * half, fp8_cache)
+        return cls(prompts, exact, moved, perplexity + half_perplexity * half, fp8_cache)
 
 
 def run(model: PagedModel, backend: AttentionBackend, max_model_len: int) -> SelfTestResult:
@@ -542,43 +553,47 @@ def check(
 ) -> SelfTestResult:
     """Compare our pass with the expected one on about 200 tokens, with a cache of the type that
     ``expected`` was computed with. Raises SelfTestError beyond the tolerance (None: that of the
-    model's type) and beyond OWN times what its type does to this model.
+    model's type) and beyond REFERENCE_FACTOR times what its type does to this model.
     """
     fp8_cache, dtype = expected.fp8_cache, model.heads.dtype
     rows = _paged_logits(model, backend, expected.prompts, fp8_cache=fp8_cache)
-    ours = [torch.stack([row[position] for position in sorted(row)]) for row in rows]
-    delta = _difference(model, ours, expected.logits, fp8_cache=fp8_cache)
+    logits = [torch.stack([row[position] for position in sorted(row)]) for row in rows]
+    delta = _difference(model, logits, expected.logits, fp8_cache=fp8_cache)
     if tolerance is None:
         tolerance = CACHE_TOLERANCE[dtype] if fp8_cache else _tolerance(model)
-    tolerance = max(tolerance, OWN * expected.own)
+    tolerance = max(tolerance, REFERENCE_FACTOR * expected.reference_error)
     if not delta <= tolerance:
         name = str(dtype).removeprefix("torch.")
-        own = f" ({name} alone moves them by {expected.own:.3g})" if expected.own else ""
+        half_note = (
+            f" ({name} alone moves them by {expected.reference_error:.3g})"
+            if expected.reference_error
+            else ""
+        )
         raise SelfTestError(
             f"self-test: logits of {str(model.model.config.model_type)!r} differ from plain "
             f"transformers by {delta:.3g} of their spread, above the {tolerance:.3g} that rounding "
-            f"explains{own}; this model would generate wrong text"
+            f"explains{half_note}; this model would generate wrong text"
         )
     tokens = sum(map(len, expected.prompts)) + len(expected.prompts[-1])
     return SelfTestResult(delta, tolerance, tokens, backend.name)
 
 
 def _rounding_of_cache(model: PagedModel, rounded: "Expected", plain: "Expected") -> Rounding:
-    what = "keys and values in fp8", "cache dtype auto", CACHE_ROUNDING
-    return _rounding(model, rounded, plain, *what, median=has_experts(model))
+    terms = "keys and values in fp8", "cache dtype auto", CACHE_ROUNDING
+    return _rounding(model, rounded, plain, *terms, median=has_experts(model))
 
 
 def _rounding(
     model: PagedModel,
     rounded: "Expected",
     plain: "Expected",
-    what: str,
+    subject: str,
     instead: str,
     allowed: float,
     *,
     median: bool = False,
 ) -> Rounding:
-    """What it costs that ``what`` is rounded; raises SelfTestError beyond ``allowed``."""
+    """What it costs that ``subject`` is rounded; raises SelfTestError beyond ``allowed``."""
     pairs = list(zip(rounded.logits, plain.logits, strict=True))
     same = torch.cat([(a.argmax(1) == b.argmax(1)).float() for a, b in pairs])
     distances = [_distances(*pair, median=median) for pair in pairs]
@@ -586,12 +601,12 @@ def _rounding(
     worst = max(float(tokens.max()) for tokens in distances)
     if not moved <= allowed:
         raise SelfTestError(
-            f"self-test: {what} move the logits of {str(model.model.config.model_type)!r} by "
+            f"self-test: {subject} move the logits of {str(model.model.config.model_type)!r} by "
             f"{moved:.3g} of their spread, above the {allowed:g} that are allowed; serve it with "
             f"{instead}"
         )
     perplexity = (*plain.perplexity[:1], *rounded.perplexity)
-    return Rounding(what, moved, worst, float(same.mean()), allowed, perplexity)
+    return Rounding(subject, moved, worst, float(same.mean()), allowed, perplexity)
 
 
 def _tolerance(model: PagedModel) -> float:
@@ -600,7 +615,7 @@ def _tolerance(model: PagedModel) -> float:
 
 
 def _difference(
-    model: PagedModel, ours: list[torch.Tensor], plain: list[torch.Tensor], *, fp8_cache: bool
+    model: PagedModel, paged: list[torch.Tensor], plain: list[torch.Tensor], *, fp8_cache: bool
 ) -> float:
     """The difference of all prompts' logits [positions, vocabulary]: in float32 the worst token's,
     in half precision the root mean square over the tokens, which single tokens that rounding moves
@@ -608,7 +623,7 @@ def _difference(
     """
     half = model.heads.dtype is not torch.float32
     experts = half and has_experts(model) and not fp8_cache
-    pairs = zip(ours, plain, strict=True)
+    pairs = zip(paged, plain, strict=True)
     tokens = torch.cat([_distances(*pair, median=experts) for pair in pairs])
     if fp8_cache:
         difference = float(tokens.median())
@@ -617,7 +632,7 @@ def _difference(
     return math.inf if math.isnan(difference) else difference
 
 
-def _distances(ours: torch.Tensor, plain: torch.Tensor, *, median: bool) -> torch.Tensor:
+def _distances(paged: torch.Tensor, plain: torch.Tensor, *, median: bool) -> torch.Tensor:
     """Each token's difference of logits [positions, vocabulary], in units of their spread.
 
     In half precision rounding sometimes changes a router's choice, and another expert computes that
@@ -625,7 +640,7 @@ def _distances(ours: torch.Tensor, plain: torch.Tensor, *, median: bool) -> torc
     beyond it: so with ``median`` there is only the median of the last tokens.
     """
     spread = plain.float().std(dim=1).clamp(min=1e-6)
-    distances = (ours.float() - plain.float()).square().mean(dim=1).sqrt() / spread
+    distances = (paged.float() - plain.float()).square().mean(dim=1).sqrt() / spread
     return distances[-LAST:].median()[None] if median else distances
 
 
@@ -647,11 +662,11 @@ def _prompts(model: PagedModel, max_model_len: int, text: list[int]) -> list[lis
     tested = [w for w in model.windows if w is not None and w + 9 <= LONGEST]
     longest = max([LENGTHS[0], *(w + 9 for w in tested)])
     generator = np.random.default_rng(0)
-    first, *others = (
+    first, *rest = (
         generator.integers(0, model.vocabulary, min(length, max_model_len)).tolist()
         for length in (longest, *LENGTHS[1:])
     )
-    return [[*text, *first[len(text) :]][: len(first)], *others]
+    return [[*text, *first[len(text) :]][: len(first)], *rest]
 
 
 def _scored(prompt: list[int], text: list[int]) -> list[int]:
@@ -690,13 +705,13 @@ def _paged_logits(
         ]
         sequences.append(sequence)
     builder = BatchBuilder(groups, BLOCK_SIZE)
-    left = [_chunks(len(prompt)) for prompt in prompts]
+    chunks = [_chunks(len(prompt)) for prompt in prompts]
     logits_at: list[dict[int, torch.Tensor]] = [{} for _ in prompts]
-    for step in range(sum(map(len, left)) + len(prompts)):
+    for step in range(sum(map(len, chunks)) + len(prompts)):
         rows = [
-            Row(s, s.computed, left[s.id].pop(0), samples=True)
+            Row(s, s.computed, chunks[s.id].pop(0), samples=True)
             for s in sequences
-            if s.id <= step and left[s.id]
+            if s.id <= step and chunks[s.id]
         ]
         if not rows:
             break
@@ -734,8 +749,8 @@ def _plain_and_text(
     """``_plain_logits``, and the perplexity of what follows the ``scored`` positions of the first
     prompt, if there are some: from the same pass.
     """
-    first, *others = positions
-    logits = _plain_logits(model, prompts, [first + scored, *others], fp8_cache=fp8_cache)
+    first, *rest = positions
+    logits = _plain_logits(model, prompts, [first + scored, *rest], fp8_cache=fp8_cache)
     logits[0], of_text = logits[0][: len(first)].clone(), logits[0][len(first) :]
     if not scored:
         return logits, ()

@@ -31,8 +31,8 @@ def forward(batch: Batch, keep: Tensor | None, *, ahead: bool = False) -> Messag
     """``keep``: the packed tokens whose logits are computed, if not those that sample. ``ahead``:
     the leader's device alone has all ids, and shares them in the pass.
     """
-    kept = batch.sample_index if keep is None else keep
-    tensors = [batch.input_ids, batch.positions, kept]
+    indices = batch.sample_index if keep is None else keep
+    tensors = [batch.input_ids, batch.positions, indices]
     rows = batch.ragged[0]
     tensors += [rows.query_starts, rows.kv_lens, *batch.slots]
     tensors += [ragged.tables for ragged in batch.ragged]
@@ -71,7 +71,7 @@ def _batch(
         tensor = _tensor(part, torch.int64)
         return tensor.pin_memory() if pinned else tensor
 
-    ids, positions, kept = map(sent, parts[:3])
+    ids, positions, indices = map(sent, parts[:3])
     starts, lens = (_tensor(part, torch.int32) for part in parts[3:5])
     slots = tuple(map(sent, parts[5 : 5 + len(groups)]))
     tables = [_tensor(part, torch.int32).view(len(lens), -1) for part in parts[5 + len(groups) :]]
@@ -79,7 +79,7 @@ def _batch(
         RaggedRows(starts, lens, table, block_size, group.window, group.index)
         for table, group in zip(tables, groups, strict=True)
     )
-    return Batch(ids, positions, slots, ragged, kept, [])
+    return Batch(ids, positions, slots, ragged, indices, [])
 
 
 def _tensor(part: bytes, dtype: torch.dtype) -> Tensor:

@@ -37,8 +37,8 @@ from fairlead_runtime.sizing.tensor_parallel import UNSPLIT, refuse
 KEYS = ("k_proj", "v_proj")  # the names by which transformers' plans know keys and values
 COLUMNS, ROWS, PACKED, EXPERTS = "colwise", "rowwise", "packed_colwise", "moe_tp_experts"
 # Each rank's heads have the whole weights of a norm over one head.
-WHOLE = ("replicated_with_grad_allreduce", "replicate")
-ADMITTED = (COLUMNS, ROWS, PACKED, EXPERTS, *WHOLE)
+REPLICATED = ("replicated_with_grad_allreduce", "replicate")
+ADMITTED = (COLUMNS, ROWS, PACKED, EXPERTS, *REPLICATED)
 
 
 def split(
@@ -102,12 +102,12 @@ def plan_of(model: PreTrainedModel, shape: ModelShape, count: int) -> Mapping[st
         if style not in ADMITTED or not (fits or name in parameters):
             raise _refused(shape, f"transformers' plan for it has {style} for {name}")
     layers = {n: p for n, p in parameters.items() if p.dim() > 1 and re.search(r"\.\d+\.", n)}
-    whole = [
+    unsplit = [
         p.numel() for n, p in layers.items() if plan.get(n, plan.get(n.rpartition(".")[0])) is None
     ]
     total = sum(p.numel() for p in layers.values())
-    if not plan or sum(whole) > UNSPLIT * total:
-        share = f"{sum(whole) / total:.0%} of its layers' weights"
+    if not plan or sum(unsplit) > UNSPLIT * total:
+        share = f"{sum(unsplit) / total:.0%} of its layers' weights"
         raise _refused(shape, f"transformers has no plan for {share if plan else 'it'}")
     return plan
 
@@ -166,16 +166,16 @@ def computed_on(device: torch.device, model: nn.Module) -> Iterator[None]:
 
 
 def _lent(module: nn.Module, device: torch.device) -> list[Any]:
-    kept: list[list[Tensor]] = []
+    host_data: list[list[Tensor]] = []
 
     def lend(_module: nn.Module, _args: Any) -> None:
-        own = list(module.parameters(recurse=False))
-        kept.append([parameter.data for parameter in own])
-        for parameter in own:
+        parameters = list(module.parameters(recurse=False))
+        host_data.append([parameter.data for parameter in parameters])
+        for parameter in parameters:
             parameter.data = parameter.data.to(device)
 
     def take_back(_module: nn.Module, _args: Any, _output: Any) -> None:
-        for parameter, data in zip(module.parameters(recurse=False), kept.pop(), strict=True):
+        for parameter, data in zip(module.parameters(recurse=False), host_data.pop(), strict=True):
             parameter.data = data
 
     return [
@@ -194,12 +194,12 @@ def _split_rows(module: Any, group: Group, device: torch.device, to: Format | No
             problem = f"a rank cannot have {part.stop - part.start} columns of a matrix: {error}"
             raise ConfigError("tensor_parallel", problem, "use 1") from error
         return QuantizedRowSplit(columns.clone().to(device), module.bias, group)
-    whole = module.weight.data
-    own = _part(whole, -1, group.rank, group.size).to(device)
+    weight = module.weight.data
+    weight_part = _part(weight, -1, group.rank, group.size).to(device)
     if to is None:
-        return RowSplit(own, module.bias, group)
+        return RowSplit(weight_part, module.bias, group)
     # A scale for the part alone would round it to other numbers than those of the whole row.
-    return QuantizedRowSplit(quantize(own, to, largest_of_rows(whole)), module.bias, group)
+    return QuantizedRowSplit(quantize(weight_part, to, largest_of_rows(weight)), module.bias, group)
 
 
 def _share_of(leaf: str, shape: ModelShape, group: Group) -> tuple[int, int]:
@@ -241,8 +241,8 @@ def _part_of_experts(tensor: Tensor, style: str, group: Group) -> Tensor:
 def _part(tensor: Tensor, dim: int, index: int, count: int) -> Tensor:
     """A copy of one of ``count`` equal parts, which keeps no byte of the others."""
     part = _range(tensor.shape[dim], index, count)
-    kept = tensor.narrow(dim, part.start, part.stop - part.start)
-    return kept.clone(memory_format=torch.contiguous_format)
+    view = tensor.narrow(dim, part.start, part.stop - part.start)
+    return view.clone(memory_format=torch.contiguous_format)
 
 
 def _range(size: int, index: int, count: int) -> slice:

@@ -29,8 +29,8 @@ WaitForMasks = Callable[[], Masks]
 
 
 class RowSampler:
-    """For steps of at most ``most`` rows, padding included, of ``table``'s sequences. The model's
-    logits have ``width`` columns; ``padding_bytes``: of the unit that padding writes to.
+    """For steps of at most ``max_rows`` rows, padding included, of ``table``'s sequences. The
+    model's logits have ``width`` columns; ``padding_bytes``: of the unit that padding writes to.
 
     ``nbytes``: on the device, as ``sizing.terms.decode_state`` plans them.
     """
@@ -38,7 +38,7 @@ class RowSampler:
     def __init__(
         self,
         table: SlotTable,
-        most: int,
+        max_rows: int,
         width: int,
         device: torch.device,
         padding_bytes: int,
@@ -46,14 +46,14 @@ class RowSampler:
         self.table = table
         self._padding_bytes = padding_bytes
         # The table's row of each row of the step, and their tokens.
-        self.index = torch.zeros(most, dtype=torch.int64, device=device)
+        self.index = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self._tokens = torch.zeros_like(self.index)
         # The likeliest tokens whose log-probabilities a step gives: what requests may ask for.
         self._likeliest = min(MAX_LOGPROBS, width)
-        self._values = torch.zeros(most, 1 + self._likeliest, device=device)
+        self._values = torch.zeros(max_rows, 1 + self._likeliest, device=device)
         self._numbers = torch.zeros_like(self._values, dtype=torch.int64)
         # The newest step's first; nobody may have looked at the other's tokens yet.
-        self._fetched = [Fetched(most, self._likeliest, device) for _ in range(2)]
+        self._fetched = [Fetched(max_rows, self._likeliest, device) for _ in range(2)]
         self._hashes = sample.hash_tokens(width, device)
         self._masks = MaskPacket(width, device)
 
@@ -66,11 +66,11 @@ class RowSampler:
         sequences: int,
         max_model_len: int,
         listed: int | None = None,
-        most: int = 0,
+        max_rows: int = 0,
     ) -> Self:
         """For at most ``sequences`` sequences of at most ``max_model_len`` tokens, in steps of at
-        most ``most`` rows where these are more. The last unit of ``cache`` is for padding. A row's
-        changes of logits are at most ``listed`` ids, by default as many as planned.
+        most ``max_rows`` rows where these are more. The last unit of ``cache`` is for padding. A
+        row's changes of logits are at most ``listed`` ids, by default as many as planned.
         """
         width, device = model.logits_width, model.device
         table = SlotTable(
@@ -83,7 +83,7 @@ class RowSampler:
             device=device,
         )
         unit = cache.unit_bytes(cache.groups, cache.heads, cache.block_size)
-        return cls(table, max(sequences, most), width, device, unit)
+        return cls(table, max(sequences, max_rows), width, device, unit)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

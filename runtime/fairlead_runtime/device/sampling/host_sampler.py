@@ -214,8 +214,8 @@ def sample(logits: Tensor, batch: SamplingBatch) -> SampledTokens:
     if batch.changes is not None:
         rows = torch.from_numpy(batch.changes.rows).to(logits.device)
         # The only place where logits change. A copy: the log-probabilities are of the raw ones.
-        chosen, left = _choose(batch.changes.apply(logits), batch.changed_draws)
-        tokens[rows] = chosen.masked_fill(~left, NOTHING_LEFT)
+        chosen, has_token = _choose(batch.changes.apply(logits), batch.changed_draws)
+        tokens[rows] = chosen.masked_fill(~has_token, NOTHING_LEFT)
     tokens = tokens.masked_fill(~finite, NOT_FINITE)
     if not batch.logprob_rows:
         return SampledTokens(batch, tokens, tokens >= 0)

@@ -56,12 +56,12 @@ class ChangeList(NamedTuple):
             ((ids, words),) = parts  # the usual case: they are distinct
             return cls(ids, words, np.zeros(len(ids), dtype=np.float32), flags)
         empty = np.empty(0, dtype=np.int32)
-        given = np.concatenate([empty, *(ids for ids, _ in parts), notes.bias_ids])
-        ids, places = np.unique(given, return_inverse=True)
+        all_ids = np.concatenate([empty, *(ids for ids, _ in parts), notes.bias_ids])
+        ids, places = np.unique(all_ids, return_inverse=True)
         words, biases = np.zeros(len(ids), np.int32), np.zeros(len(ids), np.float32)
-        said = [np.broadcast_to(word, len(ids)) for ids, word in parts]
+        entry_words = [np.broadcast_to(word, len(ids)) for ids, word in parts]
         of_words, of_biases = np.split(places, [len(places) - len(notes.bias_ids)])
-        np.bitwise_or.at(words, of_words, np.concatenate([empty, *said]))
+        np.bitwise_or.at(words, of_words, np.concatenate([empty, *entry_words]))
         biases[of_biases] = notes.biases
         return cls(ids.astype(np.int32), words, biases, flags)
 
@@ -74,13 +74,13 @@ def _parts(sequence: Sequence, notes: Notes) -> list[tuple[Array, Any]]:
         ids = notes.counts.follow(sequence.tokens)
         parts.append((ids, notes.counts.counts.astype(np.int32) | PENALIZED))
     held_back = notes.ends if params.min_tokens else []
-    for word, some in (
+    for word, chosen_ids in (
         (END, held_back),
         (FORBIDDEN, notes.bad_ids),
         (ALLOWED, params.allowed_token_ids or ()),
     ):
-        if some:
-            parts.append((np.array(some, dtype=np.int32), np.int32(word)))
+        if chosen_ids:
+            parts.append((np.array(chosen_ids, dtype=np.int32), np.int32(word)))
     return parts
 
 
@@ -103,10 +103,10 @@ class ChangeLists:
         """The length from which on the list, as it is now, may lack the room for what the next
         token adds; 0 where it has none now.
         """
-        left = self.room - len(changes.ids)
-        if left < 0:
+        room = self.room - len(changes.ids)
+        if room < 0:
             return 0
-        return len(sequence.tokens) + left if changes.flags & COUNTS else ALWAYS
+        return len(sequence.tokens) + room if changes.flags & COUNTS else ALWAYS
 
     def sends(self, lists: abc.Sequence[tuple[int, ChangeList]]) -> tuple[Array, ...]:
         """What ``receive`` takes, int64, for these rows and their new lists."""
@@ -130,13 +130,13 @@ class ChangeLists:
         """
         pairs = entries.view(torch.int32).view(-1, 2)
         # An entry that is not used yet says nothing, either.
-        for kept, nothing, sent in (
+        for target, nothing, sent in (
             (self.ids, EMPTY, pairs[:, 0]),
             (self.words, 0, pairs[:, 1]),
             (self.biases, 0, biases.view(torch.float32).view(-1, 2)[:, 0]),
         ):
-            kept.index_fill_(0, rows, nothing)
-            kept.view(-1).index_copy_(0, places, sent)
+            target.index_fill_(0, rows, nothing)
+            target.view(-1).index_copy_(0, places, sent)
 
     def of(self, index: Tensor, flags: Tensor, penalties: Tensor, early: Tensor) -> LogitEdits:
         """Of the rows ``index`` int64 [R], with ``flags`` int64 [R]; the rest as in LogitEdits."""

@@ -36,17 +36,17 @@ class TokenCounts:
     token that occurs.
     """
 
-    __slots__ = ("_seen", "counts", "ids")
+    __slots__ = ("_counted", "counts", "ids")
 
     def __init__(self, prompt: abc.Sequence[int], *, with_prompt: bool) -> None:
         self.ids: Array = np.unique(np.array(prompt if with_prompt else (), dtype=np.int32))
         self.counts: Array = np.zeros(len(self.ids), dtype=np.float32)
-        self._seen = len(prompt)
+        self._counted = len(prompt)
 
     def follow(self, tokens: abc.Sequence[int]) -> Array:
         """Count what ``tokens``, prompt and output, has more than at the last call; the ids."""
-        if len(tokens) > self._seen:
-            more = np.array(tokens[self._seen :], dtype=np.int32)
+        if len(tokens) > self._counted:
+            more = np.array(tokens[self._counted :], dtype=np.int32)
             values, counts = np.unique(more, return_counts=True)
             places = np.searchsorted(self.ids, values)
             known = places < len(self.ids)
@@ -54,7 +54,7 @@ class TokenCounts:
             self.counts[places[known]] += counts[known]
             self.ids = np.insert(self.ids, places[~known], values[~known])
             self.counts = np.insert(self.counts, places[~known], counts[~known])
-            self._seen = len(tokens)
+            self._counted = len(tokens)
         return self.ids
 
 
@@ -236,12 +236,12 @@ def notes_of(sequence: Sequence, *, masked: bool) -> Notes | None:
     return sequence.sampler_notes or None
 
 
-def _both(one: Array | None, other: Array | None) -> Array | None:
+def _both(first: Array | None, second: Array | None) -> Array | None:
     """The mask of what both masks allow; None allows everything."""
-    if one is None or other is None:
-        return other if one is None else one
-    width = min(len(one), len(other))
-    both: Array = one[:width] & other[:width]
+    if first is None or second is None:
+        return second if first is None else first
+    width = min(len(first), len(second))
+    both: Array = first[:width] & second[:width]
     return both
 
 

@@ -33,7 +33,7 @@ class MaskPacket:
         """The masks of R rows, queued: ``words``, by sequence id, are those of their grammars as in
         ``SamplingBatch.of``; a row without may take what its parameters allow.
         """
-        masked = [place for place, one in enumerate(sequences) if is_masked(one)]
+        masked = [place for place, sequence in enumerate(sequences) if is_masked(sequence)]
         rows, size = len(sequences), (1 + len(masked)) * self._words
         if rows + size > len(self._packet):
             pinned = self._device.type == "cuda"

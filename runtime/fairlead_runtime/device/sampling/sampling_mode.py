@@ -86,5 +86,5 @@ def holds_back_until(sequence: Sequence) -> int:
     """The length from which on end and stop ids are allowed; 0 where they always are, or the mask
     says so: a complete output may end earlier.
     """
-    least = 0 if is_masked(sequence) else sequence.request.params.min_tokens
-    return sequence.prompt_len + least if least else 0
+    min_tokens = 0 if is_masked(sequence) else sequence.request.params.min_tokens
+    return sequence.prompt_len + min_tokens if min_tokens else 0

@@ -170,10 +170,10 @@ class SlotTable:
         """A row for a sequence that has none, or whose blocks are others since a preemption."""
         if old is None and not self._free:
             needed = {row.sequence for row in rows}
-            for other in [s for s in self._entries if s not in needed]:
-                del self._entries[other]
-            taken = {entry.row for entry in self._entries.values()}
-            self._free = [row for row in range(self.sequences, PADDING, -1) if row not in taken]
+            for unneeded in [s for s in self._entries if s not in needed]:
+                del self._entries[unneeded]
+            used_rows = {entry.row for entry in self._entries.values()}
+            self._free = [row for row in range(self.sequences, PADDING, -1) if row not in used_rows]
         if old is not None:
             return replace(old, preemptions=sequence.preemptions, length=0, blocks=0)
         return Entry.of(self._free.pop(), sequence)

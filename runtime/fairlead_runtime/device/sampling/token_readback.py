@@ -16,14 +16,14 @@ from fairlead_runtime.scheduling.plan import Result, Row
 
 
 class Fetched:
-    """Host memory for what is sampled in one step of at most ``most`` rows, with the
+    """Host memory for what is sampled in one step of at most ``max_rows`` rows, with the
     log-probabilities of at most ``likeliest`` tokens.
     """
 
-    def __init__(self, most: int, likeliest: int, device: torch.device) -> None:
+    def __init__(self, max_rows: int, likeliest: int, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
-        self._tokens = torch.empty(most, dtype=torch.int64, pin_memory=on_gpu)
-        shape = most, 1 + likeliest
+        self._tokens = torch.empty(max_rows, dtype=torch.int64, pin_memory=on_gpu)
+        shape = max_rows, 1 + likeliest
         self._logprobs = RowLogprobs(
             torch.empty(shape, pin_memory=on_gpu),
             torch.empty(shape, dtype=torch.int64, pin_memory=on_gpu),
@@ -38,8 +38,8 @@ class Fetched:
         """
         self._count = len(tokens)
         self._tokens[: self._count].copy_(tokens, non_blocking=True)
-        for kept, made in zip(self._logprobs, logprobs or (), strict=False):
-            kept[: self._count].copy_(made, non_blocking=True)
+        for target, source in zip(self._logprobs, logprobs or (), strict=False):
+            target[: self._count].copy_(source, non_blocking=True)
         if self._copied is not None:
             self._copied.record()
 
@@ -68,14 +68,14 @@ def results(rows: Sequence[Row], drawn: Drawn) -> dict[int, Result]:
     """By sequence id, of the step's rows: waits for it."""
     fetched, failed = drawn
     tokens = fetched.wait()  # the one wait for the device
-    found: dict[int, Result] = {}
+    by_id: dict[int, Result] = {}
     for place, (row, token) in enumerate(zip(rows, tokens, strict=True)):
         count = row.sequence.request.params.logprobs
         reason = failed.get(row.sequence.id) or ERRORS.get(token)
         if reason is not None:
-            found[row.sequence.id] = Result(-1, error=reason)
+            by_id[row.sequence.id] = Result(-1, error=reason)
         elif count is None:
-            found[row.sequence.id] = Result(token)
+            by_id[row.sequence.id] = Result(token)
         else:
-            found[row.sequence.id] = Result(token, fetched.logprobs(place, token, count))
-    return found
+            by_id[row.sequence.id] = Result(token, fetched.logprobs(place, token, count))
+    return by_id

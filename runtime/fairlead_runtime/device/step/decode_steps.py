@@ -85,21 +85,21 @@ class DecodeSteps:
         self._model = model
         self._cache = cache
         self._attention = attention
-        most = max((sequences, *self._sizes))
+        max_rows = max((sequences, *self._sizes))
         self.sampler = RowSampler.of(
             model,
             cache,
             sequences=sequences,
             max_model_len=max_model_len,
             listed=listed,
-            most=most,
+            max_rows=max_rows,
         )
-        self._places = torch.arange(most, device=model.device)  # each row's among the logits
+        self._places = torch.arange(max_rows, device=model.device)  # each row's among the logits
         # The most blocks of a padded step's rows.
-        self._room = most * self.table.tables.shape[2] if graphs is not None else 0
+        self._room = max_rows * self.table.tables.shape[2] if graphs is not None else 0
         # The logits of captured steps that the general way samples: of all sizes at one address,
         # since a graph's own tensors are the next graph's, or lost to all others while they live.
-        shape = most, model.logits_width
+        shape = max_rows, model.logits_width
         self._logits: Tensor | None = None
         if graphs is not None:
             self._logits = torch.zeros(shape, dtype=model.logits_dtype, device=model.device)
@@ -172,7 +172,7 @@ class DecodeSteps:
         lens, way, counts = self.table.enter(rows, index)
         way = joined((way, least))
         plans = self._plan(index, lens)
-        kept = None if self._logits is None else self._logits[:size]
+        captured_logits = None if self._logits is None else self._logits[:size]
         # What is chosen later needs no more than the graph of what the host chooses.
         now = GENERAL if way.masked else way
 
@@ -181,12 +181,12 @@ class DecodeSteps:
             if now is not GENERAL:
                 self.sampler.sample(logits, index, way)
                 return None
-            return logits if kept is None else kept.copy_(logits)
+            return logits if captured_logits is None else captured_logits.copy_(logits)
 
         if self._graphs is None:
             return _Computed(way, step(), counts)
         self._graphs.run((size, now), step)
-        return _Computed(way, kept if now is GENERAL else None, counts)
+        return _Computed(way, captured_logits if now is GENERAL else None, counts)
 
     def capture(self, until: Callable[[], bool]) -> Iterator[tuple[int, int]]:
         """Capture the graphs that most steps need, the largest steps first, one and then more while

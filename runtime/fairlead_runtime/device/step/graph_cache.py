@@ -64,10 +64,10 @@ class GraphCache:
         there is room or another has been idle. Raises what the step raises.
         """
         self._steps += 1
-        kept = self._graphs.pop(key, None)
-        if kept is not None:
-            self._graphs[key] = kept[0], self._steps
-            kept[0].replay()
+        cached = self._graphs.pop(key, None)
+        if cached is not None:
+            self._graphs[key] = cached[0], self._steps
+            cached[0].replay()
             return
         step()
         if not self.failure and self._has_room():

@@ -74,13 +74,13 @@ class MixedSteps:
             ids.index_copy_(0, last, self._sampler.table.last_tokens(index))
         return way, self._forward(batch, replace(batch, input_ids=ids, sample_index=last))
 
-    def _forward(self, batch: Batch, there: Batch) -> Tensor:
-        """The logits of a batch that is ``there`` on the device, with all ids."""
+    def _forward(self, batch: Batch, on_device: Batch) -> Tensor:
+        """The logits of a batch, of which ``on_device`` is the copy with all ids."""
         if self._followers is None:
-            return self._model.forward(there, self._cache, self._attention)
+            return self._model.forward(on_device, self._cache, self._attention)
         self._followers.forward(batch, None, ahead=True)
         try:
-            self._followers.share(there.input_ids)
-            return self._model.forward(there, self._cache, self._attention)
+            self._followers.share(on_device.input_ids)
+            return self._model.forward(on_device, self._cache, self._attention)
         except Exception as error:
             raise self._followers.lost(error) from error

@@ -71,7 +71,7 @@ class ModelRunner:
         self._guides = guides
         self._followers = followers
         self._decodes = decodes
-        self._seen: Batch | None = None
+        self._greedy_batch: Batch | None = None
         self._greedy = False  # whether every row of that batch takes its likeliest token
         self._batches = BatchBuilder(
             cache.groups, cache.block_size, pinned=model.device.type == "cuda"
@@ -120,10 +120,10 @@ class ModelRunner:
         newest, self._newest = self._newest, None
         if newest is not None:
             newest.draw()
-        way = self._mixed.launch
+        launch = self._mixed.launch
         if self._decodes is not None and all(map(is_decode, work.rows)):
-            way = self._decodes.launch
-        self._newest = way(work.rows, lambda: self._living_masks(work))
+            launch = self._decodes.launch
+        self._newest = launch(work.rows, lambda: self._living_masks(work))
         return self._newest.collect
 
     def _living_masks(self, work: Work) -> Masks:
@@ -169,11 +169,16 @@ class ModelRunner:
 
     def _chooses(self, batch: Batch) -> bool:
         """Whether the model can choose the batch's tokens without giving their logits."""
-        whole = self._model.whole
-        if whole is None or not whole.chooses or self._sampler is not sample or not batch.sampling:
+        full_pass = self._model.whole
+        if (
+            full_pass is None
+            or not full_pass.chooses
+            or self._sampler is not sample
+            or not batch.sampling
+        ):
             return False
-        if self._seen is not batch:  # a batch is of the same sequences for ever
-            self._seen = batch
+        if self._greedy_batch is not batch:  # a batch is of the same sequences for ever
+            self._greedy_batch = batch
             self._greedy = all(way_of(s, 0) == LEAST for s in batch.sampling)
         return self._greedy
 
@@ -210,20 +215,20 @@ class ModelRunner:
     def _score(self, rows: list[Row], masks: WaitForMasks) -> Mapping[int, Result]:
         """One forward pass that also returns the logits of all tokens of the rows that score."""
         batch = self._batches.build(rows)
-        kept: list[int] = []  # packed tokens whose logits are needed
-        samples: list[int] = []  # places in ``kept``
+        scored_tokens: list[int] = []  # packed tokens whose logits are needed
+        samples: list[int] = []  # places in ``scored_tokens``
         targets: list[tuple[Row, int]] = []  # the rows that score, with their first place
         end = 0
         for row in rows:
             end += row.count
             if row.sequence.scores_prompt:
-                targets.append((row, len(kept)))
-                kept += range(end - row.count, end)
+                targets.append((row, len(scored_tokens)))
+                scored_tokens += range(end - row.count, end)
             elif row.samples:
-                kept.append(end - 1)
+                scored_tokens.append(end - 1)
             if row.samples:
-                samples.append(len(kept) - 1)
-        keep = torch.tensor(kept, dtype=torch.int64)
+                samples.append(len(scored_tokens) - 1)
+        keep = torch.tensor(scored_tokens, dtype=torch.int64)
         logits = self._forward(batch, keep)
         results = self._sample(logits[samples], batch.sampling, masks)
         for row, first in targets:
@@ -256,12 +261,12 @@ def _chosen(
     }
 
 
-def _passes(rows: abc.Sequence[Row], most: int) -> Iterator[list[Row]]:
-    """The rows in parts of which none needs the logits of more than ``most`` tokens. A row that
-    scores its prompt may be spread over several, in order.
+def _passes(rows: abc.Sequence[Row], max_logits: int) -> Iterator[list[Row]]:
+    """The rows in parts of which none needs the logits of more than ``max_logits`` tokens. A row
+    that scores its prompt may be spread over several, in order.
     """
     part = [row for row in rows if not row.sequence.scores_prompt]
-    room = max(1, most - sum(row.samples for row in part))
+    room = max(1, max_logits - sum(row.samples for row in part))
     for row in rows:
         if not row.sequence.scores_prompt:
             continue
@@ -269,7 +274,7 @@ def _passes(rows: abc.Sequence[Row], most: int) -> Iterator[list[Row]]:
         while at < end:
             if not room:
                 yield part
-                part, room = [], most
+                part, room = [], max_logits
             size = min(end - at, room)
             part.append(Row(row.sequence, at, size, row.samples and at + size == end))
             at, room = at + size, room - size

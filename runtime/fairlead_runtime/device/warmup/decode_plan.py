@@ -56,14 +56,14 @@ class Decodes:
         cls, config: EngineConfig, model: PagedModel, attention: AttentionBackend, *, split: bool
     ) -> "Decodes":
         """Raises ConfigError where graphs or asynchronous steps are asked for and cannot be."""
-        kept: DecodeAttention | None = None
+        on_device: DecodeAttention | None = None
         elsewhere = ""  # why the device keeps nothing between steps; empty where it does
         if model.device.type != "cuda":
             elsewhere = f"the model runs on {model.device.type}"
         elif not isinstance(attention, DecodeAttention):
             elsewhere = f"attention runs on {attention.name}, whose work depends on the lengths"
         elif not split:
-            kept = attention
+            on_device = attention
         off = elsewhere
         if split and not elsewhere:
             off = "the ranks of a split model get each step from their first"
@@ -74,10 +74,10 @@ class Decodes:
         if elsewhere and config.async_batching == "on":
             raise ConfigError("async_batching", elsewhere, "use auto or off")
         waits = "--async-batching is off" if config.async_batching == "off" else elsewhere
-        keeps = kept is not None or not waits
-        made = cls(config, model, kept, "", waits=waits, keeps=keeps)
-        made.turn_off(off)
-        return made
+        keeps = on_device is not None or not waits
+        plan = cls(config, model, on_device, "", waits=waits, keeps=keeps)
+        plan.turn_off(off)
+        return plan
 
     def turn_off(self, reason: str) -> None:
         """Capture nothing, for this reason, if there is one. Raises ConfigError where graphs are
@@ -113,7 +113,7 @@ class Decodes:
             steps.capture_one(sizes[-1], LARGEST)
             largest, plans = graphs.nbytes, self.attention.fixed_nbytes
             steps.capture_one(sizes[0], LEAST)
-            each, plan = graphs.nbytes - largest, self.attention.fixed_nbytes - plans
+            bytes_per_graph, plan = graphs.nbytes - largest, self.attention.fixed_nbytes - plans
             reason = f"a step cannot be captured: {graphs.failure}"
             if not graphs.failure:
                 reason = self._differs(steps, cache, max_model_len)
@@ -128,7 +128,7 @@ class Decodes:
             return self.attention.fixed_nbytes
         count = min(self.config.max_cached_graphs, WAYS * len(sizes))
         plans += plan * (len(sizes) - 1)
-        return largest + each * (count - 1) + plans + steps.held_nbytes
+        return largest + bytes_per_graph * (count - 1) + plans + steps.held_nbytes
 
     def _differs(self, steps: DecodeSteps, cache: CacheStorage, max_model_len: int) -> str:
         """Why the captured step is not used; empty where it computes what the step itself does."""

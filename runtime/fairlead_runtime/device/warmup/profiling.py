@@ -167,7 +167,7 @@ def _attention(
     """Bytes of attention over one row of max_model_len: scratch, masks and explicit scores."""
     on_cpu = model.device.type == "cpu"
     queries, element = min(max_batch_tokens, max_model_len), model.heads.dtype.itemsize
-    kept, scratch = 0, 0
+    mask_bytes, scratch = 0, 0
     for group in group_layers(model.windows):
         visible = (
             max_model_len
@@ -180,8 +180,8 @@ def _attention(
         masks = part * keys * element if part > 1 else 0
         peak = _attend_one(model, backend, group, keys, part) - masks
         scratch = max(scratch, max(0, peak) * visible // keys)
-        kept += min(queries * visible, max(KEPT_MASKS, STRIP * visible)) * element
-    return scratch + kept
+        mask_bytes += min(queries * visible, max(KEPT_MASKS, STRIP * visible)) * element
+    return scratch + mask_bytes
 
 
 def _attend_one(
@@ -221,12 +221,12 @@ def _batch(model: PagedModel, tokens: int, rows: int, max_model_len: int, block_
     end = min(part * block_size, max_model_len)
     ids, table = [0] * end, [0] * part
     batch: list[Row] = []
-    left = tokens
+    rest = tokens
     for index in range(rows):
         sequence = _sequence(index, 1)
         sequence.tokens, sequence.tables = ids, [table] * len(groups)
-        count = max(1, min(end, left - (rows - index - 1)))
-        left -= count
+        count = max(1, min(end, rest - (rows - index - 1)))
+        rest -= count
         batch.append(Row(sequence, end - count, count, samples=True))
     builder.build(batch)
     return builder.nbytes + builder.table_nbytes * (width - part) // part
@@ -254,9 +254,9 @@ def _step(model: PagedModel, lengths: list[int], *, samples: bool) -> Callable[[
 
 
 def _cpu_step(
-    model: PagedModel, backend: CpuAttention, count: int, whole: int, *, samples: bool
+    model: PagedModel, backend: CpuAttention, count: int, tokens: int, *, samples: bool
 ) -> Callable[[], torch.Tensor]:
-    """A forward pass of ``count`` rows of one token each, in the place of ``whole`` tokens, on a
+    """A forward pass of ``count`` rows of one token each, in the place of ``tokens`` tokens, on a
     cache of its own: layers in C++ contain their attention. It has run once.
     """
     groups = group_layers(model.windows)
@@ -267,7 +267,7 @@ def _cpu_step(
         rows.append(Row(sequence, 0, 1, samples=samples))
     cache = CacheStorage(groups, model.heads, units=units, block_size=1, device=model.device)
     batch = BatchBuilder(groups, 1).build(rows)
-    step = PagedPass(batch, cache, backend, batch.sample_index, stands_for=whole)
+    step = PagedPass(batch, cache, backend, batch.sample_index, stands_for=tokens)
 
     def run() -> torch.Tensor:
         return model.run(batch.input_ids, batch.positions, step)
