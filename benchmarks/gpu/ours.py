@@ -17,7 +17,7 @@ from benchmarks.gpu.sizes import STEP, WARM, Sizes, new_tokens
 from fairlead_runtime import LLM, SamplingParams
 from fairlead_runtime.build import load_rank
 from fairlead_runtime.device.proof import selftest
-from fairlead_runtime.device.warmup.decode_plan import Decodes
+from fairlead_runtime.device.warmup.decode_plan import DecodePlan
 from fairlead_runtime.models import loading
 from fairlead_runtime.outputs import Submission
 
@@ -150,8 +150,8 @@ PARTS: tuple[tuple[str, Any, str], ...] = (
     ("weights, made on the device", loading, "load"),
     ("fusing, kernels, self-test", selftest, "prepare_and_test"),
     ("profile", load_rank, "_profile"),
-    ("graphs, measured", Decodes, "measure"),
-    ("graphs, captured", Decodes, "capture"),
+    ("graphs, measured", DecodePlan, "measure"),
+    ("graphs, captured", DecodePlan, "capture"),
 )
 
 

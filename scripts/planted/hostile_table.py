@@ -179,21 +179,21 @@ PRIVACY = (
 NEIGHBOURS = (
     PackageBug(
         "large texts do not rest beside a busy engine",
-        "fairlead_runtime.serving.prompt_encoder:Rests.before_next",
+        "fairlead_runtime.serving.prompt_encoder:Pacer.before_next",
         "            self._until = ended + min(MAX_REST, REST * (ended - began))\n",
         "            self._until = ended\n",
         ("unit/serving/test_prompt_encoder.py",),
     ),
     PackageBug(
         "large texts rest beside an idle engine",
-        "fairlead_runtime.serving.prompt_encoder:Rests.before_next",
+        "fairlead_runtime.serving.prompt_encoder:Pacer.before_next",
         "while self._now() < self._until and self._busy():",
         "while self._now() < self._until:",
         ("unit/serving/test_prompt_encoder.py",),
     ),
     PackageBug(
         "a tenant's large prompts wait behind all of another's",
-        "fairlead_runtime.front.turns:Turns._run_next",
+        "fairlead_runtime.front.turns:TenantExecutor._run_next",
         "            if queue:\n                self._waiting[tenant] = queue\n",
         "            if queue:\n                self._waiting = {tenant: queue} | self._waiting\n",
         ("unit/api/test_prompt_pool.py",),

@@ -892,7 +892,7 @@ BUGS = (
     ),
     PackageBug(
         "a plan for graphs that fails ends the start",
-        "fairlead_runtime.device.warmup.decode_plan:Decodes.measure",
+        "fairlead_runtime.device.warmup.decode_plan:DecodePlan.measure",
         "        except Exception as error:\n            # Of a plan",
         "        except ZeroDivisionError as error:\n            # Of a plan",
         ("unit/start/test_decodes.py",),

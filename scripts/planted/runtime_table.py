@@ -190,14 +190,14 @@ BUGS = (
     ),
     PackageBug(
         "pages of the cache are mapped while a step runs",
-        "fairlead_runtime.device.memory.page_mapping:PageAhead._run",
+        "fairlead_runtime.device.memory.page_mapping:PageMapper._run",
         "(self._running or time.monotonic() - self._ended < REST)",
         "time.monotonic() - self._ended < REST",
         PAGE_TESTS,
     ),
     PackageBug(
         "all pages of the cache are mapped at once",
-        "fairlead_runtime.device.memory.page_mapping:PageAhead._run",
+        "fairlead_runtime.device.memory.page_mapping:PageMapper._run",
         "            while end > self._goal and not self._closed:\n",
         "            while False:\n",
         PAGE_TESTS,
@@ -653,7 +653,7 @@ BUGS = (
     ),
     PackageBug(
         "the head is packed beside its loaded copy",
-        "fairlead_runtime.device.conversion.recognize_ends:WholeModel.__init__",
+        "fairlead_runtime.device.conversion.recognize_ends:FusedModel.__init__",
         "factor=head.factor, releases=True)",
         "factor=head.factor)",
         LOAD_MEMORY,
@@ -668,7 +668,7 @@ BUGS = (
     PackageBug(
         "a head that is not packed after all has no weights",
         "fairlead_runtime.device.conversion.fusion:_fuse_ends",
-        "            whole.restore(ends)\n",
+        "            fused_model.restore(ends)\n",
         "            pass\n",
         ("functional/engine/test_whole_model.py",),
     ),
@@ -1122,9 +1122,9 @@ BUGS = (
     ),
     PackageBug(
         "a layer in bfloat16 that does not fit stays widened",
-        "fairlead_runtime.device.conversion.fusion:_fuse_layers",
-        "        widened.narrow()\n        if layer",
-        "        if layer",
+        "fairlead_runtime.device.conversion.float32_view:widened_to_float32",
+        "    try:\n        yield\n    finally:\n",
+        "    yield\n    if True:\n",
         ("functional/engine/test_fused_layers.py",),
     ),
     PackageBug(
@@ -1297,7 +1297,7 @@ BUGS = (
     ),
     PackageBug(
         "a rank fuses a layer that does not fit on another",
-        "fairlead_runtime.device.model.rank_group:Group.agrees",
+        "fairlead_runtime.device.model.rank_group:RankGroup.all_true",
         "self._count(mine) == self.size",
         "self._count(mine) > 0",
         (FUSED_RANKS,),
@@ -1305,15 +1305,15 @@ BUGS = (
     PackageBug(
         "a rank whose layer does not fit leaves the others waiting for its word",
         "fairlead_runtime.device.conversion.fusion:_on_every_rank",
-        "        group.agrees(False)\n",
+        "        group.all_true(False)\n",
         "",
         (FUSED_RANKS,),
     ),
     PackageBug(
         "one rank fuses a layer around an MLP that another takes apart",
         "fairlead_runtime.device.conversion.fusion:_fused",
-        "if group is not None and not group.alike(fused.own is None):",
-        "if group is not None and group.alike(fused.own is None) is None:",
+        "if group is not None and not group.same_everywhere(fused.unfused_mlp is None):",
+        "if group is not None and group.same_everywhere(fused.unfused_mlp is None) is None:",
         (FUSED_RANKS,),
     ),
     PackageBug(
@@ -1332,7 +1332,7 @@ BUGS = (
     ),
     PackageBug(
         "what a layer multiplies the result of an MLP of its own by is lost",
-        "fairlead_runtime.device.model.fused_layers:OwnMlp.run",
+        "fairlead_runtime.device.model.fused_layers:UnfusedMlp.run",
         "return out if self.factor == 1 else out * self.factor",
         "return out",
         ("functional/engine/test_fused_layers.py",),
@@ -1340,10 +1340,10 @@ BUGS = (
     PackageBug(
         "what an MLP of the model's own gives is summed over the ranks again",
         "fairlead_runtime.device.model.fused_layers:FusedLayer._after_mlp",
-        """        if self.own is None:
-            branch = self._sum(branch, self.whole.down_bias)
+        """        if self.unfused_mlp is None:
+            branch = self._sum(branch, self.with_mlp.down_bias)
 """,
-        """        bias = None if self.own is not None else self.whole.down_bias
+        """        bias = None if self.unfused_mlp is not None else self.with_mlp.down_bias
         branch = self._sum(branch, bias)
 """,
         (RANKS,),
@@ -1594,7 +1594,7 @@ BUGS = (
     ),
     PackageBug(
         "log-probabilities are forgotten for decodes on the device",
-        "fairlead_runtime.device.sampling.sampling_mode:way_of",
+        "fairlead_runtime.device.sampling.sampling_mode:mode_of",
         "changes, params.logprobs is not None, is_masked(sequence))",
         "changes, False, is_masked(sequence))",
         (TABLE_TESTS, DECODE_TESTS),
@@ -1653,8 +1653,8 @@ BUGS = (
     PackageBug(
         "a captured step reads rows that are freed",
         "fairlead_runtime.device.step.decode_steps:DecodeSteps._compute",
-        "        index = self.sampler.index[:size]\n        lens, way",
-        "        index = self.sampler.index[:size].clone()\n        lens, way",
+        "        index = self.sampler.index[:size]\n        lens, mode",
+        "        index = self.sampler.index[:size].clone()\n        lens, mode",
         (DECODE_TESTS,),
         quick="test_capturing_stops_when_its_time_is_over_and_at_the_limit",
     ),
@@ -1682,7 +1682,7 @@ BUGS = (
     ),
     PackageBug(
         "tokens are read before their copy has arrived",
-        "fairlead_runtime.device.sampling.token_readback:Fetched.wait",
+        "fairlead_runtime.device.sampling.token_readback:TokenReadback.wait",
         "            self._copied.synchronize()\n",
         "            pass\n",
         ("unit/device/test_cuda_calls.py",),
@@ -1690,7 +1690,7 @@ BUGS = (
     ),
     PackageBug(
         "the event of a step is recorded before its copies",
-        "fairlead_runtime.device.sampling.token_readback:Fetched.fetch",
+        "fairlead_runtime.device.sampling.token_readback:TokenReadback.fetch",
         "            self._copied.record()\n",
         "            pass\n",
         ("unit/device/test_cuda_calls.py",),
@@ -1698,14 +1698,14 @@ BUGS = (
     ),
     PackageBug(
         "tokens are copied while the host waits",
-        "fairlead_runtime.device.sampling.token_readback:Fetched.fetch",
+        "fairlead_runtime.device.sampling.token_readback:TokenReadback.fetch",
         "copy_(tokens, non_blocking=True)",
         "copy_(tokens)",
         ("unit/device/test_launches_never_wait.py",),
     ),
     PackageBug(
         "log-probabilities are copied while the host waits",
-        "fairlead_runtime.device.sampling.token_readback:Fetched.fetch",
+        "fairlead_runtime.device.sampling.token_readback:TokenReadback.fetch",
         "copy_(source, non_blocking=True)",
         "copy_(source)",
         ("unit/device/test_launches_never_wait.py",),
@@ -1787,7 +1787,7 @@ BUGS = (
     ),
     PackageBug(
         "a step of padding that fails beside the cache ends the start",
-        "fairlead_runtime.device.warmup.decode_plan:Decodes.capture",
+        "fairlead_runtime.device.warmup.decode_plan:DecodePlan.capture",
         "                failure = first_line(error)\n",
         "                raise\n",
         ("unit/start/test_decodes.py",),
@@ -1816,27 +1816,27 @@ BUGS = (
     PackageBug(
         "the graph that takes most is captured when a step needs it",
         "fairlead_runtime.device.step.decode_steps:DecodeSteps.capture",
-        "            keys.insert(0, (self._sizes[-1], LARGEST))\n",
+        "            keys.insert(0, (self._sizes[-1], HEAVIEST))\n",
         "            pass\n",
         (DECODE_TESTS,),
     ),
     PackageBug(
         "the largest graph is measured without what sampling takes",
-        "fairlead_runtime.device.warmup.decode_plan:Decodes.measure",
-        "steps.capture_one(sizes[-1], LARGEST)",
-        "steps.capture_one(sizes[-1], LEAST)",
+        "fairlead_runtime.device.warmup.decode_plan:DecodePlan.measure",
+        "steps.capture_one(sizes[-1], HEAVIEST)",
+        "steps.capture_one(sizes[-1], GREEDY)",
         ("unit/start/test_decodes.py",),
     ),
     PackageBug(
         "two graphs are measured, and room for two is left",
-        "fairlead_runtime.device.warmup.decode_plan:Decodes.measure",
+        "fairlead_runtime.device.warmup.decode_plan:DecodePlan.measure",
         "bytes_per_graph * (count - 1)",
         "bytes_per_graph",
         ("unit/start/test_decodes.py",),
     ),
     PackageBug(
         "the measure of graphs leaves out what they share",
-        "fairlead_runtime.device.warmup.decode_plan:Decodes.measure",
+        "fairlead_runtime.device.warmup.decode_plan:DecodePlan.measure",
         "+ plans + steps.held_nbytes\n",
         "+ plans\n",
         ("unit/start/test_decodes.py",),
@@ -1844,7 +1844,7 @@ BUGS = (
     ),
     PackageBug(
         "what graphs took leaves out what they share",
-        "fairlead_runtime.device.warmup.decode_plan:Decodes.capture",
+        "fairlead_runtime.device.warmup.decode_plan:DecodePlan.capture",
         "self.attention.fixed_nbytes + steps.held_nbytes\n",
         "self.attention.fixed_nbytes\n",
         ("unit/start/test_decodes.py",),
@@ -1898,7 +1898,7 @@ BUGS = (
     ),
     PackageBug(
         "graphs that cannot be captured are asked for in vain",
-        "fairlead_runtime.device.warmup.decode_plan:Decodes.turn_off",
+        "fairlead_runtime.device.warmup.decode_plan:DecodePlan.turn_off",
         "if reason and self.config",
         "if not reason and self.config",
         ("unit/start/test_decodes.py",),
@@ -2018,7 +2018,7 @@ BUGS = (
     PackageBug(
         "a launched step gives the tokens of the one behind it",
         "fairlead_runtime.device.sampling.device_sampler:RowSampler.fetch",
-        "        self._fetched.reverse()\n",
+        "        self._readbacks.reverse()\n",
         "",
         (DECODE_TESTS,),
     ),
@@ -2064,8 +2064,8 @@ BUGS = (
     PackageBug(
         "the rows of a failed step with a prompt are taken for right",
         "fairlead_runtime.device.step.mixed_steps:MixedSteps.launch",
-        "        with self._sampler.forgetting(sampling):\n            way, logits",
-        "        if True:\n            way, logits",
+        "        with self._sampler.forgetting(sampling):\n            mode, logits",
+        "        if True:\n            mode, logits",
         (MIXED_TESTS,),
     ),
     PackageBug(
@@ -2078,8 +2078,8 @@ BUGS = (
     PackageBug(
         "another rank computes what the host knows of ids in flight",
         "fairlead_runtime.device.ranks.rank_messages:follow",
-        "            batch = replace(batch, input_ids=group.share(ids))\n",
-        "            group.share(ids.clone())\n",
+        "            batch = replace(batch, input_ids=group.broadcast(ids))\n",
+        "            group.broadcast(ids.clone())\n",
         ("unit/device/test_rank_messages.py",),
     ),
     PackageBug(
@@ -2092,15 +2092,15 @@ BUGS = (
     PackageBug(
         "a pass that failed after other ranks were told is made again",
         "fairlead_runtime.device.step.mixed_steps:MixedSteps._forward",
-        "            raise self._followers.lost(error) from error\n",
+        "            raise self._followers.failure(error) from error\n",
         "            raise error\n",
         (MIXED_TESTS,),
     ),
     PackageBug(
         "steps of a split model wait for each other",
-        "fairlead_runtime.device.warmup.decode_plan:Decodes.choose",
-        "keeps = on_device is not None or not waits",
-        "keeps = on_device is not None",
+        "fairlead_runtime.device.warmup.decode_plan:DecodePlan.choose",
+        "state_on_device = on_device is not None or not sync_because",
+        "state_on_device = on_device is not None",
         ("unit/start/test_decodes.py",),
     ),
     PackageBug(
@@ -2112,16 +2112,16 @@ BUGS = (
     ),
     PackageBug(
         "a step that samples nothing is not waited for",
-        "fairlead_runtime.device.step.pending_step:Launched.collect",
-        "return results(rows, self._drawn)",
-        "return results(rows, self._drawn) if rows else {}",
+        "fairlead_runtime.device.step.pending_step:PendingStep.collect",
+        "return results_of(rows, self._sampled)",
+        "return results_of(rows, self._sampled) if rows else {}",
         (MIXED_TESTS,),
         quick="test_a_part_of_a_prompt_samples_nothing_and_is_waited_for",
     ),
     PackageBug(
         "a step that changes logits does not count its tokens",
         "fairlead_runtime.device.sampling.device_sampler:RowSampler.sample",
-        "counts=way.changes)",
+        "counts=mode.changes)",
         "counts=False)",
         (DECODE_TESTS,),
     ),
@@ -2141,9 +2141,9 @@ BUGS = (
     ),
     PackageBug(
         "only the first rows of a step may want log-probabilities",
-        "fairlead_runtime.device.sampling.sampling_mode:_beside",
-        "one.logprobs or other.logprobs",
-        "one.logprobs",
+        "fairlead_runtime.device.sampling.sampling_mode:_merge_two",
+        "first.logprobs or second.logprobs",
+        "first.logprobs",
         (TABLE_TESTS,),
         quick="test_all_rows_together_decide_how_a_step_is_sampled[params3-way3]",
     ),
@@ -2165,9 +2165,9 @@ BUGS = (
     ),
     PackageBug(
         "a list that is full loses tokens",
-        "fairlead_runtime.device.sampling.sequence_table:SlotTable._way",
-        "return way if length < entry.full else GENERAL",
-        "return way",
+        "fairlead_runtime.device.sampling.sequence_table:SlotTable._mode",
+        "return mode if length < entry.full else GENERAL",
+        "return mode",
         (TABLE_TESTS, DECODE_TESTS),
     ),
     PackageBug(
@@ -2194,16 +2194,16 @@ BUGS = (
     PackageBug(
         "the next step is launched before the tokens of one with masks are chosen",
         "fairlead_runtime.device.step.model_runner:ModelRunner.launch",
-        "            newest.draw()\n",
+        "            newest.sample()\n",
         "            pass\n",
         (MASKED_TESTS,),
         quick="test_the_pass_of_a_step_is_queued_before_the_tokens_that_its_masks_need",
     ),
     PackageBug(
         "the rows of a step that could not be drawn are taken for right",
-        "fairlead_runtime.device.step.pending_step:Launched.draw",
-        "            with self._sampler.forgetting(self._rows):\n                self._drawn",
-        "            if True:\n                self._drawn",
+        "fairlead_runtime.device.step.pending_step:PendingStep.sample",
+        "            with self._sampler.forgetting(self._rows):\n                self._sampled",
+        "            if True:\n                self._sampled",
         (MIXED_TESTS,),
     ),
     PackageBug(
@@ -2217,8 +2217,8 @@ BUGS = (
     PackageBug(
         "a launched row without its mask takes any token",
         "fairlead_runtime.device.sampling.device_sampler:RowSampler.draw",
-        "return Drawn(self.fetch(len(rows), way), failed)",
-        "return Drawn(self.fetch(len(rows), way), {})",
+        "return SampledStep(self.fetch(len(rows), mode), failed)",
+        "return SampledStep(self.fetch(len(rows), mode), {})",
         (MASKED_TESTS,),
         quick="test_a_row_without_its_mask_fails_alone",
     ),
@@ -2233,8 +2233,8 @@ BUGS = (
     PackageBug(
         "a captured step with masks is drawn before they are there",
         "fairlead_runtime.device.step.decode_steps:DecodeSteps._compute",
-        "now = GENERAL if way.masked else way",
-        "now = way",
+        "now = GENERAL if mode.masked else mode",
+        "now = mode",
         (DECODE_TESTS,),
     ),
     PackageBug(
@@ -2260,7 +2260,7 @@ BUGS = (
     ),
     PackageBug(
         "a captured step that gives other logits serves",
-        "fairlead_runtime.device.warmup.decode_plan:Decodes._differs",
+        "fairlead_runtime.device.warmup.decode_plan:DecodePlan._differs",
         "if error <= TOLERANCE[self.model.heads.dtype]:",
         "if True:",
         ("unit/start/test_decodes.py",),
@@ -2275,7 +2275,7 @@ BUGS = (
     PackageBug(
         "a step that the host must sample is launched",
         "fairlead_runtime.device.sampling.device_sampler:RowSampler.takes",
-        "(row.samples and self.table.way_of(row) is GENERAL)",
+        "(row.samples and self.table.mode_of(row) is GENERAL)",
         "False",
         (DECODE_TESTS,),
     ),
@@ -2507,7 +2507,7 @@ BUGS = (
     ),
     PackageBug(
         "asynchronous steps are asked for in vain",
-        "fairlead_runtime.device.warmup.decode_plan:Decodes.choose",
+        "fairlead_runtime.device.warmup.decode_plan:DecodePlan.choose",
         'if elsewhere and config.async_batching == "on":',
         "if False:",
         ("unit/start/test_decodes.py",),
@@ -2515,7 +2515,7 @@ BUGS = (
     ),
     PackageBug(
         "the factor of logits scales tied embeddings, too",
-        "fairlead_runtime.device.conversion.recognize_ends:WholeModel.__init__",
+        "fairlead_runtime.device.conversion.recognize_ends:FusedModel.__init__",
         "ends.factor / head.factor if ends.tied else ends.factor",
         "ends.factor",
         ("functional/engine/test_whole_model.py",),
@@ -2523,14 +2523,14 @@ BUGS = (
     PackageBug(
         "a model whose pass differs is served by it",
         "fairlead_runtime.device.conversion.fusion:_fuse_ends",
-        "        same = recognize_ends.agrees(model, whole, step, expected, noise)\n",
+        "        same = recognize_ends.agrees(model, fused_model, step, expected, noise)\n",
         "        same = True\n",
         ("functional/engine/test_whole_model.py",),
     ),
     PackageBug(
         "rows that change their logits take their likeliest token",
         "fairlead_runtime.device.step.model_runner:ModelRunner._chooses",
-        "all(way_of(s, 0) == LEAST for",
+        "all(mode_of(s, 0) == GREEDY for",
         "all(s.request.params.temperature == 0 for",
         ("functional/engine/test_whole_model.py",),
     ),
@@ -2543,7 +2543,7 @@ BUGS = (
     ),
     PackageBug(
         "the head's loaded weights live as long as the engine",
-        "fairlead_runtime.device.conversion.recognize_ends:WholeModel.__init__",
+        "fairlead_runtime.device.conversion.recognize_ends:FusedModel.__init__",
         "        self._cap = ends.cap\n",
         "        self._cap, self._ends = ends.cap, ends\n",
         ("functional/engine/test_whole_model.py",),
@@ -2558,8 +2558,8 @@ BUGS = (
     PackageBug(
         "a bfloat16 model's embeddings stay wide after the head is packed",
         "fairlead_runtime.device.conversion.fusion:_fuse_ends",
-        "    finally:\n        widened.narrow()\n    if not same:\n",
-        "    finally:\n        pass\n    if not same:\n",
+        "    ends.release()\n",
+        "    ends.release()\n    model.model.float()\n",
         ("functional/engine/test_whole_model.py",),
     ),
     PackageBug(
@@ -2648,7 +2648,7 @@ BUGS = (
     ),
     PackageBug(
         "logits are not capped",
-        "fairlead_runtime.device.conversion.recognize_ends:WholeModel.logits",
+        "fairlead_runtime.device.conversion.recognize_ends:FusedModel.logits",
         "return logits.div_(cap).tanh_().mul_(cap) if cap else logits",
         "return logits",
         ("functional/engine/test_whole_model.py",),

@@ -17,7 +17,7 @@ from fairlead_runtime.device.sampling.sequence_table import SlotTable
 from fairlead_runtime.device.step.decode_steps import DecodeSteps
 from fairlead_runtime.device.step.graph_cache import GraphCache
 from fairlead_runtime.device.step.model_runner import ModelRunner
-from fairlead_runtime.device.step.pending_step import Launched
+from fairlead_runtime.device.step.pending_step import PendingStep
 from fairlead_runtime.models import tiny
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1800)]  # it compiles
@@ -202,7 +202,7 @@ def test_a_launch_waits_for_nothing_and_comes_before_the_last_tokens(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of decodes, of prompts in parts beside them, and of rows with masks."""
-    launch, collect, order = ModelRunner.launch, Launched.collect, list[str]()
+    launch, collect, order = ModelRunner.launch, PendingStep.collect, list[str]()
 
     def watched(self: ModelRunner, work: Any) -> Any:
         torch.cuda.set_sync_debug_mode("error")
@@ -212,7 +212,7 @@ def test_a_launch_waits_for_nothing_and_comes_before_the_last_tokens(
             torch.cuda.set_sync_debug_mode("default")
             order.append("launch")
 
-    def noted(self: Launched) -> Any:
+    def noted(self: PendingStep) -> Any:
         order.append("collect")
         return collect(self)
 
@@ -223,7 +223,7 @@ def test_a_launch_waits_for_nothing_and_comes_before_the_last_tokens(
         for each in (params, masked):
             tokens(llm, each)  # compiles
         monkeypatch.setattr(ModelRunner, "launch", watched)
-        monkeypatch.setattr(Launched, "collect", noted)
+        monkeypatch.setattr(PendingStep, "collect", noted)
         for each in (params, masked):
             tokens(llm, each)
     assert order.count("launch") == order.count("collect") > 40

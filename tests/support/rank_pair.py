@@ -24,7 +24,7 @@ from fairlead_runtime.device.conversion.fusion import fuse
 from fairlead_runtime.device.memory.storage import CacheStorage
 from fairlead_runtime.device.model.batch import Batch
 from fairlead_runtime.device.model.paged_model import PagedModel
-from fairlead_runtime.device.model.rank_group import Group
+from fairlead_runtime.device.model.rank_group import RankGroup
 from fairlead_runtime.device.proof import selftest
 from fairlead_runtime.device.ranks import rank_messages as ranks
 from fairlead_runtime.device.ranks import shards
@@ -52,7 +52,7 @@ def shape_of(model: Any) -> ModelShape:
     return architecture.check(config, weights={"model.safetensors": Header(tensors, b"", 0, 0)})
 
 
-def split(model: PagedModel, group: Group, quantize_to: Format | None = None) -> PagedModel:
+def split(model: PagedModel, group: RankGroup, quantize_to: Format | None = None) -> PagedModel:
     """The same with this rank's part of its weights."""
     shape = shape_of(model.model)
     shards.split(model.model, shape, group, CPU, quantize_to)
@@ -61,12 +61,12 @@ def split(model: PagedModel, group: Group, quantize_to: Format | None = None) ->
     return model
 
 
-class Met(Group):
+class Met(RankGroup):
     """Ranks that have met, which a model's start may ask them to do again."""
 
-    def meet(self, device: torch.device) -> None:
+    def connect(self, device: torch.device) -> None:
         if not dist.is_initialized():
-            super().meet(device)
+            super().connect(device)
 
 
 class Pair:
@@ -85,13 +85,13 @@ class Pair:
         self._socket = ours
         self._stream = ours.makefile("rwb")
         self.group = Met(0, 2, f"/proc/self/fd/{store}", lambda: None)
-        self.group.meet(CPU)
+        self.group.connect(CPU)
 
     def end(self) -> None:
         """Rank 1, and what connects it with this process."""
         self._socket.shutdown(socket.SHUT_RDWR)
         os.waitpid(self.pid, 0)
-        self.group.leave()
+        self.group.close()
 
     def hold(self, kernels: str, *, odd: int | None = None, **model: Any) -> None:
         """Let rank 1 take the model that ``engine_rig.paged`` builds from this. The first time it
@@ -130,7 +130,7 @@ class Pair:
     def share(self, ids: Tensor) -> None:
         self.group.share(ids)
 
-    def lost(self, error: Exception) -> DeviceLostError:
+    def failure(self, error: Exception) -> DeviceLostError:
         return DeviceLostError(str(error))
 
     def _send(self, message: dict[str, Any]) -> None:
@@ -175,7 +175,7 @@ def _follow(connection: socket.socket, store: int) -> NoReturn:
     with contextlib.suppress(BaseException):
         stream = connection.makefile("rwb")
         group = Met(1, 2, f"/proc/self/fd/{store}", lambda: None)
-        group.meet(CPU)
+        group.connect(CPU)
         models: dict[str, PagedModel] = {}
         model: PagedModel
         kernels: str
@@ -221,7 +221,7 @@ class _Times(nn.Module):
         return x * self.weight
 
 
-def _loaded(described: Any, kernels: str, odd: int | None, group: Group) -> PagedModel:
+def _loaded(described: Any, kernels: str, odd: int | None, group: RankGroup) -> PagedModel:
     from support.engine_rig import QUANTIZED, operations_of, paged, use_experts
 
     model = paged(**described)

@@ -23,7 +23,7 @@ from fairlead_runtime.build.rank_leader import Lost, Ranks
 from fairlead_runtime.build.resolve import ResolvedConfig, resolve, summary
 from fairlead_runtime.device.memory.storage import CacheStorage
 from fairlead_runtime.device.step.model_runner import ModelRunner
-from fairlead_runtime.device.warmup.decode_plan import Decodes
+from fairlead_runtime.device.warmup.decode_plan import DecodePlan
 from fairlead_runtime.device.warmup.profiling import Profile
 from fairlead_runtime.engine.engine import Bounds, Engine, Observer
 from fairlead_runtime.engine.progress import StepTimes
@@ -135,8 +135,8 @@ def _with_engine(
     measured = parts.measured if ranks is None else ranks.sync(parts.measured)
     if device.kind == "cpu":
         measured = {**measured, "process": process_bytes}
-    choice = Decodes.choose(config, model, parts.attention, split=ranks is not None)
-    resident, host_batch = choice.keeps, measured["batch"]
+    choice = DecodePlan.choose(config, model, parts.attention, split=ranks is not None)
+    resident, host_batch = choice.state_on_device, measured["batch"]
     measured = {**measured, "graphs": 0}
     if resident:
         state_bytes = decode_state(inspected.shape, config, group_layers(model.windows))
@@ -178,8 +178,10 @@ def _with_engine(
     if queue_timeout is None:
         queue_timeout = resolved.config.queue_timeout
     if device.kind == "cuda":
-        log.info("asynchronous steps: %s", f"off: {choice.waits}" if choice.waits else "on")
-    launcher = None if choice.waits else runner
+        log.info(
+            "asynchronous steps: %s", f"off: {choice.sync_because}" if choice.sync_because else "on"
+        )
+    launcher = None if choice.sync_because else runner
     engine = _engine(
         loaded, cache, runner, launcher, resolved, profile, queue_timeout, observer, now, guides
     )
@@ -197,7 +199,7 @@ def _with_engine(
             device,
             resolved,
             {**measured, **_cache_bytes(cache, units, device)},
-            choice.off,
+            choice.graphs_off_because,
             cache.host_nbytes,
             not_pinned,
             parts.losses,

@@ -19,7 +19,7 @@ from fairlead_runtime.build.host import cpu_limit, memory_limit
 from fairlead_runtime.child.heap import release_memory
 from fairlead_runtime.device.memory.storage import CacheStorage
 from fairlead_runtime.device.model.paged_model import PagedModel
-from fairlead_runtime.device.model.rank_group import Group
+from fairlead_runtime.device.model.rank_group import RankGroup
 from fairlead_runtime.device.proof import selftest
 from fairlead_runtime.device.warmup import profiling
 from fairlead_runtime.device.warmup.profiling import Profile
@@ -70,7 +70,7 @@ def load_rank(
     path: Path | str,
     config: EngineConfig,
     device: DeviceFacts,
-    group: Group | None,
+    group: RankGroup | None,
     now: Callable[[], float] = time.monotonic,
 ) -> LoadedRank:
     """Load the model, or with ``group`` this rank's part of it, test and measure it.

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fairlead_runtime.child import frames
 from fairlead_runtime.device.model.batch import Batch
-from fairlead_runtime.device.model.rank_group import Group, is_taken
+from fairlead_runtime.device.model.rank_group import RankGroup, is_taken
 from fairlead_runtime.device.ranks import rank_messages
 from fairlead_runtime.outputs import EngineDead
 from fairlead_runtime.scheduling.plan import DeviceLostError, Work
@@ -85,7 +85,7 @@ class Ranks:
         # An empty file in memory, in which the ranks find each other's addresses.
         self._store = os.memfd_create("fairlead-ranks")
         size = config.tensor_parallel
-        self.group = Group(0, size, f"/proc/self/fd/{self._store}", self._all_are_loaded)
+        self.group = RankGroup(0, size, f"/proc/self/fd/{self._store}", self._all_are_loaded)
         self._peers: list[_Peer] = []
         start = {
             "path": str(path),
@@ -134,7 +134,7 @@ class Ranks:
     def share(self, ids: Tensor) -> None:
         self.group.share(ids)
 
-    def lost(self, error: Exception) -> DeviceLostError:
+    def failure(self, error: Exception) -> DeviceLostError:
         if self._ended.wait(WORDS_SECONDS):
             return DeviceLostError(str(self.error))
         log.error("a step of %d ranks failed", self.group.size, exc_info=error)
@@ -146,7 +146,7 @@ class Ranks:
         try:
             self._send(message)
         except OSError as error:
-            raise self.lost(error) from error
+            raise self.failure(error) from error
 
     # -- messages and ends
 
@@ -186,7 +186,7 @@ class Ranks:
             self._closing = True
         for peer in self._peers:
             peer.close()
-        self.group.leave()
+        self.group.close()
         os.close(self._store)
 
 

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope
 
 from fairlead_runtime.child.threads import be_nicer
 from fairlead_runtime.front.errors import ApiError
-from fairlead_runtime.front.turns import Turns
+from fairlead_runtime.front.turns import TenantExecutor
 
 MAX_BODY = 2 * 1024 * 1024  # bytes
 # For a whole body: these seconds, and one more for each LINK_RATE bytes of it. The largest body may
@@ -79,7 +79,7 @@ class ByteBudget:
             self._free += taken_bytes
 
 
-class Scored(NamedTuple):
+class LogprobBytes(NamedTuple):
     """``tokens`` whose log-probabilities an answer holds, each with its own and the ``top``
     likeliest. ``words`` shows how their number comes about, ``param`` is the field.
     """
@@ -94,14 +94,14 @@ class Scored(NamedTuple):
         return self.tokens * (TOKEN_BYTES + (self.top + 1) * LOGPROB_BYTES)
 
     @property
-    def arithmetic(self) -> str:
+    def formula(self) -> str:
         bytes_per_token = (
             f"({TOKEN_BYTES} + ({self.top} + 1) log-probabilities * {LOGPROB_BYTES} bytes)"
         )
         return f"{self.words} * {bytes_per_token}"
 
 
-def answer_bytes(parts: Sequence[Scored]) -> int:
+def answer_bytes(parts: Sequence[LogprobBytes]) -> int:
     """The bytes to hold for the log-probabilities of one answer.
 
     Raises ApiError 400 when that is more than those of all answers may take together.
@@ -109,10 +109,10 @@ def answer_bytes(parts: Sequence[Scored]) -> int:
     needed = sum(part.size for part in parts)
     if needed > ANSWER_BYTES:
         largest = max(parts, key=lambda part: part.size)
-        arithmetic = " + ".join(part.arithmetic for part in parts)
+        formula = " + ".join(part.formula for part in parts)
         raise ApiError(
             400,
-            f"{largest.param}: {arithmetic} = {needed} bytes, but all answers that are held whole "
+            f"{largest.param}: {formula} = {needed} bytes, but all answers that are held whole "
             f"may take {ANSWER_BYTES}: lower max_tokens, n or the log-probabilities, send shorter "
             "prompts, or stream a completion",
             param=largest.param,
@@ -240,7 +240,7 @@ class PromptPool:
         self._executor = ThreadPoolExecutor(
             workers, thread_name_prefix="prepare", initializer=lambda: be_nicer(POOL_NICE)
         )
-        self._large = Turns("prepare-large", lambda: be_nicer(POOL_NICE))
+        self._large = TenantExecutor("prepare-large", lambda: be_nicer(POOL_NICE))
         self._encoder = ThreadPoolExecutor(
             1, thread_name_prefix="encode", initializer=lambda: be_nicer(ENCODE_NICE)
         )

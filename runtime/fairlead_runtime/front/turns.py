@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 Value = TypeVar("Value")
 
 
-class Turns:
+class TenantExecutor:
     """``name`` is the thread's; ``initializer`` is called in it first."""
 
     def __init__(self, name: str, initializer: Callable[[], None]) -> None:

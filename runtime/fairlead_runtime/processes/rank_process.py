@@ -28,7 +28,7 @@ from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
 if TYPE_CHECKING:
     from fairlead_runtime.build.load_rank import LoadedRank
     from fairlead_runtime.device.memory.storage import CacheStorage
-    from fairlead_runtime.device.model.rank_group import Group
+    from fairlead_runtime.device.model.rank_group import RankGroup
 
 log = logging.getLogger("fairlead.rank")
 
@@ -84,7 +84,7 @@ def _follow(leader: _Leader, store: int) -> NoReturn:
 
     from fairlead_runtime.build.checks import device_facts
     from fairlead_runtime.build.load_rank import load_rank
-    from fairlead_runtime.device.model.rank_group import Group
+    from fairlead_runtime.device.model.rank_group import RankGroup
 
     start = leader.receive()
     logs.configure(logging.getLevelName(start["level"]))
@@ -92,7 +92,7 @@ def _follow(leader: _Leader, store: int) -> NoReturn:
     rank, config = start["rank"], EngineConfig.from_mapping(start["config"])
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(start["threads"])
-    group = Group(
+    group = RankGroup(
         rank,
         config.tensor_parallel,
         f"/proc/self/fd/{store}",
@@ -114,7 +114,9 @@ def _follow(leader: _Leader, store: int) -> NoReturn:
     _serve(leader, parts, cache, group)
 
 
-def _serve(leader: _Leader, parts: "LoadedRank", cache: "CacheStorage", group: "Group") -> NoReturn:
+def _serve(
+    leader: _Leader, parts: "LoadedRank", cache: "CacheStorage", group: "RankGroup"
+) -> NoReturn:
     from fairlead_runtime.device.ranks import rank_messages
 
     while True:

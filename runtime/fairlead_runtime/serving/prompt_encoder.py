@@ -25,7 +25,7 @@ MAX_REST = 2.0  # seconds, however long the text took
 POLL_SECONDS = 0.02  # between two looks at the engine
 
 
-class Rests:
+class Pacer:
     """Rests between two texts, while the engine is ``busy``: its steps were seen to take longer
     beside a flood of texts that had only time that nothing else wanted. The first text after a rest
     never waits, and no text does while the engine is idle.
@@ -77,7 +77,7 @@ class PromptEncoder:
         command: tuple[str, ...] = COMMAND,
     ) -> None:
         self.tokenizer = tokenizer
-        self._rests = Rests(busy)
+        self._pacer = Pacer(busy)
         self.child: ChildProgram | None = None
         if definition is not None:
             setup = {
@@ -97,7 +97,7 @@ class PromptEncoder:
         if self.child is None or not large or not _is_valid(text):
             return encode(self.tokenizer, text) if special else encode_chat(self.tokenizer, text)
         try:
-            with self._rests.before_next():
+            with self._pacer.before_next():
                 answer = self.child.ask({"text": text, "special": special}).result()
         except ChildLost:
             raise ServiceError(
@@ -107,7 +107,7 @@ class PromptEncoder:
 
     def close(self) -> None:
         """End the other process, even in the middle of a text or of a rest."""
-        self._rests.close()
+        self._pacer.close()
         if self.child is not None:
             self.child.close()
 

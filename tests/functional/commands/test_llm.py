@@ -17,7 +17,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]  # public,
 import fairlead_runtime
 from fairlead_runtime import LLM, SamplingParams
 from fairlead_runtime.device.model.paged_model import PagedModel
-from fairlead_runtime.device.warmup.decode_plan import Decodes
+from fairlead_runtime.device.warmup.decode_plan import DecodePlan
 from fairlead_runtime.grammar import guides
 from fairlead_runtime.grammar.compile import compile_matcher
 from fairlead_runtime.llm import RequestOutput
@@ -354,15 +354,15 @@ def test_steps_launched_ahead_on_two_ranks_give_the_text_of_one(
 
     rank_pair.part()
 
-    def choose(config: EngineConfig, served: PagedModel, *_: Any, **__: Any) -> Decodes:
-        return Decodes(config, served, None, "no graphs on a CPU", waits="", keeps=True)
+    def choose(config: EngineConfig, served: PagedModel, *_: Any, **__: Any) -> DecodePlan:
+        return DecodePlan(config, served, None, "no graphs on a CPU", waits="", keeps=True)
 
     greedy = SamplingParams(temperature=0, max_tokens=16)
     texts = ["hello", "a longer text, of which parts are computed beside the other's tokens"]
     found = []
     for ranks in (1, 2):
         if ranks == 2:
-            monkeypatch.setattr(Decodes, "choose", choose)
+            monkeypatch.setattr(DecodePlan, "choose", choose)
         with LLM(model, **SMALL, max_batch_tokens=16, tensor_parallel=ranks) as llm:
             found.append(tokens_of(generate(llm, texts, greedy)))
             launched = llm.parts.engine.counters.steps_launched

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fairlead_runtime.device.sampling.device_sampler import RowSampler
-from fairlead_runtime.device.sampling.token_readback import Fetched
+from fairlead_runtime.device.sampling.token_readback import TokenReadback
 from fairlead_runtime.device.step.decode_steps import DecodeSteps
 from fairlead_runtime.device.step.mixed_steps import MixedSteps
 from fairlead_runtime.device.step.model_runner import ModelRunner
@@ -259,7 +259,7 @@ def test_a_launched_step_that_fails_on_the_device_leaves_the_texts_as_they_are(
         "launch": (DecodeSteps, "_compute"),
         "launch beside a prompt": (MixedSteps, "_queue"),
         "draw": (RowSampler, "draw"),
-        "collect": (Fetched, "wait"),
+        "collect": (TokenReadback, "wait"),
     }[at]
     whole, calls = getattr(owner, name), 0
 

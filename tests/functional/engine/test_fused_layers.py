@@ -106,7 +106,7 @@ def test_a_layer_is_fused_where_it_fits_and_the_reason_is_said_where_not(
     assert selftest.check(model, attention, expected).delta < 1e-4
     assert 0 <= model.weight_bytes - size <= (room_of(model) if kernels == "cpu" else 0)
     assert (fused.head == "float32") == (kernels == "cpu")
-    assert (fused.others.matrices > 0) == (kernels == "cpu" and family in REFUSED)
+    assert (fused.products.matrices > 0) == (kernels == "cpu" and family in REFUSED)
 
 
 # Other forms of a family, by settings of its configuration.

@@ -75,7 +75,7 @@ def test_linear_layers_and_the_head_are_packed_and_replace_the_loaded_ones(
         if p.dim() == 2
     ]
     fused = fuse(model, operations)
-    assert fused.others.matrices == len(modules) - 1
+    assert fused.products.matrices == len(modules) - 1
     assert str(fused).endswith(f"), {len(modules) - 1} other matrices packed, float32 head")
     for name, module in modules.items():
         assert all(p.numel() == 0 for p in module.parameters(recurse=False) if p.dim() != 1), name
@@ -97,7 +97,7 @@ def test_matrices_stored_transposed_scaled_embeddings_and_biases_are_packed_too(
     fused = fuse(model, operations)
     assert fused.fused == 0
     # The table of positions is no matrix.
-    assert fused.others.matrices == count - (2 if family == "gpt2" else 1)
+    assert fused.products.matrices == count - (2 if family == "gpt2" else 1)
     assert fused.head == "float32"
     embedding: Any = model.model.get_input_embeddings()
     assert embedding.weight.numel() == 0
@@ -148,7 +148,7 @@ def test_modules_that_are_no_product_or_share_it_stay_as_they_are() -> None:
     kept = (first.mlp.down_proj, second.mlp.up_proj, second.mlp.gate_proj)
     expected, count = selftest.Expected.of(model, 512), len(large(model))
     fused = fuse(model, operations)
-    assert fused.others.matrices == count - 1 - len(kept)
+    assert fused.products.matrices == count - 1 - len(kept)
     assert all(module.weight.numel() for module in kept)
     assert selftest.check(model, attention, expected).delta < 1e-4
 
@@ -168,7 +168,7 @@ def test_a_matrix_whose_packed_product_differs_stays_as_it_is(
     expected, count = selftest.Expected.of(model, 512), len(large(model))
     fused = fuse(model, operations)
     assert biased
-    assert fused.others.matrices == count - 1 - biased
+    assert fused.products.matrices == count - 1 - biased
     assert selftest.check(model, attention, expected).delta < 1e-4
 
 

@@ -140,7 +140,7 @@ def breaks(model: PagedModel, change: str) -> str:
     _, operations = kernels_of(model)
     fused = fuse(model, operations)
     assert fused.fused == 3
-    assert model.whole is None
+    assert model.full_pass is None
     return fused.head_reason
 
 
@@ -193,16 +193,16 @@ def test_greedy_steps_make_no_logits_and_choose_the_same_tokens(
 ) -> None:
     folder = tiny.save(tiny.build("llama").to(dtype), tmp_path / "model")
     with LLM(str(folder), max_requests=4) as llm:
-        if model_of(llm).whole is None:
+        if model_of(llm).full_pass is None:
             pytest.skip("no C++ kernels")
         made: list[int] = []
-        logits = recognize_ends.WholeModel.logits
+        logits = recognize_ends.FusedModel.logits
 
-        def counted(self: recognize_ends.WholeModel, ids: Tensor, *step: Any) -> Tensor:
+        def counted(self: recognize_ends.FusedModel, ids: Tensor, *step: Any) -> Tensor:
             made.append(len(ids))
             return logits(self, ids, *step)
 
-        monkeypatch.setattr(recognize_ends.WholeModel, "logits", counted)
+        monkeypatch.setattr(recognize_ends.FusedModel, "logits", counted)
         greedy = generated(llm, temperature=0.0)
         assert not made
         # The same tokens with their log-probabilities, which need the logits.
@@ -216,17 +216,17 @@ def test_a_row_that_is_not_finite_fails_alone(tmp_path: Any) -> None:
     folder = tiny.save(tiny.build("llama"), tmp_path / "model")
     with LLM(str(folder), max_requests=4) as llm:
         model: Any = model_of(llm)
-        if model.whole is None:
+        if model.full_pass is None:
             pytest.skip("no C++ kernels")
         healthy = generated(llm, temperature=0.0)
-        embed = model.whole._embed
+        embed = model.full_pass._embed
 
         def poisoned(ids: Tensor, positions: Tensor) -> Tensor:
             x: Tensor = embed(ids, positions)
             x[ids == 7 * 39 % 290] = torch.nan  # only in the second prompt
             return x
 
-        model.whole._embed = poisoned
+        model.full_pass._embed = poisoned
         results = llm.generate(
             PROMPTS, SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True), use_tqdm=False
         )

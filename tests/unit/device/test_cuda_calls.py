@@ -11,7 +11,7 @@ import torch
 
 from fairlead_kernels.sampling.sample_rows import RowLogprobs
 from fairlead_runtime.device.memory.streams import cuda_streams
-from fairlead_runtime.device.sampling.token_readback import Fetched
+from fairlead_runtime.device.sampling.token_readback import TokenReadback
 from fairlead_runtime.device.step.cuda_graphs import CudaRecorder
 from fairlead_runtime.device.step.graph_cache import GraphCache
 
@@ -132,7 +132,7 @@ def test_a_capture_that_gave_memory_back_takes_none(
 
 
 def test_tokens_are_looked_at_behind_the_event_that_follows_their_copies(cuda: Cuda) -> None:
-    fetched = Fetched(4, 2, GPU)
+    fetched = TokenReadback(4, 2, GPU)
     assert cuda.log == ["pinned"] * 3
     cuda.log.clear()
     tokens = torch.tensor([7, 8, 9])

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fairlead_runtime.device.sampling.host_sampler import NON_FINITE
-from fairlead_runtime.device.sampling.sampling_mode import GENERAL, LARGEST, LEAST
+from fairlead_runtime.device.sampling.sampling_mode import GENERAL, GREEDY, HEAVIEST
 from fairlead_runtime.device.sampling.sequence_table import SlotTable
 from fairlead_runtime.device.step.decode_steps import DecodeSteps, is_decode
 from fairlead_runtime.device.step.model_runner import ModelRunner
@@ -269,7 +269,7 @@ def test_graphs_are_captured_at_start_and_then_only_replayed() -> None:
     before = steps.table.state.clone()
     assert [*steps.capture(lambda: False)] == [(i, 13) for i in range(1, 14)]
     # What takes most memory is first, whose room the others share.
-    assert [*steps._graphs._graphs][:2] == [(8, LARGEST), (8, LEAST)]
+    assert [*steps._graphs._graphs][:2] == [(8, HEAVIEST), (8, GREEDY)]
     assert torch.equal(steps.table.state, before)
     recorder: Any = steps._graphs._recorder
     engine = rig("llama", "graphs")
@@ -291,7 +291,7 @@ def test_capturing_stops_when_its_time_is_over_and_at_the_limit() -> None:
     assert few is not None
     assert [*few.capture(lambda: False)] == [(1, 3), (2, 3), (3, 3)]
     assert few._graphs is not None
-    assert [*few._graphs._graphs] == [(size, LEAST) for size in (8, 4, 2)]
+    assert [*few._graphs._graphs] == [(size, GREEDY) for size in (8, 4, 2)]
 
 
 def test_a_failing_capture_ends_capturing_and_no_step(monkeypatch: pytest.MonkeyPatch) -> None:

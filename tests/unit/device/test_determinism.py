@@ -17,7 +17,7 @@ from fairlead_kernels.interface.not_available import NotAvailableError
 from fairlead_runtime.build import checks
 from fairlead_runtime.commands.refusals import refusal_for
 from fairlead_runtime.device.conversion import fusion as fusion_module
-from fairlead_runtime.device.conversion.fixed_order_ends import replace_ends
+from fairlead_runtime.device.conversion.fixed_order_ends import use_fixed_order_ends
 from fairlead_runtime.device.conversion.fusion import Fusion, fuse
 from fairlead_runtime.device.conversion.recognize_layer import DoesNotFitError
 from fairlead_runtime.device.conversion.recording_pass import decoder_layers
@@ -224,6 +224,6 @@ def test_a_last_norm_or_head_that_gives_other_logits_keeps_the_models_code(
     monkeypatch.setattr(operations, "norm", wrong)
     layers, step = decoder_layers(model), fusion_module._ScratchPass
     with pytest.raises(DoesNotFitError, match="its last norm and head give other logits"):
-        replace_ends(model, layers, operations, step(model.heads, model.device))
+        use_fixed_order_ends(model, layers, operations, step(model.heads, model.device))
     ends = [model.model.get_output_embeddings(), *model.model.modules()]
     assert not any("forward" in vars(module) for module in ends)

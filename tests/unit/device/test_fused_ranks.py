@@ -7,12 +7,12 @@ from torch import Tensor
 from fairlead_kernels.interface import reference
 from fairlead_kernels.plain.torch_operations import TorchOperations
 from fairlead_runtime.device.conversion.fusion import fuse
-from fairlead_runtime.device.model.rank_group import Group
+from fairlead_runtime.device.model.rank_group import RankGroup
 from support.engine_rig import paged
 from support.rank_pair import split
 
 
-class Other(Group):
+class Other(RankGroup):
     """A rank beside one that gives nothing to any sum, and says ``yes`` or no to each question, but
     for the one whether it takes a layer's MLP apart.
     """
@@ -28,7 +28,7 @@ class Other(Group):
         self.answers.append(bool(x))
         return x + self._yes
 
-    def alike(self, mine: bool) -> bool:
+    def same_everywhere(self, mine: bool) -> bool:
         return mine is self._apart
 
     def gather(self, x: Tensor) -> Tensor:
@@ -79,9 +79,9 @@ def test_a_layer_is_fused_around_an_own_mlp_where_the_other_rank_does_so_too(
 def test_ranks_are_alike_where_all_say_yes_or_all_say_no(
     answers: tuple[int, int], alike: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    group = Group(0, 2, "", lambda: None)
+    group = RankGroup(0, 2, "", lambda: None)
     monkeypatch.setattr(group, "sum", lambda x: x + answers[1])
-    assert group.alike(bool(answers[0])) is alike
+    assert group.same_everywhere(bool(answers[0])) is alike
 
 
 def test_layers_whose_matrices_are_whole_get_no_sums() -> None:

@@ -13,7 +13,7 @@ from fairlead_runtime.device.model.paged_model import PagedModel
 from fairlead_runtime.device.sampling.device_sampler import RowSampler
 from fairlead_runtime.device.sampling.host_sampler import NON_FINITE
 from fairlead_runtime.device.sampling.sequence_table import SlotTable
-from fairlead_runtime.device.sampling.token_readback import Fetched
+from fairlead_runtime.device.sampling.token_readback import TokenReadback
 from fairlead_runtime.device.step.mixed_steps import MixedSteps
 from fairlead_runtime.device.step.model_runner import ModelRunner
 from fairlead_runtime.request.sequence import Request, SamplingParams
@@ -92,13 +92,13 @@ def test_what_a_step_in_flight_reads_is_not_written_by_the_next(batches: list[Ba
 def test_a_part_of_a_prompt_samples_nothing_and_is_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    waits, wait = [], Fetched.wait
+    waits, wait = [], TokenReadback.wait
 
-    def spy(self: Fetched) -> list[int]:
+    def spy(self: TokenReadback) -> list[int]:
         waits.append(wait(self))
         return waits[-1]
 
-    monkeypatch.setattr(Fetched, "wait", spy)
+    monkeypatch.setattr(TokenReadback, "wait", spy)
     world = World(long())
     world.launch()
     assert world.collect() == []
@@ -198,7 +198,7 @@ class Others:
             raise RuntimeError("connection reset")
         self.told.append(("ids", ids.tolist()))
 
-    def lost(self, error: Exception) -> DeviceLostError:
+    def failure(self, error: Exception) -> DeviceLostError:
         return DeviceLostError(f"lost: {error}")
 
 

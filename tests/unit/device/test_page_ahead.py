@@ -13,7 +13,7 @@ import torch
 
 from fairlead_kernels.interface.attention import Heads
 from fairlead_runtime.device.memory import page_mapping
-from fairlead_runtime.device.memory.page_mapping import PAGE, PIECE, PageAhead
+from fairlead_runtime.device.memory.page_mapping import PAGE, PIECE, PageMapper
 from fairlead_runtime.device.memory.storage import CacheStorage
 from fairlead_runtime.sizing.groups import group_layers
 
@@ -77,7 +77,7 @@ def resident(tensor: torch.Tensor, slot: int) -> list[bool]:
 
 def test_pages_are_mapped_so_far_ahead_of_the_highest_unit_and_no_further(watch: Watch) -> None:
     tensors = (lazy(), lazy())
-    pages = PageAhead(tensors, ahead=4 * UNIT * SLOTS * len(tensors))
+    pages = PageMapper(tensors, ahead=4 * UNIT * SLOTS * len(tensors))
     watch.wait(lambda: watch.pieces == 2 * SLOTS * len(tensors))  # a piece has two units
     pages.begin(5)
     pages.end()
@@ -94,7 +94,7 @@ def test_pages_are_mapped_so_far_ahead_of_the_highest_unit_and_no_further(watch:
 
 def test_nothing_is_mapped_while_a_step_runs(watch: Watch) -> None:
     tensors = (lazy(),)
-    pages = PageAhead(tensors)
+    pages = PageMapper(tensors)
     pages.begin(0)
     before, rests = watch.pieces, watch.rests
     watch.wait(lambda: watch.rests >= rests + 5)
@@ -108,7 +108,7 @@ def test_nothing_is_mapped_while_a_step_runs(watch: Watch) -> None:
 def test_what_is_there_stays() -> None:
     tensor = lazy()
     tensor[:, ::2] = 7
-    PageAhead((tensor,)).thread.join(60)
+    PageMapper((tensor,)).thread.join(60)
     assert (tensor[:, ::2] == 7).all()
     assert not tensor[:, 1::2].any()
 
@@ -143,7 +143,7 @@ def test_a_system_that_cannot_map_ahead_serves_all_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(page_mapping, "MADV_POPULATE_WRITE", 999)
-    pages = PageAhead((lazy(),))
+    pages = PageMapper((lazy(),))
     pages.thread.join(60)
     assert not pages.thread.is_alive()
     pages.begin(UNITS - 1)

@@ -10,7 +10,7 @@ from fairlead_kernels.interface.attention import AttentionBackend
 from fairlead_runtime.device.memory.storage import CacheStorage
 from fairlead_runtime.device.model.batch import UNKNOWN, Batch, BatchBuilder
 from fairlead_runtime.device.model.paged_model import PagedModel
-from fairlead_runtime.device.model.rank_group import Group
+from fairlead_runtime.device.model.rank_group import RankGroup
 from fairlead_runtime.device.ranks import rank_messages
 from fairlead_runtime.request.sequence import Request, SamplingParams, Sequence
 from fairlead_runtime.scheduling.plan import Row
@@ -41,7 +41,7 @@ class SecondRank:
     ids: list[int]
     shared: int = 0
 
-    def share(self, x: torch.Tensor) -> torch.Tensor:
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
         self.shared += 1
         return x.copy_(torch.tensor(self.ids))
 
@@ -65,7 +65,7 @@ def followed(sent: Batch, group: SecondRank, *, ahead: bool) -> Batch:
         cast("PagedModel", model),
         cast("CacheStorage", Cache()),
         cast("AttentionBackend", None),
-        cast("Group", group),
+        cast("RankGroup", group),
     )
     (given,) = model.given
     return given

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fairlead_kernels.formats.quantize import quantize
-from fairlead_runtime.device.model.rank_group import Group
+from fairlead_runtime.device.model.rank_group import RankGroup
 from fairlead_runtime.device.ranks import shards
 from fairlead_runtime.models import loading, tiny
 from fairlead_runtime.models.published import StoredLinear
@@ -25,7 +25,7 @@ from support.rank_pair import CPU, shape_of
 CONFIG = EngineConfig()
 
 
-class Alone(Group):
+class Alone(RankGroup):
     """A rank whose sums and gathers have nobody else."""
 
     def __init__(self, rank: int, size: int) -> None:

@@ -20,7 +20,7 @@ from fairlead_kernels.sampling import logit_edits, sample, sample_rows
 from fairlead_runtime.device.model.batch import BatchBuilder
 from fairlead_runtime.device.sampling.host_sampler import SamplingBatch
 from fairlead_runtime.device.sampling.logits_processors import LogitChanges
-from fairlead_runtime.device.sampling.sampling_mode import GENERAL, Draw, Way
+from fairlead_runtime.device.sampling.sampling_mode import GENERAL, DrawKind, SamplingMode
 from fairlead_runtime.device.sampling.sequence_table import PADDING, SlotTable
 from fairlead_runtime.request.sequence import Request, SamplingParams, Sequence
 from fairlead_runtime.scheduling.plan import Row
@@ -156,7 +156,7 @@ def check(table: SlotTable, rows: list[Row], index: Tensor, lens: Any) -> None:
         pads = [UNITS] * (len(index) - real)
         assert got.indices.tolist() == want.indices.tolist() + pads
     sequences = [row.sequence for row in rows]
-    if all(table.way_of(row) is not GENERAL for row in rows):
+    if all(table.mode_of(row) is not GENERAL for row in rows):
         logits = torch.randn(real, VOCABULARY) * 3
         changed = logit_edits.change(logits, table.changes(index[:real]))
         assert torch.equal(changed, changed_by_host(logits, sequences))
@@ -235,7 +235,7 @@ def test_any_history_gives_the_inputs_that_the_host_would_make(room: int) -> Non
             rows, into = rows_of(chosen), index[: rng.randint(len(chosen), 8)]
             lens, _, counts = table.enter(rows, into)
             check(table, rows, into, lens)
-            full += sum(table.way_of(row) is GENERAL for row in rows)
+            full += sum(table.mode_of(row) is GENERAL for row in rows)
             if rng.random() < 0.2:  # the step fails before it is done, or after
                 if rng.random() < 0.5:
                     table.advance(into, torch.full((len(into),), 77), counts=counts)
@@ -291,35 +291,42 @@ def test_more_decodes_than_rows_are_refused() -> None:
 @pytest.mark.parametrize(
     ("params", "way"),
     [
-        ({"temperature": 0.0, "top_k": 5}, Way()),
-        ({"temperature": 1.0}, Way(Draw.PLAIN)),
-        ({"temperature": 1.0, "top_k": 5}, Way(Draw.FILTERED)),
-        ({"temperature": 1.0, "top_p": 0.9}, Way(Draw.FILTERED)),
-        ({"temperature": 1.0, "min_p": 0.1}, Way(Draw.FILTERED)),
-        ({"temperature": 0.0, "logprobs": 0}, Way(logprobs=True)),
-        ({"temperature": 0.0, "min_tokens": 3}, Way(changes=True)),
-        ({"temperature": 1.0, "presence_penalty": 0.5}, Way(Draw.PLAIN, changes=True)),
-        ({"temperature": 0.0, "logit_bias": {3: 1.0}}, Way(changes=True)),
-        ({"temperature": 0.0, "bad_words": ((3,), (4,))}, Way(changes=True)),
-        ({"temperature": 0.0, "allowed_token_ids": (3,)}, Way(changes=True)),
-        ({"temperature": 0.0, "bad_words": ((3,), (4, 5))}, Way(changes=True, masked=True)),
-        ({"temperature": 1.0, "bad_words": ((4, 5),)}, Way(Draw.PLAIN, masked=True)),
+        ({"temperature": 0.0, "top_k": 5}, SamplingMode()),
+        ({"temperature": 1.0}, SamplingMode(DrawKind.PLAIN)),
+        ({"temperature": 1.0, "top_k": 5}, SamplingMode(DrawKind.FILTERED)),
+        ({"temperature": 1.0, "top_p": 0.9}, SamplingMode(DrawKind.FILTERED)),
+        ({"temperature": 1.0, "min_p": 0.1}, SamplingMode(DrawKind.FILTERED)),
+        ({"temperature": 0.0, "logprobs": 0}, SamplingMode(logprobs=True)),
+        ({"temperature": 0.0, "min_tokens": 3}, SamplingMode(changes=True)),
+        ({"temperature": 1.0, "presence_penalty": 0.5}, SamplingMode(DrawKind.PLAIN, changes=True)),
+        ({"temperature": 0.0, "logit_bias": {3: 1.0}}, SamplingMode(changes=True)),
+        ({"temperature": 0.0, "bad_words": ((3,), (4,))}, SamplingMode(changes=True)),
+        ({"temperature": 0.0, "allowed_token_ids": (3,)}, SamplingMode(changes=True)),
+        (
+            {"temperature": 0.0, "bad_words": ((3,), (4, 5))},
+            SamplingMode(changes=True, masked=True),
+        ),
+        ({"temperature": 1.0, "bad_words": ((4, 5),)}, SamplingMode(DrawKind.PLAIN, masked=True)),
         # The mask holds its ends back.
-        ({"temperature": 0.0, "bad_words": ((4, 5),), "min_tokens": 3}, Way(masked=True)),
+        ({"temperature": 0.0, "bad_words": ((4, 5),), "min_tokens": 3}, SamplingMode(masked=True)),
         ({"temperature": 0.0, "allowed_token_ids": tuple(range(50))}, GENERAL),
     ],
 )
-def test_all_rows_together_decide_how_a_step_is_sampled(params: dict[str, Any], way: Way) -> None:
+def test_all_rows_together_decide_how_a_step_is_sampled(
+    params: dict[str, Any], mode: SamplingMode
+) -> None:
     world, table = World(4), a_table(listed=49)
     index = torch.zeros(3, dtype=torch.int64)
     one, other = world.start(temperature=0.0), world.start(**params)
-    assert table.way_of(rows_of([other])[0]) == way
-    assert table.enter(rows_of([one, other]), index).way == way
-    assert table.enter(rows_of([one]), index).way == Way()
+    assert table.mode_of(rows_of([other])[0]) == mode
+    assert table.enter(rows_of([one, other]), index).mode == mode
+    assert table.enter(rows_of([one]), index).mode == SamplingMode()
     drawn = world.start(temperature=1.0, logprobs=3)
-    both = Way(max(Draw.PLAIN, way.draw), way.changes, logprobs=True, masked=way.masked)
-    wanted = GENERAL if way is GENERAL else both
-    assert table.enter(rows_of([one, other, drawn]), index).way == wanted
+    both = SamplingMode(
+        max(DrawKind.PLAIN, mode.draw), mode.changes, logprobs=True, masked=mode.masked
+    )
+    wanted = GENERAL if mode is GENERAL else both
+    assert table.enter(rows_of([one, other, drawn]), index).mode == wanted
 
 
 def test_rows_whose_ends_are_allowed_again_change_nothing() -> None:
@@ -327,9 +334,9 @@ def test_rows_whose_ends_are_allowed_again_change_nothing() -> None:
     index, sequence = torch.zeros(1, dtype=torch.int64), world.start(min_tokens=2)
     ways = []
     for token in range(4):
-        way = table.enter(rows_of([sequence]), index).way
-        ways.append(way.changes)
-        table.advance(index, torch.tensor([token]), counts=way.changes)
+        mode = table.enter(rows_of([sequence]), index).mode
+        ways.append(mode.changes)
+        table.advance(index, torch.tensor([token]), counts=mode.changes)
         world.append(sequence, token)
     assert ways == [True, True, False, False]
 
@@ -368,8 +375,8 @@ def test_a_full_list_sends_its_sequence_the_general_way_until_ids_occur_again() 
     index, sequence = torch.zeros(1, dtype=torch.int64), world.start(frequency_penalty=1.0)
     ways = []
     for token in (1, 2, 1, 2, 1, 2, 3, 4, 5, 6, 7):
-        way = table.enter(rows_of([sequence]), index).way
-        ways.append(way is GENERAL)
+        mode = table.enter(rows_of([sequence]), index).mode
+        ways.append(mode is GENERAL)
         table.advance(index, torch.tensor([token]), counts=True)
         world.append(sequence, token)
     assert ways == [False] * 10 + [True]
@@ -379,7 +386,7 @@ def test_a_full_list_sends_its_sequence_the_general_way_until_ids_occur_again() 
         table.advance(index, torch.tensor([9]), counts=True)
         ahead.sequence.launch(1, samples=True)
         ahead = ahead._replace(start=ahead.start + 1)
-        assert (table.way_of(ahead) is GENERAL) == (flying > 5)
+        assert (table.mode_of(ahead) is GENERAL) == (flying > 5)
 
 
 @pytest.mark.full  # torch takes seconds to import what tensors without values need

@@ -24,8 +24,8 @@ from fairlead_runtime.request.sequence import RequestError
 from fairlead_runtime.serving.prompt_encoder import (
     MAX_REST,
     POLL_SECONDS,
+    Pacer,
     PromptEncoder,
-    Rests,
 )
 
 WITHIN = 300.0  # seconds; a limit for what hangs
@@ -159,35 +159,35 @@ class Clock:
         self.now = 100.0
         self.works: list[tuple[float, float]] = []  # when each began and ended
 
-    def work(self, rests: Rests, seconds: float) -> None:
-        with rests.before_next():
+    def work(self, pacer: Pacer, seconds: float) -> None:
+        with pacer.before_next():
             began, self.now = self.now, self.now + seconds
             self.works.append((began, self.now))
 
 
-def rests_of(clock: Clock, monkeypatch: pytest.MonkeyPatch, busy: Any) -> Rests:
-    rests = Rests(busy, now=lambda: clock.now)
+def pacer_of(clock: Clock, monkeypatch: pytest.MonkeyPatch, busy: Any) -> Pacer:
+    pacer = Pacer(busy, now=lambda: clock.now)
 
     def wait(seconds: float) -> bool:
         clock.now += seconds
         return False
 
-    monkeypatch.setattr(rests._closed, "wait", wait)
-    return rests
+    monkeypatch.setattr(pacer._closed, "wait", wait)
+    return pacer
 
 
 def test_texts_take_a_fifth_of_the_time_while_the_engine_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = Clock()
-    rests = rests_of(clock, monkeypatch, lambda: True)
+    pacer = pacer_of(clock, monkeypatch, lambda: True)
     for _ in range(20):
-        clock.work(rests, 0.1)
+        clock.work(pacer, 0.1)
     assert clock.works[0][0] == 100.0, "the first does not wait"
     rested = [begins - ends for (_, ends), (begins, _) in itertools.pairwise(clock.works)]
     assert all(0.4 <= each < 0.4 + 2 * POLL_SECONDS for each in rested), rested
-    clock.work(rests, 60.0)
-    clock.work(rests, 0.1)
+    clock.work(pacer, 60.0)
+    clock.work(pacer, 0.1)
     assert clock.works[-1][0] - clock.works[-2][1] < MAX_REST + 2 * POLL_SECONDS
 
 
@@ -195,12 +195,12 @@ def test_no_text_waits_for_an_engine_that_is_idle_or_becomes_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock, idle_at = Clock(), 0.0
-    rests = rests_of(clock, monkeypatch, lambda: clock.now < idle_at)
+    pacer = pacer_of(clock, monkeypatch, lambda: clock.now < idle_at)
     for _ in range(3):
-        clock.work(rests, 0.1)
+        clock.work(pacer, 0.1)
     assert clock.now == pytest.approx(100.3)
     idle_at = clock.now + 0.2
-    clock.work(rests, 0.1)
+    clock.work(pacer, 0.1)
     assert clock.works[-1][0] == pytest.approx(idle_at, abs=2 * POLL_SECONDS)
 
 

@@ -11,11 +11,11 @@ from fairlead_kernels.packages import flashinfer_attention
 from fairlead_kernels.plain.torch_attention import TorchAttention
 from fairlead_runtime.device.memory.storage import CacheStorage
 from fairlead_runtime.device.model.paged_model import PagedModel
-from fairlead_runtime.device.sampling.sampling_mode import LARGEST, LEAST
+from fairlead_runtime.device.sampling.sampling_mode import GREEDY, HEAVIEST
 from fairlead_runtime.device.step.decode_steps import DecodeSteps
 from fairlead_runtime.device.step.graph_cache import GraphCache
 from fairlead_runtime.device.warmup import decode_plan
-from fairlead_runtime.device.warmup.decode_plan import Decodes
+from fairlead_runtime.device.warmup.decode_plan import DecodePlan
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
 from support import flashinfer_standin, triton_standin
 from support.engine_rig import rig
@@ -54,11 +54,11 @@ REASONS = [
 def test_auto_says_why_no_graph_is_captured_on_a_gpu(
     settings: dict[str, Any], attention: Any, *, split: bool, reason: str, resident: bool
 ) -> None:
-    choice = Decodes.choose(EngineConfig(**settings), ON_GPU, attention(), split=split)
-    assert (choice.off, choice.attention is not None) == (reason, resident)
+    choice = DecodePlan.choose(EngineConfig(**settings), ON_GPU, attention(), split=split)
+    assert (choice.graphs_off_because, choice.attention is not None) == (reason, resident)
     if reason and not settings.get("cuda_graphs"):
         with pytest.raises(ConfigError) as error:
-            Decodes.choose(
+            DecodePlan.choose(
                 EngineConfig(**settings, cuda_graphs="on"), ON_GPU, attention(), split=split
             )
         assert error.value.field == "cuda_graphs"
@@ -71,32 +71,35 @@ def test_steps_are_launched_ahead_wherever_the_device_keeps_what_sampling_needs(
 ) -> None:
     """On the first of several ranks, too, which captures no graph."""
     resident |= split
-    auto = Decodes.choose(EngineConfig(), ON_GPU, attention(), split=split)
-    assert (auto.waits == "") is auto.keeps is resident
-    off = Decodes.choose(EngineConfig(async_batching="off"), ON_GPU, attention(), split=split)
-    assert off.waits == "--async-batching is off"
-    assert off.keeps is (resident and not split)
+    auto = DecodePlan.choose(EngineConfig(), ON_GPU, attention(), split=split)
+    assert (auto.sync_because == "") is auto.state_on_device is resident
+    off = DecodePlan.choose(EngineConfig(async_batching="off"), ON_GPU, attention(), split=split)
+    assert off.sync_because == "--async-batching is off"
+    assert off.state_on_device is (resident and not split)
     on = EngineConfig(async_batching="on")
     if resident:
-        assert Decodes.choose(on, ON_GPU, attention(), split=split).waits == ""
+        assert DecodePlan.choose(on, ON_GPU, attention(), split=split).sync_because == ""
         return
     with pytest.raises(ConfigError) as error:
-        Decodes.choose(on, ON_GPU, attention(), split=split)
+        DecodePlan.choose(on, ON_GPU, attention(), split=split)
     assert error.value.field == "async_batching"
-    assert auto.waits in str(error.value)
+    assert auto.sync_because in str(error.value)
 
 
 def test_on_a_cpu_steps_wait_for_each_other_and_on_is_refused() -> None:
     model = rig("llama").model
-    assert Decodes.choose(CONFIG, model, flashinfer(), split=False).waits == "the model runs on cpu"
+    assert (
+        DecodePlan.choose(CONFIG, model, flashinfer(), split=False).sync_because
+        == "the model runs on cpu"
+    )
     with pytest.raises(ConfigError, match="--async-batching: the model runs on cpu"):
-        Decodes.choose(EngineConfig(async_batching="on"), model, flashinfer(), split=False)
+        DecodePlan.choose(EngineConfig(async_batching="on"), model, flashinfer(), split=False)
 
 
 def test_on_a_cpu_decodes_run_as_all_steps() -> None:
     model = rig("llama").model
-    choice = Decodes.choose(CONFIG, model, flashinfer(), split=False)
-    assert (choice.off, choice.attention) == ("the model runs on cpu", None)
+    choice = DecodePlan.choose(CONFIG, model, flashinfer(), split=False)
+    assert (choice.graphs_off_because, choice.attention) == ("the model runs on cpu", None)
     assert (choice.measure(LONGEST), choice.steps(cache_of(model), LONGEST)) == (0, None)
     assert choice.capture(None) is None
 
@@ -107,10 +110,10 @@ def cache_of(model: PagedModel, units: int = 40) -> CacheStorage:
     )
 
 
-def pretended(config: EngineConfig = CONFIG, attention: Any = flashinfer) -> Decodes:
+def pretended(config: EngineConfig = CONFIG, attention: Any = flashinfer) -> DecodePlan:
     """As on a GPU, with the stand-in of graphs."""
     model = rig("llama").model
-    return Decodes(config, model, attention(), "", new_recorder=lambda _: TapeRecorder())
+    return DecodePlan(config, model, attention(), "", new_recorder=lambda _: TapeRecorder())
 
 
 @pytest.mark.parametrize("attention", [flashinfer, triton])
@@ -142,7 +145,7 @@ def test_the_measure_is_one_graph_of_most_and_as_many_of_least_as_are_kept(most:
         sizes=(1, 2, 4, 8),
     )
     taken, plans = [0], [0]
-    for size, way in ((8, LARGEST), (1, LEAST)):
+    for size, way in ((8, HEAVIEST), (1, GREEDY)):
         steps.capture_one(size, way)
         taken.append(recorder.nbytes - sum(taken))
         plans.append(attention.fixed_nbytes - sum(plans))
@@ -206,7 +209,7 @@ def test_a_step_that_cannot_be_captured_turns_auto_off_and_refuses_on(
     else:
         assert choice.attention is not None
         assert choice.measure(LONGEST) == choice.attention.fixed_nbytes > 0
-        assert choice.off.startswith("a step cannot be captured: RuntimeError")
+        assert choice.graphs_off_because.startswith("a step cannot be captured: RuntimeError")
         assert choice.steps(cache_of(choice.model), LONGEST) is not None
         assert choice.graphs is None
 
@@ -250,13 +253,15 @@ def test_a_captured_step_that_computes_something_else_turns_auto_off_and_refuses
     assert choice.attention is not None
     if fault is None:
         assert choice.measure(LONGEST) > choice.attention.fixed_nbytes
-        assert not choice.off
+        assert not choice.graphs_off_because
     elif switch == "on":
         with pytest.raises(ConfigError, match="a captured step gives other logits than without"):
             choice.measure(LONGEST)
     else:
         assert choice.measure(LONGEST) == choice.attention.fixed_nbytes
-        assert choice.off.startswith("a captured step gives other logits than without, by ")
+        assert choice.graphs_off_because.startswith(
+            "a captured step gives other logits than without, by "
+        )
 
 
 @pytest.mark.parametrize("switch", ["auto", "on"])
@@ -271,7 +276,9 @@ def test_a_step_that_cannot_be_planned_for_graphs_turns_auto_off_and_refuses_on(
             choice.measure(LONGEST)
     else:
         choice.measure(LONGEST)
-        assert choice.off.startswith("a step cannot be captured: RuntimeError: Buffer overflow")
+        assert choice.graphs_off_because.startswith(
+            "a step cannot be captured: RuntimeError: Buffer overflow"
+        )
         steps = choice.steps(cache_of(choice.model), LONGEST)
         assert choice.capture(steps) is None
 
@@ -300,7 +307,9 @@ def test_a_step_that_fails_when_all_are_captured_turns_auto_off_and_refuses_on(
             choice.capture(steps)
         return
     assert choice.capture(steps) is None
-    assert choice.off == "a step cannot be captured: RuntimeError: CUDA out of memory"
+    assert (
+        choice.graphs_off_because == "a step cannot be captured: RuntimeError: CUDA out of memory"
+    )
     assert choice.graphs is not None
     assert len(choice.graphs) == 0
     assert steps._size(3) == 3, "steps that are not captured are not padded"

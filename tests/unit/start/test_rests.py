@@ -22,5 +22,5 @@ def test_large_texts_rest_beside_a_busy_engine_that_takes_all_cores(
     service: Any = SimpleNamespace(busy=busy)
     facts = TokenizerFacts.of(tokenizer, len(tokenizer), {0})
     encoder = http_process._prompt_encoder(tokenizer, facts, service)
-    assert encoder._rests._busy() is rests
+    assert encoder._pacer._busy() is rests
     encoder.close()

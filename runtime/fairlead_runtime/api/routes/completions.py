@@ -36,8 +36,8 @@ from fairlead_runtime.front.access_log import REQUEST_ID, log_late_failure
 from fairlead_runtime.front.auth import TENANT, Salter
 from fairlead_runtime.front.deadline import TimedStream
 from fairlead_runtime.front.limits import (
+    LogprobBytes,
     PromptPool,
-    Scored,
     answer_bytes,
     read_body,
     while_connected,
@@ -215,16 +215,16 @@ def _answer_bytes(prepared: PreparedRequest, max_model_len: int, *, buffered: bo
     ApiError.
     """
     params, prompts = prepared.request.params, prepared.prompts
-    parts: list[Scored] = []
+    parts: list[LogprobBytes] = []
     if buffered and params.logprobs is not None:
         longest = max(0, max_model_len - min(map(len, prompts)))
         tokens, choices = min(params.max_tokens or longest, longest), len(prompts) * params.n
         words = f"{choices} choices * {tokens} max_tokens"
-        parts.append(Scored("logprobs", words, choices * tokens, params.logprobs))
+        parts.append(LogprobBytes("logprobs", words, choices * tokens, params.logprobs))
     if params.prompt_logprobs is not None:
         tokens = sum(map(len, prompts))
         words = f"{tokens} prompt tokens"
-        parts.append(Scored("prompt_logprobs", words, tokens, params.prompt_logprobs))
+        parts.append(LogprobBytes("prompt_logprobs", words, tokens, params.prompt_logprobs))
     try:
         return answer_bytes(parts)
     except errors.ApiError as error:

@@ -14,34 +14,32 @@ from torch import Tensor, nn
 from fairlead_kernels.formats.quantize import Quantized
 from fairlead_kernels.interface.layer import LayerOperations, Packed
 from fairlead_runtime.device.conversion import recognize_ends
-from fairlead_runtime.device.conversion.float32_view import Widened
+from fairlead_runtime.device.conversion.float32_view import widened_to_float32
 from fairlead_runtime.device.conversion.recognize_layer import DoesNotFitError, Matrix
 from fairlead_runtime.device.model.paged_attention import CachedPass
 from fairlead_runtime.device.model.paged_model import PagedModel
 
 
 @torch.inference_mode()
-def replace_ends(
+def use_fixed_order_ends(
     model: PagedModel, layers: Sequence[nn.Module], operations: LayerOperations, step: CachedPass
 ) -> str:
     """Let both modules compute by these operations, once that is proven to give the same logits, in
     float32. Returns the type of the head. Raises DoesNotFitError; then both are as they were.
     """
     modules: list[nn.Module] = []
-    widened = Widened(model.model)
-    try:
-        ends = recognize_ends.recognize(model, layers, step)
-        expected = recognize_ends.other_logits(model, step)
-        noise = recognize_ends.noise(model, layers, step, expected)
-        modules = [ends.last_norm, ends.product.module]
-        _replace(ends.last_norm, lambda x: operations.norm(x, ends.norm)[0])
-        _replace(ends.product.module, _product(ends.product, operations))
-        same = noise.explains(recognize_ends.other_logits(model, step), expected)
-    except DoesNotFitError:
-        _restore(modules)
-        raise
-    finally:
-        widened.narrow()
+    with widened_to_float32(model.model):
+        try:
+            ends = recognize_ends.recognize(model, layers, step)
+            expected = recognize_ends.other_logits(model, step)
+            noise = recognize_ends.noise(model, layers, step, expected)
+            modules = [ends.last_norm, ends.product.module]
+            _replace(ends.last_norm, lambda x: operations.norm(x, ends.norm)[0])
+            _replace(ends.product.module, _product(ends.product, operations))
+            same = noise.explains(recognize_ends.other_logits(model, step), expected)
+        except DoesNotFitError:
+            _restore(modules)
+            raise
     if not same:
         _restore(modules)
         raise DoesNotFitError("its last norm and head give other logits")

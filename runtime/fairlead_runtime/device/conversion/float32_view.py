@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -12,32 +13,34 @@ def has_weights(module: nn.Module) -> bool:
     return next(module.parameters(recurse=False), None) is not None
 
 
-class Widened:
-    """A module whose weights and buffers of other types are float32 from now on, with the same
-    values: transformers' code computes in float32. With ``device`` all are there meanwhile.
+@contextmanager
+def widened_to_float32(module: nn.Module, device: torch.device | None = None) -> Iterator[None]:
+    """Inside the ``with`` block a module's weights and buffers of other types are float32, with the
+    same values: transformers' code computes in float32. With ``device`` all are there meanwhile.
     """
+    stored = _widen(module, device)
+    try:
+        yield
+    finally:
+        for tensor, data in stored:
+            tensor.data = data
 
-    def __init__(
-        self,
-        module: nn.Module,
-        device: torch.device | None = None,
-    ) -> None:
-        # Weights that are mapped from a file take no memory beside the widened ones.
-        self._own: list[tuple[Tensor, Tensor]] = []
-        for tensor in _tensors(module):
-            own = tensor.data
-            wide = own if device is None else own.to(device)
-            if wide.is_floating_point():
-                wide = wide.float()
-            if wide is not own:
-                self._own.append((tensor, own))
-                tensor.data = wide
 
-    def narrow(self) -> None:
-        """Give them back what they had."""
-        for tensor, own in self._own:
-            tensor.data = own
-        self._own.clear()
+def _widen(module: nn.Module, device: torch.device | None) -> list[tuple[Tensor, Tensor]]:
+    """Widen these tensors; returns those that have changed, each with the data that it had. Keeps
+    no reference to the wide data: who packs it releases it.
+    """
+    # Weights that are mapped from a file take no memory beside the widened ones.
+    stored: list[tuple[Tensor, Tensor]] = []
+    for tensor in _tensors(module):
+        data = tensor.data
+        wide = data if device is None else data.to(device)
+        if wide.is_floating_point():
+            wide = wide.float()
+        if wide is not data:
+            stored.append((tensor, data))
+            tensor.data = wide
+    return stored
 
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:

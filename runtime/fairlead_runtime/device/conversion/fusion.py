@@ -37,8 +37,8 @@ from fairlead_kernels.interface.attention import Heads
 from fairlead_kernels.interface.layer import LayerOperations, Packed
 from fairlead_runtime.child.heap import release_memory
 from fairlead_runtime.device.conversion import recognize_ends
-from fairlead_runtime.device.conversion.fixed_order_ends import replace_ends
-from fairlead_runtime.device.conversion.float32_view import Widened
+from fairlead_runtime.device.conversion.fixed_order_ends import use_fixed_order_ends
+from fairlead_runtime.device.conversion.float32_view import widened_to_float32
 from fairlead_runtime.device.conversion.packed_linears import PackedProducts, pack_products
 from fairlead_runtime.device.conversion.recognize_ends import TOKENS
 from fairlead_runtime.device.conversion.recognize_layer import (
@@ -57,9 +57,9 @@ from fairlead_runtime.device.conversion.rounding import Noise
 from fairlead_runtime.device.model.fused_layers import (
     FusedLayer,
     FusedRun,
-    OwnMlp,
     Rope,
     RopeArgument,
+    UnfusedMlp,
 )
 from fairlead_runtime.device.model.paged_attention import (
     AttentionCall,
@@ -68,7 +68,7 @@ from fairlead_runtime.device.model.paged_attention import (
     spec_of,
 )
 from fairlead_runtime.device.model.paged_model import PagedModel, ProbePass, causal_attention
-from fairlead_runtime.device.model.rank_group import Group
+from fairlead_runtime.device.model.rank_group import RankGroup
 from fairlead_runtime.models.quantized import QuantizedEmbedding, QuantizedLinear
 
 T = TypeVar("T")
@@ -81,7 +81,7 @@ class Fusion:
     that stays the model's own; ``reason`` says why not all are.
 
     ``head``: the type of a packed head, "" for none; ``head_reason``: why the model's own code
-    calls it where all layers are fused. ``others``: what else of that code is packed.
+    calls it where all layers are fused. ``products``: what else of that code is packed.
     """
 
     fused: int
@@ -92,7 +92,7 @@ class Fusion:
     head: str = ""
     head_reason: str = ""
     rounds: bool = False  # whether their products round what they multiply by these
-    others: PackedProducts = field(default_factory=PackedProducts)
+    products: PackedProducts = field(default_factory=PackedProducts)
 
     def __str__(self) -> str:
         around = f" and all but the MLP of {self.around_mlp}" if self.around_mlp else ""
@@ -105,7 +105,7 @@ class Fusion:
         if self.head_reason:
             head = f"{head} in" if head else ", head by"
             head += f" the model's code ({self.head_reason})"
-        return f"fused {self.fused}/{self.layers} layers{cause}{weights}{self.others}{head}"
+        return f"fused {self.fused}/{self.layers} layers{cause}{weights}{self.products}{head}"
 
 
 @torch.inference_mode()
@@ -126,14 +126,13 @@ def quantize_weights(model: PagedModel, to: Format, *, head: bool = False) -> No
 
 
 def _quantize_layer(layer: nn.Module, recorded: Recorded, shared: set[int], to: Format) -> None:
-    widened = Widened(layer)
     try:
-        parts = recognize(recording_of(recorded)[0])
-        fits = not isinstance(parts.mlp, OwnMlp) and not _shares(layer, shared)
-        weights = {x.module: x.stored for x in parts.matrices} if fits else {}
+        with widened_to_float32(layer):
+            parts = recognize(recording_of(recorded)[0])
+            fits = not isinstance(parts.mlp, UnfusedMlp) and not _shares(layer, shared)
+            weights = {x.module: x.stored for x in parts.matrices} if fits else {}
     except DoesNotFitError:
         weights = {}  # `fuse` gives the reason
-    widened.narrow()
     for parent in list(layer.modules()):
         for name, module in list(parent.named_children()):
             weight = weights.get(module)
@@ -155,10 +154,10 @@ def _quantize_head(model: PagedModel, layers: list[nn.Module], to: Format) -> No
     rounded = quantize(matrix.stored, to)
     unscaled = None if matrix.bias is None else matrix.bias / matrix.factor
     embedding = QuantizedEmbedding(rounded, ends.factor) if tied else None
-    model.replace_ends(QuantizedLinear(rounded, unscaled), embedding)
+    model.swap_embeddings(QuantizedLinear(rounded, unscaled), embedding)
 
 
-def fuses_around_mlps(operations: LayerOperations) -> bool:
+def fuses_attention_only(operations: LayerOperations) -> bool:
     """Whether a layer is fused of which only the MLP does not fit. Those in float32 are C++, which
     computes runs of whole layers, and would give the model's own code another type than it has.
     """
@@ -169,7 +168,7 @@ def fuses_around_mlps(operations: LayerOperations) -> bool:
 def fuse(
     model: PagedModel,
     operations: LayerOperations | None,
-    group: Group | None = None,
+    group: RankGroup | None = None,
     settle: Callable[[Packed], Packed] | None = None,
 ) -> Fusion:
     """Replace every layer that fits by a fused one on these operations; without any, none. Weights
@@ -194,25 +193,25 @@ def fuse(
     if isinstance(operations, FixedOperations) and fusion.fused == fusion.layers:
         layers = decoder_layers(model)
         try:
-            return replace(fusion, head=replace_ends(model, layers, operations, step))
+            return replace(fusion, head=use_fixed_order_ends(model, layers, operations, step))
         except DoesNotFitError as error:
             return replace(fusion, head_reason=str(error))
     if group is not None or not isinstance(operations, CpuOperations):
         return fusion
     if fusion.fused == fusion.layers:
         try:
-            whole = _fuse_ends(model, runs, operations, step)
-            return replace(fusion, head=whole.stored)
+            fused_model = _fuse_ends(model, runs, operations, step)
+            return replace(fusion, head=fused_model.stored)
         except DoesNotFitError as error:
             fusion = replace(fusion, head_reason=str(error))
-    others = pack_products(model, operations, step)
-    return replace(fusion, head=others.head, others=others)
+    products = pack_products(model, operations, step)
+    return replace(fusion, head=products.head, products=products)
 
 
 def _fuse_layers(
     model: PagedModel,
     operations: LayerOperations,
-    group: Group | None,
+    group: RankGroup | None,
     settle: Callable[[Packed], Packed] | None,
 ) -> tuple[Fusion, list[FusedRun]]:
     layers, total = decoder_layers(model), len(model.windows)
@@ -223,18 +222,17 @@ def _fuse_layers(
     shared = _shared_parameters(model.model)
     for index, recorded in enumerate(record(model, layers)):
         layer: FusedLayer | None = None
-        widened = Widened(layers[index])
         try:
-            layer = _fused(layers[index], index, recorded, shared, model, operations, group)
+            with widened_to_float32(layers[index]):
+                layer = _fused(layers[index], index, recorded, shared, model, operations, group)
         except DoesNotFitError as error:
             reasons.setdefault(str(error), index)
-        widened.narrow()
         if layer is not None:
             if settle is not None:
                 layer.layer = layer.layer.settled(settle)
-            if layer.own is not None:
-                reasons.setdefault(layer.own.reason, index)
-            _release(layers[index], operations, layer.own)
+            if layer.unfused_mlp is not None:
+                reasons.setdefault(layer.unfused_mlp.reason, index)
+            _release(layers[index], operations, layer.unfused_mlp)
             model.packed += layer.layer.tensors
             model.calls[index] = layer.call  # a factor of its queries is one of the scores here
             fused.append(layer)
@@ -247,42 +245,39 @@ def _fuse_layers(
     reason = "; ".join(f"layer {index}: {text}" for text, index in reasons.items())
     stored = {layer.layer.qkv.data.dtype for layer in fused} or {model.heads.dtype}
     smallest = min(stored, key=lambda dtype: dtype.itemsize)
-    around = sum(layer.own is not None for layer in fused)
+    around = sum(layer.unfused_mlp is not None for layer in fused)
     rounds = any(layer.rounding for layer in fused)
     return Fusion(len(fused) - around, total, reason, around, smallest, rounds=rounds), runs
 
 
 def _fuse_ends(
     model: PagedModel, runs: list[FusedRun], operations: CpuOperations, step: CachedPass
-) -> recognize_ends.WholeModel:
+) -> recognize_ends.FusedModel:
     """Let what lies around the layers be computed by these operations, too, once it is proven to
     give the same logits. Raises DoesNotFitError.
     """
     if len(runs) != 1:
         raise DoesNotFitError("its layers differ in their sizes")
     layers = decoder_layers(model)
-    widened = Widened(model.model)
-    try:
+    with widened_to_float32(model.model):
         ends = recognize_ends.recognize(model, layers, step)
         expected = recognize_ends.other_logits(model, step)
         # Before the head's weights are packed, which takes them. It rounds as the layers do.
         rounding = max(layer.rounding for layer in runs[0].layers)
         noise = recognize_ends.noise(model, layers, step, expected, rounding)
-        whole = recognize_ends.WholeModel(ends, runs[0], operations, model.heads.dtype)
-        same = recognize_ends.agrees(model, whole, step, expected, noise)
+        fused_model = recognize_ends.FusedModel(ends, runs[0], operations, model.heads.dtype)
+        same = recognize_ends.agrees(model, fused_model, step, expected, noise)
         if not same:
-            whole.restore(ends)
-    finally:
-        widened.narrow()
+            fused_model.restore(ends)
     if not same:
         raise DoesNotFitError("its packed ends give other logits")
     ends.release()
-    model.whole = whole
-    model.packed += whole.packed
-    return whole
+    model.full_pass = fused_model
+    model.packed += fused_model.packed
+    return fused_model
 
 
-def _release(layer: nn.Module, operations: LayerOperations, mlp: OwnMlp | None) -> None:
+def _release(layer: nn.Module, operations: LayerOperations, mlp: UnfusedMlp | None) -> None:
     """Take the weights out of a layer of which the matrices are packed, those of its own MLP
     apart.
     """
@@ -333,7 +328,7 @@ def _fused(
     shared: set[int],
     model: PagedModel,
     operations: LayerOperations,
-    group: Group | None,
+    group: RankGroup | None,
 ) -> FusedLayer:
     """The fused layer, proven equal to the original. Raises DoesNotFitError, on every rank or on
     none.
@@ -344,9 +339,9 @@ def _fused(
         parts = recognize(recording)
         if _shares(original, shared):
             raise DoesNotFitError("it shares weights with another module")
-        own = parts.mlp if isinstance(parts.mlp, OwnMlp) else None
-        if own is not None and not fuses_around_mlps(operations):
-            raise DoesNotFitError(own.reason)
+        unfused_mlp = parts.mlp if isinstance(parts.mlp, UnfusedMlp) else None
+        if unfused_mlp is not None and not fuses_attention_only(operations):
+            raise DoesNotFitError(unfused_mlp.reason)
         if group is not None and not parts.split:
             raise DoesNotFitError("not all of its matrices are split")
         spec = spec_of(parts.call, model.windows[index])
@@ -355,7 +350,7 @@ def _fused(
         x = recording.input
         cos, sin = recording.rope if parts.rotates else (x[:, :0], x[:, :0])
         angles = argument.read((cos[None], sin[None]))
-        fused = FusedLayer(index, layer, spec, parts.call, argument, operations, group, own)
+        fused = FusedLayer(index, layer, spec, parts.call, argument, operations, group, unfused_mlp)
         return fused, recording, angles
 
     def proven() -> None:
@@ -368,7 +363,7 @@ def _fused(
             raise DoesNotFitError("its fused layer gives other results")
 
     fused, recording, angles = _on_every_rank(group, packed)
-    if group is not None and not group.alike(fused.own is None):
+    if group is not None and not group.same_everywhere(fused.unfused_mlp is None):
         raise DoesNotFitError(OTHER_RANK)
     _on_every_rank(group, proven)
     if not operations.in_float32:
@@ -376,7 +371,7 @@ def _fused(
     return fused
 
 
-def _on_every_rank(group: Group | None, do: Callable[[], T]) -> T:
+def _on_every_rank(group: RankGroup | None, do: Callable[[], T]) -> T:
     """What ``do`` returns, once it has succeeded on every rank. Raises DoesNotFitError on each of
     them where it does on one: they would wait for each other's sums for ever.
     """
@@ -385,9 +380,9 @@ def _on_every_rank(group: Group | None, do: Callable[[], T]) -> T:
     try:
         done = do()
     except DoesNotFitError:
-        group.agrees(False)
+        group.all_true(False)
         raise
-    if not group.agrees(True):
+    if not group.all_true(True):
         raise DoesNotFitError(OTHER_RANK)
     return done
 

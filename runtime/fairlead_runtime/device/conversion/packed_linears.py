@@ -22,7 +22,7 @@ from fairlead_kernels.cpu.cpu_operations import CpuOperations
 from fairlead_kernels.formats.quantize import Quantized
 from fairlead_kernels.interface.layer import Packed
 from fairlead_runtime.device.conversion import recognize_ends
-from fairlead_runtime.device.conversion.float32_view import Widened
+from fairlead_runtime.device.conversion.float32_view import widened_to_float32
 from fairlead_runtime.device.conversion.recognize_layer import (
     DoesNotFitError,
     ModuleCall,
@@ -189,8 +189,7 @@ def _packed(
     """
     module = call.module
     parameter = next(p for p in module.parameters(recurse=False) if p.dim() == 2)
-    widened = Widened(module)
-    try:
+    with widened_to_float32(module):
         x = call.input.reshape(-1, call.input.shape[-1]).float()
         want = module(call.input.float()).reshape(len(x), -1)
         matrix = matrix_of(ModuleCall(module, x, want), x)
@@ -212,8 +211,6 @@ def _packed(
             product.unpack()
             raise DoesNotFitError("its packed matrix gives other results")
         return product
-    finally:
-        widened.narrow()
 
 
 def _noise(module: nn.Module, x: Tensor, want: Tensor) -> Noise:

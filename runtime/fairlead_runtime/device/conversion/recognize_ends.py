@@ -126,8 +126,8 @@ class Layers(Protocol):
         """
 
 
-class WholeModel:
-    """``Whole`` in the C++ kernels, with a head stored as ``dtype`` unless it is quantized. It
+class FusedModel:
+    """``FullPass`` in the C++ kernels, with a head stored as ``dtype`` unless it is quantized. It
     takes the head's weights and keeps none: they must be released, or restored for the model's own
     code to compute with.
     """
@@ -294,19 +294,19 @@ def recognize(model: PagedModel, layers: Sequence[nn.Module], step: ForwardPass)
 
 @torch.inference_mode()
 def agrees(
-    model: PagedModel, whole: WholeModel, step: CachedPass, expected: Tensor, noise: Noise
+    model: PagedModel, fused_model: FusedModel, step: CachedPass, expected: Tensor, noise: Noise
 ) -> bool:
     """Whether the pass gives these ``other_logits`` [T, vocabulary] of the same tokens, and their
     largest, but for ``noise``.
     """
     ids, positions = random_tokens(model, seed=1)
-    largest, chosen = whole.likeliest(ids, positions, step)
+    largest, chosen = fused_model.likeliest(ids, positions, step)
     best = expected.gather(1, chosen[:, None])[:, 0]
-    greedy = not whole.chooses or (
+    greedy = not fused_model.chooses or (
         noise.explains_at(chosen, best, expected.amax(1))
         and noise.explains_at(chosen, largest, best)
     )
-    return greedy and noise.explains(whole.logits(ids, positions, step), expected)
+    return greedy and noise.explains(fused_model.logits(ids, positions, step), expected)
 
 
 @torch.inference_mode()

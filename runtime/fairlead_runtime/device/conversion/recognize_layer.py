@@ -27,7 +27,7 @@ from fairlead_kernels.interface.layer import (
     Norm,
     Packed,
 )
-from fairlead_runtime.device.model.fused_layers import OwnMlp, halves_of
+from fairlead_runtime.device.model.fused_layers import UnfusedMlp, halves_of
 from fairlead_runtime.device.model.paged_attention import AttentionCall
 from fairlead_runtime.device.model.row_parallel import RowSplit
 from fairlead_runtime.models.published import StoredLinear
@@ -130,7 +130,7 @@ class LayerParts:
     out: Matrix
     after_attention: Norm | None
     mlp_norm: Norm
-    mlp: MlpParts | OwnMlp
+    mlp: MlpParts | UnfusedMlp
     after_mlp: Norm | None
     parallel: bool
     rotates: bool
@@ -139,7 +139,7 @@ class LayerParts:
 
     @property
     def matrices(self) -> list[Matrix]:
-        mlp = [] if isinstance(self.mlp, OwnMlp) else [*self.mlp.gate_up, self.mlp.down]
+        mlp = [] if isinstance(self.mlp, UnfusedMlp) else [*self.mlp.gate_up, self.mlp.down]
         return [*self.qkv, self.out, *mlp]
 
     @property
@@ -147,7 +147,7 @@ class LayerParts:
         """Whether the inputs of both of its last matrices are split over ranks, an own MLP's
         apart.
         """
-        last = [self.out] if isinstance(self.mlp, OwnMlp) else [self.out, self.mlp.down]
+        last = [self.out] if isinstance(self.mlp, UnfusedMlp) else [self.out, self.mlp.down]
         return all(isinstance(x.module, RowSplit) for x in last)
 
     def pack(
@@ -174,7 +174,7 @@ class LayerParts:
             "after_mlp": self.after_mlp,
             "parallel": self.parallel,
         }
-        if isinstance(self.mlp, OwnMlp):
+        if isinstance(self.mlp, UnfusedMlp):
             return LayerWithoutMlp(**around)
         return Layer(
             **around,
@@ -494,7 +494,7 @@ def _candidates(r: Recording, width: int, *, single: bool) -> Iterator[_Heads]:
 
 def _second_half(
     calls: _Calls, r: Recording, normed: Tensor, hidden: Tensor
-) -> tuple[MlpParts | OwnMlp, Norm | None]:
+) -> tuple[MlpParts | UnfusedMlp, Norm | None]:
     """The MLP of ``normed`` [T, hidden] and the norm of its result: in parts, else as the outermost
     module that explains the layer's result as well. ``hidden`` [T, hidden] is what the layer adds
     it to.
@@ -510,7 +510,7 @@ def _second_half(
                 rest = calls.without(block.module)
                 with suppress(DoesNotFitError):
                     norm, factor = _added(rest, block.output[0], hidden, r.output)
-                    return OwnMlp(block.module, factor, str(error)), norm
+                    return UnfusedMlp(block.module, factor, str(error)), norm
         raise
 
 

@@ -5,7 +5,7 @@ widened: what is compared with it later can then tell a wrong function from roun
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fairlead_kernels.formats.row_chunks import row_parts
 from fairlead_runtime.device.conversion import recognize_ends
-from fairlead_runtime.device.conversion.float32_view import Widened, has_weights
+from fairlead_runtime.device.conversion.float32_view import has_weights, widened_to_float32
 from fairlead_runtime.device.conversion.recognize_layer import (
     DoesNotFitError,
     ModuleCall,
@@ -228,14 +228,16 @@ def _widened_while_it_runs(
     gives becomes ``returned``, if that is a type, after the hooks that are there have seen it. Else
     these hooks are around those, so that the weights are where those have put them.
     """
-    widened: list[Widened] = []
+    entered: list[ExitStack] = []
 
     def widen(_module: nn.Module, inputs: tuple[Any, ...], arguments: dict[str, Any]) -> Any:
-        widened.append(Widened(module, device))
+        stack = ExitStack()
+        stack.enter_context(widened_to_float32(module, device))
+        entered.append(stack)
         return _cast((inputs, arguments), torch.float32)
 
     def narrow(_module: nn.Module, _inputs: Any, output: Any) -> Any:
-        widened.pop().narrow()
+        entered.pop().close()
         return output if returned is None else _cast(output, returned)
 
     return [

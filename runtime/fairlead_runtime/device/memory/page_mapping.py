@@ -29,7 +29,7 @@ PAGE = mmap.PAGESIZE
 MADV_POPULATE_WRITE = 23  # Linux 5.14
 
 
-class PageAhead:
+class PageMapper:
     """Maps ``tensors`` [slots, units, ...], dense on the CPU, until ``close``. Keeps them alive
     until then.
     """
@@ -89,12 +89,12 @@ class PageAhead:
                     yield first + count, begin + first * unit, count * unit
 
 
-def page_ahead(tensors: Sequence[torch.Tensor]) -> PageAhead | None:
-    """A PageAhead where it can help: for a large cache on a CPU, on Linux."""
+def page_mapper(tensors: Sequence[torch.Tensor]) -> PageMapper | None:
+    """A PageMapper where it can help: for a large cache on a CPU, on Linux."""
     size = sum(tensor.nbytes for tensor in tensors)
     if tensors[0].device.type != "cpu" or size < SMALLEST or sys.platform != "linux":
         return None
-    return PageAhead(tensors)
+    return PageMapper(tensors)
 
 
 def _populate(address: int, size: int) -> bool:

@@ -19,7 +19,7 @@ from fairlead_kernels.interface.attention import Heads
 from fairlead_kernels.plain.copy_blocks import copy_blocks
 from fairlead_runtime.device.memory.host_memory import CudaPinning
 from fairlead_runtime.device.memory.offloading import Offload, OffloadAtOnce
-from fairlead_runtime.device.memory.page_mapping import page_ahead
+from fairlead_runtime.device.memory.page_mapping import page_mapper
 from fairlead_runtime.device.memory.streams import Streams, cuda_streams
 from fairlead_runtime.scheduling.plan import Row, Work
 from fairlead_runtime.sizing.groups import LayerGroup, layers_per_unit
@@ -65,7 +65,7 @@ class CacheStorage:
             self._offload = Offload(parts, host_units, self._streams, pinning)
         elif host_units:
             self._offload = OffloadAtOnce(parts, host_units)
-        self._pages = page_ahead(parts)
+        self._pages = page_mapper(parts)
         if self._pages is not None:
             weakref.finalize(self, self._pages.close)
         self._places = {

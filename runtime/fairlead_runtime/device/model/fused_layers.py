@@ -24,7 +24,7 @@ from fairlead_runtime.device.model.paged_attention import (
     CachedPass,
     PagedPass,
 )
-from fairlead_runtime.device.model.rank_group import Group
+from fairlead_runtime.device.model.rank_group import RankGroup
 
 Rope = tuple[Tensor, Tensor]  # cosines and sines
 
@@ -52,7 +52,7 @@ class RopeArgument:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class OwnMlp:
+class UnfusedMlp:
     """An MLP that stays a module of the model's own code; the layer adds ``factor`` times what it
     gives. ``reason``: why it is no ``MlpParts``, as in ``DoesNotFitError``. On several ranks it
     gives the same on each: the sum over them is its own.
@@ -69,9 +69,9 @@ class OwnMlp:
 
 
 class FusedLayer:
-    """One decoder layer as a chain of operations, or all of it but an MLP of the model's ``own``.
-    With ``group`` its matrices are one rank's part: what those give whose inputs are split is
-    summed over the ranks, then biases are added. An own MLP's sum is its own.
+    """One decoder layer as a chain of operations, or all of it but ``unfused_mlp``, which is a
+    module of the model's. With ``group`` its matrices are one rank's part: what those give whose
+    inputs are split is summed over the ranks, then biases are added. Such a module sums by itself.
     """
 
     def __init__(
@@ -82,12 +82,12 @@ class FusedLayer:
         call: AttentionCall,
         rope: RopeArgument,
         operations: LayerOperations,
-        group: Group | None = None,
-        own: OwnMlp | None = None,
+        group: RankGroup | None = None,
+        unfused_mlp: UnfusedMlp | None = None,
     ) -> None:
         self.index = index
         self.layer = layer
-        self.own = own
+        self.unfused_mlp = unfused_mlp
         self.spec = spec
         self.rope = rope
         self.call = call
@@ -143,16 +143,16 @@ class FusedLayer:
 
     def _mlp(self, normed: Tensor) -> Tensor:
         """What the MLP adds to the residual, before ``_sum``."""
-        if self.own is not None:
-            return self.own.run(normed)
-        ops, layer = self._operations, self.whole
+        if self.unfused_mlp is not None:
+            return self.unfused_mlp.run(normed)
+        ops, layer = self._operations, self.with_mlp
         mix = ops.gated if layer.gated else ops.activate
         gated = mix(ops.linear(normed, layer.gate_up, layer.gate_up_bias), layer.activation)
         return self._product(gated, layer.down, layer.down_bias)
 
     def _after_mlp(self, branch: Tensor) -> Tensor:
-        if self.own is None:
-            branch = self._sum(branch, self.whole.down_bias)
+        if self.unfused_mlp is None:
+            branch = self._sum(branch, self.with_mlp.down_bias)
         if self.layer.after_mlp is not None:
             branch, _ = self._operations.norm(branch, self.layer.after_mlp)
         return branch
@@ -172,7 +172,7 @@ class FusedLayer:
         return total
 
     @property
-    def whole(self) -> Layer:
+    def with_mlp(self) -> Layer:
         """The layer with its MLP. Raises TypeError where that is the model's own."""
         if not isinstance(self.layer, Layer):
             raise TypeError("the layer's MLP is the model's own")
@@ -207,7 +207,7 @@ class FusedRun:
         self._chain: LayerChain | None = None
         self._cache: CacheStorage | None = None  # whose layers the chain has
         if isinstance(operations, CpuOperations) and not split:
-            parts, specs = [x.whole for x in layers], [x.spec for x in layers]
+            parts, specs = [x.with_mlp for x in layers], [x.spec for x in layers]
             self._chain = operations.chain(heads, parts, specs)
         self._ropes: list[Rope] = []
         # By the id of the model's own tensor.

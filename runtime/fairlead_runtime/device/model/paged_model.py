@@ -66,7 +66,7 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) ->
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale).transpose(0, 1)
 
 
-class Whole(Protocol):
+class FullPass(Protocol):
     """A pass of the whole model over packed tokens ids and positions int64 [T] without its own
     code. S: tokens of ``current.keep``. ``chooses``: ``likeliest`` gives the likeliest tokens.
     """
@@ -108,7 +108,7 @@ class PagedModel:
         model.eval()
         self.model = model
         self.packed: list[Tensor] = []  # weights of fused layers, which no module holds
-        self.whole: Whole | None = None  # what serves in the place of the model's own code
+        self.full_pass: FullPass | None = None  # what serves in the place of the model's own code
         self.windows = tuple(windows)
         self._fp8_cache = fp8_cache
         self.device: torch.device = device or model.device
@@ -130,7 +130,7 @@ class PagedModel:
             head: Any = self.model.get_output_embeddings()
             head.register_forward_pre_hook(_keep_rows)
 
-    def replace_ends(self, head: nn.Module, embedding: nn.Module | None) -> None:
+    def swap_embeddings(self, head: nn.Module, embedding: nn.Module | None) -> None:
         """Put these in the place of the model's output matrix and, unless None, its embeddings."""
         self.model.set_output_embeddings(head)
         self._select_logits()
@@ -203,10 +203,10 @@ class PagedModel:
     def likeliest(
         self, batch: Batch, cache: CacheStorage, backend: AttentionBackend
     ) -> tuple[Tensor, Tensor]:
-        """``Whole.likeliest`` of the batch's sampling rows, for a model that has ``whole``."""
-        if self.whole is None:
+        """``Whole.likeliest`` of the batch's sampling rows, for a model that has ``full_pass``."""
+        if self.full_pass is None:
             raise RuntimeError("the model's own code gives all logits")
-        return self.whole.likeliest(*self._begin(batch, cache, backend, None))
+        return self.full_pass.likeliest(*self._begin(batch, cache, backend, None))
 
     def _begin(
         self, batch: Batch, cache: CacheStorage, backend: AttentionBackend, keep: Tensor | None
@@ -222,8 +222,8 @@ class PagedModel:
         """Logits [S, vocabulary] of ``current.keep`` after one pass over packed tokens int64 [T],
         attended by ``current``.
         """
-        if self.whole is not None and isinstance(current, CachedPass):
-            return self.whole.logits(input_ids, positions, current)
+        if self.full_pass is not None and isinstance(current, CachedPass):
+            return self.full_pass.logits(input_ids, positions, current)
         extra = {"logits_to_keep": current.keep} if self.selects_logits else {}
         token = CURRENT_PASS.set(current)
         try:

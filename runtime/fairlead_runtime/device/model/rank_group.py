@@ -23,7 +23,7 @@ def is_taken() -> bool:
     return bool(dist.is_initialized())
 
 
-class Group:
+class RankGroup:
     """``rank`` of ``size``, as one process sees them. ``store`` is the path of an empty file that
     all ranks can open; ``ready`` returns once every rank is about to meet the others.
     """
@@ -36,7 +36,7 @@ class Group:
         self._device = torch.device("cpu")
         self._connected = False
 
-    def meet(self, device: torch.device) -> None:
+    def connect(self, device: torch.device) -> None:
         """Connect the ranks, which compute on ``device``; once, before the first sum."""
         self._ready()
         self._device = device
@@ -57,7 +57,7 @@ class Group:
         if self._connected and (world := dist.group.WORLD) is not None:
             world.abort()
 
-    def leave(self) -> None:
+    def close(self) -> None:
         """Forget the others, which may have ended. Ranks that have not met leave alone the process
         group that somebody else made in this process.
         """
@@ -72,11 +72,11 @@ class Group:
         dist.all_reduce(x)
         return x
 
-    def agrees(self, mine: bool) -> bool:
+    def all_true(self, mine: bool) -> bool:
         """Whether every rank says yes."""
         return self._count(mine) == self.size
 
-    def alike(self, mine: bool) -> bool:
+    def same_everywhere(self, mine: bool) -> bool:
         """Whether every rank says the same."""
         return self._count(mine) in (0, self.size)
 
@@ -84,7 +84,7 @@ class Group:
         """How many ranks say yes."""
         return int(self.sum(torch.tensor(int(mine), device=self._device)))
 
-    def share(self, x: Tensor) -> Tensor:
+    def broadcast(self, x: Tensor) -> Tensor:
         """Rank 0's ``x`` on every rank, written into that of the others."""
         dist.broadcast(x, src=0)
         return x

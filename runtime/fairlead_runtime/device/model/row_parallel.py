@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fairlead_kernels.formats.int4 import Grouped
 from fairlead_kernels.formats.quantize import Quantized, StoredFormat
-from fairlead_runtime.device.model.rank_group import Group
+from fairlead_runtime.device.model.rank_group import RankGroup
 
 
 class RowSplit(nn.Module):
@@ -17,7 +17,7 @@ class RowSplit(nn.Module):
     results are summed, then the bias is added once.
     """
 
-    def __init__(self, weight: Tensor, bias: nn.Parameter | None, group: Group) -> None:
+    def __init__(self, weight: Tensor, bias: nn.Parameter | None, group: RankGroup) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.bias = bias
@@ -42,7 +42,7 @@ class QuantizedRowSplit(RowSplit):
     columns.
     """
 
-    def __init__(self, weight: Quantized, bias: nn.Parameter | None, group: Group) -> None:
+    def __init__(self, weight: Quantized, bias: nn.Parameter | None, group: RankGroup) -> None:
         super().__init__(weight.bits, bias, group)
         self._format: StoredFormat = weight.format
         self.scales = nn.Parameter(weight.scales, requires_grad=False)

@@ -72,7 +72,7 @@ def canary(model: PagedModel, attention: AttentionBackend, max_model_len: int) -
         got = steps.crowded(begin, size)
         if not torch.equal(got, want):
             _fail(model, begin, got, want)
-        if model.whole is not None and model.whole.chooses:
+        if model.full_pass is not None and model.full_pass.chooses:
             value, token = steps.chosen(begin, size)
             if not (torch.equal(value, want[-1:].amax(1)) and int(token) == int(want[-1].argmax())):
                 raise CanaryError(

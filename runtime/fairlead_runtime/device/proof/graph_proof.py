@@ -10,7 +10,7 @@ import math
 import torch
 
 from fairlead_runtime.device.memory.storage import CacheStorage
-from fairlead_runtime.device.sampling.sampling_mode import LARGEST
+from fairlead_runtime.device.sampling.sampling_mode import HEAVIEST
 from fairlead_runtime.device.step.decode_steps import DecodeSteps
 from fairlead_runtime.request.sequence import Request, SamplingParams, Sequence
 from fairlead_runtime.scheduling.plan import Row
@@ -28,7 +28,7 @@ def units_of(groups: tuple[LayerGroup, ...]) -> int:
 def replay_error(
     steps: DecodeSteps, cache: CacheStorage, size: int, max_model_len: int, *, median: bool
 ) -> float:
-    """How far the log-probabilities of the captured step of ``size`` rows in the LARGEST way are
+    """How far the log-probabilities of the captured step of ``size`` rows in the HEAVIEST mode are
     from those of its logits without the graph: the worst row's, in units of its logits' spread, or
     with ``median`` that of the median, where rounding may choose another expert.
     """
@@ -42,7 +42,7 @@ def replay_error(
         _row(place, 1 + place * 5 % longest, cache, generator)
         for place in range(min(ROWS, steps.table.sequences, size))
     ]
-    logits, tokens, captured = steps.run_and_replay(rows, size, LARGEST)
+    logits, tokens, captured = steps.run_and_replay(rows, size, HEAVIEST)
     reference = logits.float().log_softmax(dim=1)
     ids = torch.cat([tokens[:, None], captured.numbers[:, 1:]], dim=1)
     apart = (captured.values - reference.gather(1, ids)).square().mean(dim=1).sqrt()

@@ -39,7 +39,7 @@ from fairlead_runtime.device.model import paged_model
 from fairlead_runtime.device.model.batch import BatchBuilder
 from fairlead_runtime.device.model.experts import samples_of
 from fairlead_runtime.device.model.paged_model import PagedModel
-from fairlead_runtime.device.model.rank_group import Group
+from fairlead_runtime.device.model.rank_group import RankGroup
 from fairlead_runtime.device.proof import determinism
 from fairlead_runtime.device.proof.fp8_reference_cache import RoundedCache
 from fairlead_runtime.device.ranks import shards
@@ -317,7 +317,7 @@ def _in_every_pass(
 
 def prepare_rank(
     loaded: LoadedModel,
-    group: Group,
+    group: RankGroup,
     device: torch.device,
     kernels: str = "auto",
     quantization: str = "none",
@@ -347,7 +347,7 @@ def prepare_rank(
                 rounds = nullcontext() if to is None else shards.quantized(model.model, plan, to)
                 reference = _ReferenceLogits.of(model, loaded, to, rounds)
         shards.split(loaded.model, loaded.shape, group, device, to)
-        group.meet(device)
+        group.connect(device)
         model.probe_again()
         shards.check_heads(model.heads, loaded.shape, group.size)
         products = _products(loaded, quantized, choice, model, compilers, group.size)
@@ -460,7 +460,7 @@ def _fused(
     model: PagedModel,
     choice: BackendChoice,
     kernels: str,
-    group: Group | None = None,
+    group: RankGroup | None = None,
     products: Products = (None, ""),
     **settings: Any,
 ) -> tuple[Fusion, BackendChoice]:

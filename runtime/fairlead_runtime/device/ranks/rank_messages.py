@@ -15,7 +15,7 @@ from fairlead_kernels.interface.attention import AttentionBackend, RaggedRows
 from fairlead_runtime.device.memory.storage import CacheStorage
 from fairlead_runtime.device.model.batch import Batch
 from fairlead_runtime.device.model.paged_model import PagedModel
-from fairlead_runtime.device.model.rank_group import Group
+from fairlead_runtime.device.model.rank_group import RankGroup
 from fairlead_runtime.scheduling.plan import Work
 from fairlead_runtime.sizing.groups import LayerGroup
 
@@ -45,7 +45,7 @@ def follow(
     model: PagedModel,
     cache: CacheStorage,
     attention: AttentionBackend,
-    group: Group,
+    group: RankGroup,
 ) -> None:
     """Do what a message of the leader says. On a GPU the work is queued, and nobody waits for it:
     the leader may be a step ahead.
@@ -58,7 +58,7 @@ def follow(
         batch = _batch(message[FORWARD], cache.groups, cache.block_size, pinned=pinned)
         if message[AHEAD]:
             ids = batch.input_ids.to(model.device, non_blocking=True)
-            batch = replace(batch, input_ids=group.share(ids))
+            batch = replace(batch, input_ids=group.broadcast(ids))
         model.forward(batch, cache, attention)
 
 

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from fairlead_kernels.formats.quantize import Format, largest_of_rows, quantize
 from fairlead_kernels.interface.attention import Heads
 from fairlead_runtime.device.conversion.float32_view import has_weights
-from fairlead_runtime.device.model.rank_group import Group
+from fairlead_runtime.device.model.rank_group import RankGroup
 from fairlead_runtime.device.model.row_parallel import QuantizedRowSplit, RowSplit
 from fairlead_runtime.models.published import StoredLinear
 from fairlead_runtime.models.quantized import QuantizedLinear
@@ -44,7 +44,7 @@ ADMITTED = (COLUMNS, ROWS, PACKED, EXPERTS, *REPLICATED)
 def split(
     model: PreTrainedModel,
     shape: ModelShape,
-    group: Group,
+    group: RankGroup,
     device: torch.device,
     quantize_to: Format | None = None,
 ) -> None:
@@ -184,7 +184,7 @@ def _lent(module: nn.Module, device: torch.device) -> list[Any]:
     ]
 
 
-def _split_rows(module: Any, group: Group, device: torch.device, to: Format | None) -> RowSplit:
+def _split_rows(module: Any, group: RankGroup, device: torch.device, to: Format | None) -> RowSplit:
     if isinstance(module, StoredLinear):
         stored = module.quantized().weight
         part = _range(stored.shape[1], group.rank, group.size)
@@ -202,7 +202,7 @@ def _split_rows(module: Any, group: Group, device: torch.device, to: Format | No
     return QuantizedRowSplit(quantize(weight_part, to, largest_of_rows(weight)), module.bias, group)
 
 
-def _share_of(leaf: str, shape: ModelShape, group: Group) -> tuple[int, int]:
+def _share_of(leaf: str, shape: ModelShape, group: RankGroup) -> tuple[int, int]:
     """Which of how many parts of its outputs this rank has of a matrix: whole heads of keys and
     values.
     """
@@ -228,7 +228,7 @@ def _split_columns(
     return QuantizedLinear(quantize(module.weight.data, to), module.bias)
 
 
-def _part_of_experts(tensor: Tensor, style: str, group: Group) -> Tensor:
+def _part_of_experts(tensor: Tensor, style: str, group: RankGroup) -> Tensor:
     """Of the matrices of all experts [experts, outputs, inputs]. Packed outputs are two matrices
     one after the other: gate and up.
     """

@@ -17,9 +17,9 @@ from fairlead_kernels.sampling.sample_rows import RowLogprobs, RowMasks
 from fairlead_runtime.device.memory.storage import CacheStorage
 from fairlead_runtime.device.model.paged_model import PagedModel
 from fairlead_runtime.device.sampling.mask_upload import MaskPacket
-from fairlead_runtime.device.sampling.sampling_mode import GENERAL, Draw, Way
+from fairlead_runtime.device.sampling.sampling_mode import GENERAL, DrawKind, SamplingMode
 from fairlead_runtime.device.sampling.sequence_table import SlotTable
-from fairlead_runtime.device.sampling.token_readback import Drawn, Fetched
+from fairlead_runtime.device.sampling.token_readback import SampledStep, TokenReadback
 from fairlead_runtime.grammar.guides import Masks
 from fairlead_runtime.request.sequence import MAX_LOGPROBS
 from fairlead_runtime.scheduling.plan import Row
@@ -53,7 +53,7 @@ class RowSampler:
         self._values = torch.zeros(max_rows, 1 + self._likeliest, device=device)
         self._numbers = torch.zeros_like(self._values, dtype=torch.int64)
         # The newest step's first; nobody may have looked at the other's tokens yet.
-        self._fetched = [Fetched(max_rows, self._likeliest, device) for _ in range(2)]
+        self._readbacks = [TokenReadback(max_rows, self._likeliest, device) for _ in range(2)]
         self._hashes = sample.hash_tokens(width, device)
         self._masks = MaskPacket(width, device)
 
@@ -94,7 +94,7 @@ class RowSampler:
     def takes(self, rows: Sequence[Row]) -> bool:
         """Whether all that these rows sample is sampled on the device, and they ask for no more."""
         return not any(
-            row.sequence.scores_prompt or (row.samples and self.table.way_of(row) is GENERAL)
+            row.sequence.scores_prompt or (row.samples and self.table.mode_of(row) is GENERAL)
             for row in rows
         )
 
@@ -112,48 +112,50 @@ class RowSampler:
             raise
 
     def sample(
-        self, logits: Tensor, index: Tensor, way: Way, masks: RowMasks | None = None
+        self, logits: Tensor, index: Tensor, mode: SamplingMode, masks: RowMasks | None = None
     ) -> None:
         """Queue the choice of a token for each of the table's rows ``index`` int64 [B] from its
-        ``logits`` [B, width], and append it there. ``masks`` are those of a way that needs some.
+        ``logits`` [B, width], and append it there. ``masks`` are those of a mode that needs some.
         """
         size, table = len(index), self.table
         tokens = sample_rows.choose(
             logits,
-            None if way.draw is Draw.GREEDY else table.parameters(index),
+            None if mode.draw is DrawKind.GREEDY else table.parameters(index),
             self._hashes,
-            filters=way.draw is Draw.FILTERED,
-            changes=table.changes(index) if way.changes else None,
+            filters=mode.draw is DrawKind.FILTERED,
+            changes=table.changes(index) if mode.changes else None,
             masks=masks,
         )
-        if way.logprobs:
+        if mode.logprobs:
             values, numbers = sample_rows.logprobs(logits, tokens, self._likeliest)
             self._values[:size].copy_(values)
             self._numbers[:size].copy_(numbers)
         self._tokens[:size].copy_(tokens)
-        table.advance(index, tokens, counts=way.changes)
+        table.advance(index, tokens, counts=mode.changes)
 
-    def draw(self, rows: Sequence[Row], logits: Tensor, way: Way, masks: WaitForMasks) -> Drawn:
+    def draw(
+        self, rows: Sequence[Row], logits: Tensor, mode: SamplingMode, masks: WaitForMasks
+    ) -> SampledStep:
         """The same for the rows of the newest step, entered in the table, with what ``masks`` gives
-        where ``way`` needs some; and queue the copy of their tokens.
+        where ``mode`` needs some; and queue the copy of their tokens.
         """
         sent: RowMasks | None = None
         failed: Mapping[int, str] = {}
-        if way.masked:
+        if mode.masked:
             words, failed = masks()
             sent = self._masks.send([row.sequence for row in rows], words)
         if rows:
-            self.sample(logits, self.index[: len(rows)], way, sent)
-        return Drawn(self.fetch(len(rows), way), failed)
+            self.sample(logits, self.index[: len(rows)], mode, sent)
+        return SampledStep(self.fetch(len(rows), mode), failed)
 
-    def fetch(self, count: int, way: Way) -> Fetched:
+    def fetch(self, count: int, mode: SamplingMode) -> TokenReadback:
         """Queue the copy of what the newest step sampled to the host; it is there until the next
         step but one is fetched.
         """
-        self._fetched.reverse()
+        self._readbacks.reverse()
         tokens, logprobs = self.newest(count)
-        self._fetched[0].fetch(tokens, logprobs if way.logprobs else None)
-        return self._fetched[0]
+        self._readbacks[0].fetch(tokens, logprobs if mode.logprobs else None)
+        return self._readbacks[0]
 
     def newest(self, count: int) -> tuple[Tensor, RowLogprobs]:
         """On the device, what the newest step has sampled; it is there until the next."""

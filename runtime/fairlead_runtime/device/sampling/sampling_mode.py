@@ -1,7 +1,7 @@
-"""The ways to choose a step's tokens on the device, and which one a sequence needs.
+"""The modes in which a step's tokens are chosen on the device, and which one a sequence needs.
 
-Owns the rule. A step takes the way that all its rows together need, and each way has graphs of its
-own, so no step computes what none of its rows asks for.
+Owns the rule. A step takes the mode that all its rows together need, and each mode has graphs of
+its own, so no step computes what none of its rows asks for.
 """
 
 import enum
@@ -13,8 +13,8 @@ from fairlead_runtime.device.sampling.host_sampler import GREEDY_BELOW
 from fairlead_runtime.request.sequence import Sequence
 
 
-class Draw(enum.IntEnum):
-    """How tokens are drawn: each form includes those before it."""
+class DrawKind(enum.IntEnum):
+    """How tokens are drawn: each kind includes those before it."""
 
     GREEDY = 0
     PLAIN = 1  # some rows draw, none filters
@@ -22,41 +22,41 @@ class Draw(enum.IntEnum):
     GENERAL = 3  # not on the device: the general sampler makes the whole step's tokens
 
 
-class Way(NamedTuple):
+class SamplingMode(NamedTuple):
     """``changes``: some rows change their logits by lists on the device; ``logprobs``: some want
     log-probabilities; ``masked``: some take only what a mask allows that the host makes once the
     tokens before are known.
     """
 
-    draw: Draw = Draw.GREEDY
+    draw: DrawKind = DrawKind.GREEDY
     changes: bool = False
     logprobs: bool = False
     masked: bool = False
 
 
-LEAST, GENERAL = Way(), Way(Draw.GENERAL)
-# The captured way that takes most memory.
-LARGEST = Way(Draw.FILTERED, changes=True, logprobs=True)
+GREEDY, GENERAL = SamplingMode(), SamplingMode(DrawKind.GENERAL)
+# The captured mode that takes most memory.
+HEAVIEST = SamplingMode(DrawKind.FILTERED, changes=True, logprobs=True)
 
 
-def joined(ways: Iterable[Way]) -> Way:
-    """What rows need together that need these."""
-    return functools.reduce(_beside, ways, LEAST)
+def merge(modes: Iterable[SamplingMode]) -> SamplingMode:
+    """The mode of a step whose rows need these."""
+    return functools.reduce(_merge_two, modes, GREEDY)
 
 
-def _beside(one: Way, other: Way) -> Way:
-    draw = max(one.draw, other.draw)
-    if draw is Draw.GENERAL:
+def _merge_two(first: SamplingMode, second: SamplingMode) -> SamplingMode:
+    draw = max(first.draw, second.draw)
+    if draw is DrawKind.GENERAL:
         return GENERAL
-    return Way(
+    return SamplingMode(
         draw,
-        one.changes or other.changes,
-        one.logprobs or other.logprobs,
-        one.masked or other.masked,
+        first.changes or second.changes,
+        first.logprobs or second.logprobs,
+        first.masked or second.masked,
     )
 
 
-def way_of(sequence: Sequence, length: int) -> Way:
+def mode_of(sequence: Sequence, length: int) -> SamplingMode:
     """How the token after the sequence's first ``length`` is chosen, where its list fits."""
     params = sequence.request.params
     changes = (
@@ -66,12 +66,12 @@ def way_of(sequence: Sequence, length: int) -> Way:
         or params.allowed_token_ids is not None
         or length < holds_back_until(sequence)
     )
-    draw = Draw.PLAIN
+    draw = DrawKind.PLAIN
     if params.temperature < GREEDY_BELOW:
-        draw = Draw.GREEDY
+        draw = DrawKind.GREEDY
     elif params.top_k or params.top_p < 1 or params.min_p:
-        draw = Draw.FILTERED
-    return Way(draw, changes, params.logprobs is not None, is_masked(sequence))
+        draw = DrawKind.FILTERED
+    return SamplingMode(draw, changes, params.logprobs is not None, is_masked(sequence))
 
 
 def is_masked(sequence: Sequence) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 
 from fairlead_runtime.device.sampling.host_sampler import GREEDY_BELOW
 from fairlead_runtime.device.sampling.logit_edits import ALWAYS
-from fairlead_runtime.device.sampling.sampling_mode import Way, holds_back_until, way_of
+from fairlead_runtime.device.sampling.sampling_mode import SamplingMode, holds_back_until, mode_of
 from fairlead_runtime.request.seeds import MASK64, mix64
 from fairlead_runtime.request.sequence import Sequence
 
@@ -28,16 +28,16 @@ class Entry:
     """What a row on the device has of its sequence: ``length`` that of its next step, ``blocks``
     per group. ``state`` is the row, but for token, length and flags.
 
-    ``way``: how its tokens are chosen below the length ``until``, ``then`` from there on; from
+    ``mode``: how its tokens are chosen below the length ``until``, ``then`` from there on; from
     ``full`` on its list may lack room.
     """
 
     row: int
     preemptions: int
     state: Array
-    way: Way
+    mode: SamplingMode
     until: int
-    then: Way
+    then: SamplingMode
     counts: bool
     full: int = 0
     length: int = 0
@@ -46,15 +46,15 @@ class Entry:
     @classmethod
     def of(cls, row: int, sequence: Sequence) -> Self:
         """Of a row that has nothing of the sequence yet."""
-        way = way_of(sequence, 0)
+        mode = mode_of(sequence, 0)
         return cls(
             row,
             sequence.preemptions,
             _state(sequence),
-            way,
+            mode,
             until=holds_back_until(sequence),
-            then=way_of(sequence, ALWAYS),
-            counts=way.changes and sequence.request.params.penalizes,
+            then=mode_of(sequence, ALWAYS),
+            counts=mode.changes and sequence.request.params.penalizes,
         )
 
 

@@ -23,7 +23,7 @@ from fairlead_kernels.sampling import sample_rows
 from fairlead_kernels.sampling.logit_edits import LogitEdits
 from fairlead_kernels.sampling.sample_rows import RowParameters
 from fairlead_runtime.device.sampling.logit_edits import ChangeList, ChangeLists
-from fairlead_runtime.device.sampling.sampling_mode import GENERAL, Way, joined
+from fairlead_runtime.device.sampling.sampling_mode import GENERAL, SamplingMode, merge
 from fairlead_runtime.device.sampling.sequence_row import (
     COLUMNS,
     FLAGS,
@@ -52,7 +52,7 @@ class Entered(NamedTuple):
     """
 
     lens: Array
-    way: Way
+    mode: SamplingMode
     counts: bool
 
 
@@ -123,7 +123,7 @@ class SlotTable:
             raise ValueError(f"{len(rows)} rows: the step has room for {len(into)}")
         index = np.zeros(len(into), dtype=np.int64)
         lens = np.ones(len(into), dtype=np.int32)
-        ways: set[Way] = set()
+        modes: set[SamplingMode] = set()
         counts = False
         changed: list[tuple[Entry, Sequence]] = []
         grown: list[tuple[Entry, Sequence]] = []
@@ -140,24 +140,24 @@ class SlotTable:
             if entry.blocks < len(sequence.tables[0]):
                 grown.append((entry, sequence))
             entry.length = length + 1
-            ways.add(self._way(entry, sequence, length))
+            modes.add(self._mode(entry, sequence, length))
             counts |= entry.counts
         self._send(index, changed, grown, into)
-        return Entered(lens, joined(ways), counts)
+        return Entered(lens, merge(modes), counts)
 
-    def way_of(self, row: Row) -> Way:
+    def mode_of(self, row: Row) -> SamplingMode:
         """How the token after the row's last one is chosen."""
         sequence = row.sequence
         entry = self._entries.get(sequence) or Entry.of(PADDING, sequence)
-        return self._way(entry, sequence, row.start + row.count)
+        return self._mode(entry, sequence, row.start + row.count)
 
-    def _way(self, entry: Entry, sequence: Sequence, length: int) -> Way:
-        way = entry.way if length < entry.until else entry.then
-        if not way.changes or length < entry.full:
-            return way
+    def _mode(self, entry: Entry, sequence: Sequence, length: int) -> SamplingMode:
+        mode = entry.mode if length < entry.until else entry.then
+        if not mode.changes or length < entry.full:
+            return mode
         # Its list was shorter than the tokens are many, if some occur again.
         entry.full = self.lists.full(sequence, ChangeList.of(sequence))
-        return way if length < entry.full else GENERAL
+        return mode if length < entry.full else GENERAL
 
     def forget(self, rows: abc.Iterable[Row]) -> None:
         """Send these sequences' rows again in full: their step may have run or not."""
@@ -221,7 +221,7 @@ class SlotTable:
         """
         lists: list[tuple[int, ChangeList]] = []
         for state, (entry, sequence) in zip(states, changed, strict=True):
-            if not entry.way.changes:
+            if not entry.mode.changes:
                 continue
             changes = ChangeList.of(sequence)
             entry.full = self.lists.full(sequence, changes)

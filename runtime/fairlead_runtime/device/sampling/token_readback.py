@@ -15,7 +15,7 @@ from fairlead_runtime.request.logprobs import TokenLogprobs
 from fairlead_runtime.scheduling.plan import Result, Row
 
 
-class Fetched:
+class TokenReadback:
     """Host memory for what is sampled in one step of at most ``max_rows`` rows, with the
     log-probabilities of at most ``likeliest`` tokens.
     """
@@ -57,17 +57,17 @@ class Fetched:
         return TokenLogprobs(token, values[0], numbers[0], tuple(numbers[1:]), tuple(values[1:]))
 
 
-class Drawn(NamedTuple):
+class SampledStep(NamedTuple):
     """What a step's rows take, queued; ``failed``: by sequence id, why some can get no token."""
 
-    fetched: Fetched
+    readback: TokenReadback
     failed: Mapping[int, str]
 
 
-def results(rows: Sequence[Row], drawn: Drawn) -> dict[int, Result]:
+def results_of(rows: Sequence[Row], sampled: SampledStep) -> dict[int, Result]:
     """By sequence id, of the step's rows: waits for it."""
-    fetched, failed = drawn
-    tokens = fetched.wait()  # the one wait for the device
+    readback, failed = sampled
+    tokens = readback.wait()  # the one wait for the device
     by_id: dict[int, Result] = {}
     for place, (row, token) in enumerate(zip(rows, tokens, strict=True)):
         count = row.sequence.request.params.logprobs
@@ -77,5 +77,5 @@ def results(rows: Sequence[Row], drawn: Drawn) -> dict[int, Result]:
         elif count is None:
             by_id[row.sequence.id] = Result(token)
         else:
-            by_id[row.sequence.id] = Result(token, fetched.logprobs(place, token, count))
+            by_id[row.sequence.id] = Result(token, readback.logprobs(place, token, count))
     return by_id

@@ -25,16 +25,16 @@ from fairlead_runtime.device.sampling.device_sampler import RowSampler, WaitForM
 from fairlead_runtime.device.sampling.host_sampler import SampledTokens
 from fairlead_runtime.device.sampling.sampling_mode import (
     GENERAL,
-    LARGEST,
-    LEAST,
-    Draw,
-    Way,
-    joined,
+    GREEDY,
+    HEAVIEST,
+    DrawKind,
+    SamplingMode,
+    merge,
 )
 from fairlead_runtime.device.sampling.sequence_table import Array, SlotTable
-from fairlead_runtime.device.sampling.token_readback import Drawn, results
+from fairlead_runtime.device.sampling.token_readback import SampledStep, results_of
 from fairlead_runtime.device.step.graph_cache import GraphCache
-from fairlead_runtime.device.step.pending_step import Launched
+from fairlead_runtime.device.step.pending_step import PendingStep
 from fairlead_runtime.scheduling.plan import Result, Row
 
 
@@ -43,7 +43,7 @@ class _Computed(NamedTuple):
     count their tokens.
     """
 
-    way: Way
+    mode: SamplingMode
     logits: Tensor | None
     counts: bool
 
@@ -137,56 +137,58 @@ class DecodeSteps:
         self, rows: Sequence[Row], general: SampleLogits, masks: WaitForMasks
     ) -> dict[int, Result]:
         step = self._compute(rows, self._size(len(rows)))
-        if step.logits is None or step.way is not GENERAL:
-            return results(rows, self._draw(rows, step, masks))
+        if step.logits is None or step.mode is not GENERAL:
+            return results_of(rows, self._draw(rows, step, masks))
         sampled, finish = general(step.logits[: len(rows)])
         self.table.advance(self.sampler.index[: len(rows)], sampled.tokens, counts=step.counts)
         return finish()
 
     @torch.inference_mode()
-    def launch(self, rows: Sequence[Row], masks: WaitForMasks) -> Launched:
+    def launch(self, rows: Sequence[Row], masks: WaitForMasks) -> PendingStep:
         """Queue the step of decodes that the ``sampler`` takes, behind one that may be in flight.
         It is drawn before the next one is launched, and collected before the next but one.
         """
         with self.sampler.forgetting(rows):
             step = self._compute(rows, self._size(len(rows)))
-            if step.way is GENERAL:
+            if step.mode is GENERAL:
                 raise ValueError("rows: one is not sampled on the device")
-        return Launched(rows, self.sampler, step.way, lambda: self._draw(rows, step, masks))
+        return PendingStep(rows, self.sampler, step.mode, lambda: self._draw(rows, step, masks))
 
-    def _draw(self, rows: Sequence[Row], step: _Computed, masks: WaitForMasks) -> Drawn:
+    def _draw(self, rows: Sequence[Row], step: _Computed, masks: WaitForMasks) -> SampledStep:
         if step.logits is None:
-            return Drawn(self.sampler.fetch(len(rows), step.way), {})
-        return self.sampler.draw(rows, step.logits[: len(rows)], step.way, masks)
+            return SampledStep(self.sampler.fetch(len(rows), step.mode), {})
+        return self.sampler.draw(rows, step.logits[: len(rows)], step.mode, masks)
 
     def _size(self, count: int) -> int:
         """The rows, with padding, of a step of ``count``."""
         return next((size for size in self._sizes if size >= count), count)
 
-    def _compute(self, rows: Sequence[Row], size: int, least: Way = LEAST) -> _Computed:
+    def _compute(
+        self, rows: Sequence[Row], size: int, at_least: SamplingMode = GREEDY
+    ) -> _Computed:
         """Queue the step, padded to ``size`` rows: tokens into the sampler's and the table, or for
-        GENERAL and masked ones only the logits, which live until the next step. ``least``: sampled
-        at least in this way.
+        GENERAL and masked ones only the logits, which live until the next step. ``at_least``:
+        sampled in this mode at least.
         """
         index = self.sampler.index[:size]
-        lens, way, counts = self.table.enter(rows, index)
-        way = joined((way, least))
+        lens, mode, counts = self.table.enter(rows, index)
+        mode = merge((mode, at_least))
         plans = self._plan(index, lens)
         captured_logits = None if self._logits is None else self._logits[:size]
         # What is chosen later needs no more than the graph of what the host chooses.
-        now = GENERAL if way.masked else way
+        now = GENERAL if mode.masked else mode
 
         def step() -> Tensor | None:
             logits = self._forward(index, plans)
             if now is not GENERAL:
-                self.sampler.sample(logits, index, way)
+                self.sampler.sample(logits, index, mode)
                 return None
             return logits if captured_logits is None else captured_logits.copy_(logits)
 
         if self._graphs is None:
-            return _Computed(way, step(), counts)
+            return _Computed(mode, step(), counts)
         self._graphs.run((size, now), step)
-        return _Computed(way, captured_logits if now is GENERAL else None, counts)
+        return _Computed(mode, captured_logits if now is GENERAL else None, counts)
 
     def capture(self, until: Callable[[], bool]) -> Iterator[tuple[int, int]]:
         """Capture the graphs that most steps need, the largest steps first, one and then more while
@@ -196,15 +198,19 @@ class DecodeSteps:
         Where it has room for more, the graph that takes most memory is captured before all: the
         others' tensors find room in what it leaves, as when it was measured.
         """
-        ways = Way(Draw.GREEDY), Way(Draw.PLAIN), Way(Draw.FILTERED)
-        keys = [(size, way) for way in ways for size in reversed(self._sizes)]
+        modes = (
+            SamplingMode(DrawKind.GREEDY),
+            SamplingMode(DrawKind.PLAIN),
+            SamplingMode(DrawKind.FILTERED),
+        )
+        keys = [(size, mode) for mode in modes for size in reversed(self._sizes)]
         if self._graphs is None:
             return
         if self._graphs.limit > len(keys):
-            keys.insert(0, (self._sizes[-1], LARGEST))
+            keys.insert(0, (self._sizes[-1], HEAVIEST))
         keys = keys[: self._graphs.limit]
-        for size, way in keys:
-            self.capture_one(size, way)
+        for size, mode in keys:
+            self.capture_one(size, mode)
             if self._graphs.failure:
                 return
             yield len(self._graphs), len(keys)
@@ -212,22 +218,22 @@ class DecodeSteps:
                 return
 
     @torch.inference_mode()
-    def capture_one(self, size: int, way: Way) -> None:
+    def capture_one(self, size: int, mode: SamplingMode) -> None:
         """Run a step of padding alone, and capture it if there is room."""
-        self._compute((), size, way)
+        self._compute((), size, mode)
 
     @torch.inference_mode()
     def run_and_replay(
-        self, rows: Sequence[Row], size: int, way: Way
+        self, rows: Sequence[Row], size: int, mode: SamplingMode
     ) -> tuple[Tensor, Tensor, RowLogprobs]:
-        """A step of these rows in a captured ``way``, padded to ``size``: its logits [B, width]
+        """A step of these rows in a captured ``mode``, padded to ``size``: its logits [B, width]
         without the graph, and what the graph makes of it, tokens int64 [B] and log-probabilities.
         """
         count, index = len(rows), self.sampler.index[:size]
         with self.sampler.forgetting(rows):
             lens, *_ = self.table.enter(rows, index)
             logits = self._forward(index, self._plan(index, lens))[:count].clone()
-            self._compute(rows, size, way)
+            self._compute(rows, size, mode)
             tokens, logprobs = self.sampler.newest(count)
         self.table.forget(rows)
         return logits, tokens, logprobs

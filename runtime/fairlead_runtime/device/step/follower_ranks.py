@@ -28,7 +28,7 @@ class Followers(Protocol):
         """Give them the ids of the pass, int64 [T] on this process's device, in its order."""
         ...
 
-    def lost(self, error: Exception) -> DeviceLostError:
+    def failure(self, error: Exception) -> DeviceLostError:
         """What to raise after a forward pass raised ``error`` here: the others may be anywhere in
         theirs, so no further pass is possible.
         """

@@ -17,9 +17,9 @@ from fairlead_runtime.device.memory.storage import CacheStorage
 from fairlead_runtime.device.model.batch import Batch, BatchBuilder
 from fairlead_runtime.device.model.paged_model import PagedModel
 from fairlead_runtime.device.sampling.device_sampler import RowSampler, WaitForMasks
-from fairlead_runtime.device.sampling.sampling_mode import GENERAL, LEAST, Way
+from fairlead_runtime.device.sampling.sampling_mode import GENERAL, GREEDY, SamplingMode
 from fairlead_runtime.device.step.follower_ranks import Followers
-from fairlead_runtime.device.step.pending_step import Launched
+from fairlead_runtime.device.step.pending_step import PendingStep
 from fairlead_runtime.scheduling.plan import Row
 
 
@@ -48,31 +48,33 @@ class MixedSteps:
         self._batches = [first, BatchBuilder(cache.groups, cache.block_size, pinned=pinned)]
 
     @torch.inference_mode()
-    def launch(self, rows: Sequence[Row], masks: WaitForMasks) -> Launched:
+    def launch(self, rows: Sequence[Row], masks: WaitForMasks) -> PendingStep:
         """Queue the step of rows that the sampler takes, behind one that may be in flight. It is
         drawn before the next one is launched, collected before the next but one, and has a Result
         for each row that samples.
         """
         sampling = [row for row in rows if row.samples]
         with self._sampler.forgetting(sampling):
-            way, logits = self._queue(rows, sampling)
+            mode, logits = self._queue(rows, sampling)
         draw = self._sampler.draw
-        return Launched(sampling, self._sampler, way, lambda: draw(sampling, logits, way, masks))
+        return PendingStep(
+            sampling, self._sampler, mode, lambda: draw(sampling, logits, mode, masks)
+        )
 
-    def _queue(self, rows: Sequence[Row], sampling: Sequence[Row]) -> tuple[Way, Tensor]:
+    def _queue(self, rows: Sequence[Row], sampling: Sequence[Row]) -> tuple[SamplingMode, Tensor]:
         """How the rows that sample are sampled, and their logits."""
         self._batches.reverse()
         batch, device = self._batches[0].build(rows, ahead=True), self._model.device
         # A copy on a CPU, too: the host's batch, which other ranks get, keeps what the host knows.
         ids = batch.input_ids.to(device, non_blocking=True, copy=True)
         last = batch.sample_index.to(device, non_blocking=True)
-        index, way = self._sampler.index[: len(sampling)], LEAST
+        index, mode = self._sampler.index[: len(sampling)], GREEDY
         if sampling:
-            way = self._sampler.table.enter(sampling, index).way
-            if way is GENERAL:
+            mode = self._sampler.table.enter(sampling, index).mode
+            if mode is GENERAL:
                 raise ValueError("rows: one is not sampled on the device")
             ids.index_copy_(0, last, self._sampler.table.last_tokens(index))
-        return way, self._forward(batch, replace(batch, input_ids=ids, sample_index=last))
+        return mode, self._forward(batch, replace(batch, input_ids=ids, sample_index=last))
 
     def _forward(self, batch: Batch, on_device: Batch) -> Tensor:
         """The logits of a batch, of which ``on_device`` is the copy with all ids."""
@@ -83,4 +85,4 @@ class MixedSteps:
             self._followers.share(on_device.input_ids)
             return self._model.forward(on_device, self._cache, self._attention)
         except Exception as error:
-            raise self._followers.lost(error) from error
+            raise self._followers.failure(error) from error

@@ -23,11 +23,11 @@ from fairlead_runtime.device.sampling.host_sampler import (
     logprobs_of,
     sample,
 )
-from fairlead_runtime.device.sampling.sampling_mode import LEAST, way_of
+from fairlead_runtime.device.sampling.sampling_mode import GREEDY, mode_of
 from fairlead_runtime.device.step.decode_steps import DecodeSteps, is_decode
 from fairlead_runtime.device.step.follower_ranks import Followers
 from fairlead_runtime.device.step.mixed_steps import MixedSteps
-from fairlead_runtime.device.step.pending_step import Launched
+from fairlead_runtime.device.step.pending_step import PendingStep
 from fairlead_runtime.grammar.guides import NO_MASKS, Guides, Masks
 from fairlead_runtime.request.logprobs import TokenLogprobs
 from fairlead_runtime.request.sequence import Sequence
@@ -80,7 +80,7 @@ class ModelRunner:
             row_sampler = decodes.sampler
         self._row_sampler = row_sampler
         self._mixed: MixedSteps | None = None
-        self._newest: Launched | None = None
+        self._newest: PendingStep | None = None
         if row_sampler is not None:
             parts = model, cache, attention, row_sampler, self._batches, followers
             self._mixed = MixedSteps(*parts)
@@ -119,7 +119,7 @@ class ModelRunner:
             raise ValueError("rows: this device launches no steps")
         newest, self._newest = self._newest, None
         if newest is not None:
-            newest.draw()
+            newest.sample()
         launch = self._mixed.launch
         if self._decodes is not None and all(map(is_decode, work.rows)):
             launch = self._decodes.launch
@@ -169,7 +169,7 @@ class ModelRunner:
 
     def _chooses(self, batch: Batch) -> bool:
         """Whether the model can choose the batch's tokens without giving their logits."""
-        full_pass = self._model.whole
+        full_pass = self._model.full_pass
         if (
             full_pass is None
             or not full_pass.chooses
@@ -179,7 +179,7 @@ class ModelRunner:
             return False
         if self._greedy_batch is not batch:  # a batch is of the same sequences for ever
             self._greedy_batch = batch
-            self._greedy = all(way_of(s, 0) == LEAST for s in batch.sampling)
+            self._greedy = all(mode_of(s, 0) == GREEDY for s in batch.sampling)
         return self._greedy
 
     def _forward(self, batch: Batch, keep: Tensor | None = None) -> Tensor:
@@ -189,7 +189,7 @@ class ModelRunner:
         try:
             return self._model.forward(batch, self._cache, self._attention, keep)
         except Exception as error:
-            raise self._followers.lost(error) from error
+            raise self._followers.failure(error) from error
 
     def _sample(
         self, logits: Tensor, sequences: abc.Sequence[Sequence], masks: WaitForMasks

@@ -9,41 +9,45 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from fairlead_runtime.device.sampling.device_sampler import RowSampler
-from fairlead_runtime.device.sampling.sampling_mode import Way
-from fairlead_runtime.device.sampling.token_readback import Drawn, results
+from fairlead_runtime.device.sampling.sampling_mode import SamplingMode
+from fairlead_runtime.device.sampling.token_readback import SampledStep, results_of
 from fairlead_runtime.scheduling.plan import Result, Row
 
 
-class Launched:
-    """A step of these rows, sampled in this ``way``, whose tokens ``draw`` queues: at once where it
-    needs no masks. Raises what that raises.
+class PendingStep:
+    """A step of these rows, sampled in this ``mode``, whose tokens ``sample`` queues: at once where
+    it needs no masks. Raises what that raises.
     """
 
     def __init__(
-        self, rows: Sequence[Row], sampler: RowSampler, way: Way, draw: Callable[[], Drawn]
+        self,
+        rows: Sequence[Row],
+        sampler: RowSampler,
+        mode: SamplingMode,
+        sample: Callable[[], SampledStep],
     ) -> None:
         self._rows = rows
         self._sampler = sampler
-        self._draw: Callable[[], Drawn] | None = draw
-        self._drawn: Drawn | None = None
-        if not way.masked:
-            self.draw()
+        self._sample: Callable[[], SampledStep] | None = sample
+        self._sampled: SampledStep | None = None
+        if not mode.masked:
+            self.sample()
 
     @torch.inference_mode()
-    def draw(self) -> None:
+    def sample(self) -> None:
         """Queue the choice of its tokens, unless that was done. Raises what that raises, and
         ``collect`` then raises RuntimeError.
         """
-        draw, self._draw = self._draw, None
-        if draw is not None:
+        sample, self._sample = self._sample, None
+        if sample is not None:
             with self._sampler.forgetting(self._rows):
-                self._drawn = draw()
+                self._sampled = sample()
 
     def collect(self) -> Mapping[int, Result]:
         """Wait for it: a Result for each of its rows."""
-        self.draw()
-        if self._drawn is None:
+        self.sample()
+        if self._sampled is None:
             raise RuntimeError("its tokens could not be chosen")
         rows, self._rows = self._rows, ()  # whoever still has this keeps no sequence
         with self._sampler.forgetting(rows):
-            return results(rows, self._drawn)
+            return results_of(rows, self._sampled)

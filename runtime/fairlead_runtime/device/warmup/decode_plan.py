@@ -19,7 +19,7 @@ from fairlead_runtime.device.model.paged_model import PagedModel
 from fairlead_runtime.device.proof.graph_proof import replay_error, units_of
 from fairlead_runtime.device.proof.selftest import TOLERANCE, has_experts
 from fairlead_runtime.device.sampling.device_sampler import RowSampler
-from fairlead_runtime.device.sampling.sampling_mode import LARGEST, LEAST
+from fairlead_runtime.device.sampling.sampling_mode import GREEDY, HEAVIEST
 from fairlead_runtime.device.step.cuda_graphs import CudaRecorder
 from fairlead_runtime.device.step.decode_steps import DecodeSteps
 from fairlead_runtime.device.step.graph_cache import GraphCache, Recorder
@@ -34,27 +34,27 @@ CAPTURE_SECONDS = 60.0  # graphs that are not captured then are when a step need
 
 
 @dataclass(slots=True)
-class Decodes:
+class DecodePlan:
     """The choice for one model. ``attention`` is None where decodes run as all other steps;
-    ``off`` says why no graph is captured, and is empty where some are; ``waits`` why each step is
-    waited for before the next is launched, and is empty where it is not. ``keeps``: the device
-    keeps what sampling needs.
+    ``graphs_off_because`` says why no graph is captured, and is empty where some are;
+    ``sync_because`` why each step is waited for before the next is launched, and is empty where it
+    is not. ``state_on_device``: the device keeps what sampling needs.
     """
 
     config: EngineConfig
     model: PagedModel
     attention: DecodeAttention | None
-    off: str
+    graphs_off_because: str
     new_recorder: Callable[[torch.device], Recorder] = field(default=CudaRecorder)
     # The cache of graphs, once there is one.
     graphs: GraphCache | None = None
-    waits: str = ""
-    keeps: bool = True
+    sync_because: str = ""
+    state_on_device: bool = True
 
     @classmethod
     def choose(
         cls, config: EngineConfig, model: PagedModel, attention: AttentionBackend, *, split: bool
-    ) -> "Decodes":
+    ) -> "DecodePlan":
         """Raises ConfigError where graphs or asynchronous steps are asked for and cannot be."""
         on_device: DecodeAttention | None = None
         elsewhere = ""  # why the device keeps nothing between steps; empty where it does
@@ -64,19 +64,21 @@ class Decodes:
             elsewhere = f"attention runs on {attention.name}, whose work depends on the lengths"
         elif not split:
             on_device = attention
-        off = elsewhere
+        graphs_off_because = elsewhere
         if split and not elsewhere:
-            off = "the ranks of a split model get each step from their first"
+            graphs_off_because = "the ranks of a split model get each step from their first"
         if config.cuda_graphs == "off":
-            off = "--cuda-graphs is off"
-        elif not off and not config.max_cached_graphs:
-            off = "--max-cached-graphs is 0"
+            graphs_off_because = "--cuda-graphs is off"
+        elif not graphs_off_because and not config.max_cached_graphs:
+            graphs_off_because = "--max-cached-graphs is 0"
         if elsewhere and config.async_batching == "on":
             raise ConfigError("async_batching", elsewhere, "use auto or off")
-        waits = "--async-batching is off" if config.async_batching == "off" else elsewhere
-        keeps = on_device is not None or not waits
-        plan = cls(config, model, on_device, "", waits=waits, keeps=keeps)
-        plan.turn_off(off)
+        sync_because = "--async-batching is off" if config.async_batching == "off" else elsewhere
+        state_on_device = on_device is not None or not sync_because
+        plan = cls(
+            config, model, on_device, "", sync_because=sync_because, state_on_device=state_on_device
+        )
+        plan.turn_off(graphs_off_because)
         return plan
 
     def turn_off(self, reason: str) -> None:
@@ -85,7 +87,7 @@ class Decodes:
         """
         if reason and self.config.cuda_graphs == "on":
             raise ConfigError("cuda_graphs", reason, "use auto or off")
-        self.off = self.off or reason
+        self.graphs_off_because = self.graphs_off_because or reason
 
     @property
     def sequences(self) -> int:
@@ -95,7 +97,7 @@ class Decodes:
         """Bytes that graphs will take, from two of them on a small cache, of which the larger is
         proven; 0 where none is captured, and what the attempt keeps where none can be.
         """
-        if self.off or self.attention is None:
+        if self.graphs_off_because or self.attention is None:
             return 0
         groups = group_layers(self.model.windows)
         cache = CacheStorage(
@@ -110,9 +112,9 @@ class Decodes:
         if steps is None or graphs is None:
             return 0
         try:
-            steps.capture_one(sizes[-1], LARGEST)
+            steps.capture_one(sizes[-1], HEAVIEST)
             largest, plans = graphs.nbytes, self.attention.fixed_nbytes
-            steps.capture_one(sizes[0], LEAST)
+            steps.capture_one(sizes[0], GREEDY)
             bytes_per_graph, plan = graphs.nbytes - largest, self.attention.fixed_nbytes - plans
             reason = f"a step cannot be captured: {graphs.failure}"
             if not graphs.failure:
@@ -145,7 +147,7 @@ class Decodes:
         if self.attention is None:
             return None
         self.graphs = None
-        if not self.off:
+        if not self.graphs_off_because:
             # One of its own: torch refuses to capture into a pool whose graphs are all gone while
             # something lives there, such as a workspace of cuBLAS.
             recorder = self.new_recorder(self.model.device)
@@ -164,7 +166,7 @@ class Decodes:
         """What launched steps are sampled by where there are no ``steps``; None where none is
         launched.
         """
-        if not self.keeps or self.attention is not None:
+        if not self.state_on_device or self.attention is not None:
             return None
         lengths = {"sequences": self.sequences, "max_model_len": max_model_len}
         return RowSampler.of(self.model, cache, **lengths)
@@ -175,7 +177,7 @@ class Decodes:
         """
         if steps is None or self.graphs is None or self.attention is None:
             if self.model.device.type == "cuda":
-                log.info("CUDA graphs: off: %s", self.off)
+                log.info("CUDA graphs: off: %s", self.graphs_off_because)
             return None
         began = time.monotonic()
         # A graph takes long enough to be shown at once; the default shows the first after 0.1 s.
@@ -194,7 +196,7 @@ class Decodes:
         if failure or not len(self.graphs):
             steps.drop_graphs()
             self.turn_off(f"a step cannot be captured: {failure or self.graphs.failure}")
-            log.info("CUDA graphs: off: %s", self.off)
+            log.info("CUDA graphs: off: %s", self.graphs_off_because)
             return None
         size = self.graphs.nbytes + self.attention.fixed_nbytes + steps.held_nbytes
         seconds = time.monotonic() - began
