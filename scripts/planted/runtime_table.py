@@ -239,7 +239,7 @@ BUGS = (
     ),
     PackageBug(
         "an aborted request is answered as a success",
-        "fairlead_runtime.api.routes.completions:_Generation._shown",
+        "fairlead_runtime.api.routes.completions:_Generation._as_shown",
         "if output.finish_reason is FinishReason.ABORT:",
         "if False:",
         ("unit/api/test_completions.py",),
@@ -625,28 +625,28 @@ BUGS = (
     ),
     PackageBug(
         "the layer that is packed beside the loaded one is not planned",
-        "fairlead_runtime.sizing.load_peak:_beside",
+        "fairlead_runtime.sizing.load_peak:_peak_beside_weights",
         "max(4 * widened + packed * layer +",
         "max(4 * widened +",
         ("unit/sizing/test_loading.py",),
     ),
     PackageBug(
         "the plan forgets that a layer is widened to be packed",
-        "fairlead_runtime.sizing.load_peak:_beside",
+        "fairlead_runtime.sizing.load_peak:_peak_beside_weights",
         "widened = layer if element < 4 else 0",
         "widened = 0",
         ("unit/sizing/test_loading.py",),
     ),
     PackageBug(
         "the head that is rounded beside the loaded one is not planned",
-        "fairlead_runtime.sizing.load_peak:_beside",
+        "fairlead_runtime.sizing.load_peak:_peak_beside_weights",
         "max(4 * widened + layer, head, ends) + PARTS",
         "max(4 * widened + layer, ends) + PARTS",
         ("unit/sizing/test_loading.py",),
     ),
     PackageBug(
         "the plan forgets that embeddings are widened beside the head",
-        "fairlead_runtime.sizing.load_peak:_beside",
+        "fairlead_runtime.sizing.load_peak:_peak_beside_weights",
         "    ends *= 1 if shape.tied else 2\n",
         "",
         ("unit/sizing/test_loading.py",),
@@ -997,8 +997,8 @@ BUGS = (
     PackageBug(
         "what a budget gave a failed request stays taken",
         "fairlead_runtime.front.limits:ByteBudget.hold",
-        "        finally:\n            self._free += taken_bytes",
-        "        except GeneratorExit:\n            self._free += taken_bytes",
+        "        finally:\n            self._free += request_bytes",
+        "        except GeneratorExit:\n            self._free += request_bytes",
         ("unit/api/test_limits.py",),
     ),
     PackageBug(

@@ -128,7 +128,7 @@ class Pair:
         self._send(ranks.forward(batch, keep, ahead=ahead))
 
     def share(self, ids: Tensor) -> None:
-        self.group.share(ids)
+        self.group.broadcast(ids)
 
     def failure(self, error: Exception) -> DeviceLostError:
         return DeviceLostError(str(error))

@@ -84,23 +84,23 @@ def build(
     observer: Observer | None = None,
     now: Callable[[], float] = time.monotonic,
     queue_timeout: float | None = None,
-    beside: int | None = None,
+    http_process_bytes: int | None = None,
     lost: Lost | None = None,
 ) -> BuiltEngine:
     """Load the model in directory ``path`` and build its engine; takes seconds to minutes.
 
-    ``queue_timeout`` (seconds) overrides the configured one. ``beside``: the bytes of RAM that the
-    HTTP process takes beside this one; None without one. With ``tensor_parallel`` this process is
-    rank 0 and starts the others; ``lost`` is called in another thread when one of them ends or
-    refuses to start, after which no step succeeds. Raises ConfigError, ModelError, EngineDead when
-    another rank cannot start, or SelfTestError when the model's logits differ from those of
-    transformers.
+    ``queue_timeout`` (seconds) overrides the configured one. ``http_process_bytes``: the bytes of
+    RAM that the HTTP process takes beside this one; None without one. With ``tensor_parallel`` this
+    process is rank 0 and starts the others; ``lost`` is called in another thread when one of them
+    ends or refuses to start, after which no step succeeds. Raises ConfigError, ModelError,
+    EngineDead when another rank cannot start, or SelfTestError when the model's logits differ from
+    those of transformers.
     """
     device = device_facts(config.device, config.tensor_parallel)
-    process_bytes = resident_bytes() + (beside or 0)
+    process_bytes = resident_bytes() + (http_process_bytes or 0)
     inspected = check(path, config, device)
     threads = _limit_threads(
-        has_http_process=beside is not None,
+        has_http_process=http_process_bytes is not None,
         cached=inspected.files.weight_bytes <= CACHED,
         ranks=config.tensor_parallel,
     )

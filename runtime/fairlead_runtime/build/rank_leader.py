@@ -132,7 +132,7 @@ class Ranks:
         self._step(rank_messages.forward(batch, keep, ahead=ahead))
 
     def share(self, ids: Tensor) -> None:
-        self.group.share(ids)
+        self.group.broadcast(ids)
 
     def failure(self, error: Exception) -> DeviceLostError:
         if self._ended.wait(WORDS_SECONDS):

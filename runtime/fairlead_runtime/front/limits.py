@@ -55,7 +55,7 @@ class ByteBudget:
         self._full = full
 
     @property
-    def held(self) -> int:
+    def taken_bytes(self) -> int:
         return self._size - self._free
 
     @contextmanager
@@ -63,29 +63,29 @@ class ByteBudget:
         """Call the result with each number of bytes to take; all are given back at the end. It
         raises ApiError 429 when fewer are free.
         """
-        taken_bytes = 0
+        request_bytes = 0
 
         def take(size: int) -> None:
-            nonlocal taken_bytes
+            nonlocal request_bytes
             if size > self._free:
                 headers = {"retry-after": "1", "connection": "close"}
                 raise ApiError(429, self._full, code="queue_full", headers=headers)
             self._free -= size
-            taken_bytes += size
+            request_bytes += size
 
         try:
             yield take
         finally:
-            self._free += taken_bytes
+            self._free += request_bytes
 
 
 class LogprobBytes(NamedTuple):
     """``tokens`` whose log-probabilities an answer holds, each with its own and the ``top``
-    likeliest. ``words`` shows how their number comes about, ``param`` is the field.
+    likeliest. ``count_formula`` shows how their number comes about, ``param`` is the field.
     """
 
     param: str
-    words: str
+    count_formula: str
     tokens: int
     top: int
 
@@ -98,7 +98,7 @@ class LogprobBytes(NamedTuple):
         bytes_per_token = (
             f"({TOKEN_BYTES} + ({self.top} + 1) log-probabilities * {LOGPROB_BYTES} bytes)"
         )
-        return f"{self.words} * {bytes_per_token}"
+        return f"{self.count_formula} * {bytes_per_token}"
 
 
 def answer_bytes(parts: Sequence[LogprobBytes]) -> int:

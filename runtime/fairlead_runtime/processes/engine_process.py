@@ -70,7 +70,7 @@ def _serve(channel: wire.Channel) -> int:
                 Path(start.path),
                 start.config,
                 observer=measurements,
-                beside=start.beside,
+                http_process_bytes=start.beside,
                 lost=lost,
             )
         except Exception as error:

@@ -26,7 +26,7 @@ class Limit:
 
     ``refused`` names the other values, ``reason`` says why they do not work. With ``dtypes`` the
     other values, or only those in ``sometimes``, work too while the model runs in one of these
-    types, with ``only_on`` while it runs on such a device, with ``beside``, other settings and
+    types, with ``only_on`` while it runs on such a device, with ``companions``, other settings and
     their values, beside these values of all of them; with several of these where all hold.
     """
 
@@ -37,12 +37,12 @@ class Limit:
     dtypes: tuple[str, ...] = ()
     sometimes: tuple[Setting, ...] = ()
     only_on: Literal["", "cpu", "cuda"] = ""
-    beside: tuple[tuple[str, tuple[Setting, ...]], ...] = ()
+    companions: tuple[tuple[str, tuple[Setting, ...]], ...] = ()
 
     @property
     def alone(self) -> bool:
         """Whether the value alone decides."""
-        return not (self.dtypes or self.only_on or self.beside)
+        return not (self.dtypes or self.only_on or self.companions)
 
     @property
     def path(self) -> str:
@@ -53,7 +53,7 @@ class Limit:
     def fix(self) -> str:
         """The values that work: ``auto or off``; then where others work: ``or dtype float32``."""
         values = _either(self.works)
-        choices = (f"{_path_of(x).rpartition('.')[2]} {_either(y)}" for x, y in self.beside)
+        choices = (f"{_path_of(x).rpartition('.')[2]} {_either(y)}" for x, y in self.companions)
         conditions = " and ".join(choices)
         if self.alone:
             return values
@@ -77,7 +77,7 @@ class Limit:
             return False
         if self.alone or (self.sometimes and value not in self.sometimes):
             return True
-        if any(getattr(config, name) not in values for name, values in self.beside):
+        if any(getattr(config, name) not in values for name, values in self.companions):
             return True
         if self.only_on and (device or config.device) not in ("auto", self.only_on):
             return True
@@ -94,7 +94,7 @@ class Limit:
         if self.only_on:
             count = {"cpu": "== 0", "cuda": "> 0"}[self.only_on]
             conditions.append(f"self.resources.accelerator.count {count}")
-        conditions += [f"self.{_path_of(x)} in {_literals(y)}" for x, y in self.beside]
+        conditions += [f"self.{_path_of(x)} in {_literals(y)}" for x, y in self.companions]
         return f"self.{self.path} in {_literals(self.works)} || {' && '.join(conditions)}"
 
     @property
@@ -126,7 +126,7 @@ NOT_YET = (
         (False,),
         "true beside tensorParallel above 1, fp8 or int4 weights",
         "the order of their sums may depend on the batch",
-        beside=(("tensor_parallel", (1,)), ("quantization", ("none", "int8"))),
+        companions=(("tensor_parallel", (1,)), ("quantization", ("none", "int8"))),
     ),
     Limit(
         "kernels",
@@ -144,7 +144,7 @@ NOT_YET = (
         "steps are launched ahead on GPUs alone, and not while results are deterministic",
         sometimes=("on",),
         only_on="cuda",
-        beside=(("deterministic", (False,)),),
+        companions=(("deterministic", (False,)),),
     ),
     Limit(
         "cuda_graphs",
@@ -153,7 +153,7 @@ NOT_YET = (
         "graphs are captured on one GPU alone, and not while results are deterministic",
         sometimes=("on",),
         only_on="cuda",
-        beside=(("tensor_parallel", (1,)), ("deterministic", (False,))),
+        companions=(("tensor_parallel", (1,)), ("deterministic", (False,))),
     ),
 )
 IN_RESOURCE = tuple(limit for limit in NOT_YET if limit.path)

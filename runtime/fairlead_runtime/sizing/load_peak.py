@@ -41,14 +41,15 @@ def loading_bytes(shape: ModelShape, config: EngineConfig, kind: str) -> int:
     tested = 4 * TESTED_ROWS * shape.vocab  # compared in float32
     # The HTTP process reads its tokenizer afterwards.
     process = PROCESS + shape.vocab * RANK_WORD_BYTES
-    return process + loaded + _beside(shape, config, rounds=rounds) + tested
+    return process + loaded + _peak_beside_weights(shape, config, rounds=rounds) + tested
 
 
-def _beside(shape: ModelShape, config: EngineConfig, *, rounds: bool) -> int:
-    """Bytes beside the loaded weights: of the layer that is quantized or packed, in float32 too
-    where the model is in another type, and of the head that is quantized; of experts, which
-    transformers joins to one matrix for each layer, in two steps; and in float32 of embeddings and
-    head, of another type, while the head is packed.
+def _peak_beside_weights(shape: ModelShape, config: EngineConfig, *, rounds: bool) -> int:
+    """Peak bytes beside the loaded weights, the most of four cases. *Quantize a layer*, and the
+    head: their rounded matrices. *Pack a layer*: its packed matrices. Both also hold that layer in
+    float32 where the model is in another type. *Pack the head*: embeddings and head in float32,
+    where they are in another type. *Join experts*: transformers makes one matrix of those of a
+    layer, in two steps.
     """
     element, layer = bytes_of(shape, config), shape.largest_layer
     packs = packs_on_cpu(shape, config)

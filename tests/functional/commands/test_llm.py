@@ -355,7 +355,9 @@ def test_steps_launched_ahead_on_two_ranks_give_the_text_of_one(
     rank_pair.part()
 
     def choose(config: EngineConfig, served: PagedModel, *_: Any, **__: Any) -> DecodePlan:
-        return DecodePlan(config, served, None, "no graphs on a CPU", waits="", keeps=True)
+        return DecodePlan(
+            config, served, None, "no graphs on a CPU", sync_because="", state_on_device=True
+        )
 
     greedy = SamplingParams(temperature=0, max_tokens=16)
     texts = ["hello", "a longer text, of which parts are computed beside the other's tokens"]

@@ -133,7 +133,7 @@ def test_admission_and_the_runtime_refuse_a_value_for_the_same_reason(limit: Lim
     dtype = next(one for one in dtypes if one not in limit.dtypes)
     # A limit that reads no type and no other setting can be broken on the other device only.
     elsewhere = limit.only_on == "cuda" and not limit.dtypes
-    ways = [("auto", {name: OTHERS[name]}) for name, _ in limit.beside]
+    ways = [("auto", {name: OTHERS[name]}) for name, _ in limit.companions]
     if elsewhere or not ways:
         ways.append(("cpu" if elsewhere else "auto", {}))
     for value, (device, more) in itertools.product(refused, ways):

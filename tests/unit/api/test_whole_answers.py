@@ -53,7 +53,7 @@ def test_no_piece_of_a_whole_answer_encodes_many_tokens(
     monkeypatch.setattr(response_bodies, name, counted)
     frame = Frame(id="a", created=1, model="m", top=TOP, usage=False, token_bytes={})
     pieces: list[bytes] = []
-    for piece in encoder(frame).whole([choice(), choice()], Usage()):
+    for piece in encoder(frame).body_pieces([choice(), choice()], Usage()):
         assert len(sizes) - len(pieces) <= 1, "one slice of tokens for a piece"
         pieces.append(piece)
     assert max(sizes) == PIECE_TOKENS

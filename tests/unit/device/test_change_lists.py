@@ -67,7 +67,7 @@ def a_table(rows: int, listed: int = WIDTH + 6) -> SlotTable:
 def on_device(
     table: SlotTable, sequences: list[Sequence], logits: Tensor
 ) -> tuple[Tensor, RowLogprobs]:
-    """One step, in the way that its rows need."""
+    """One step, in the mode that its rows need."""
     index = torch.zeros(len(sequences), dtype=torch.int64)
     rows = [Row(s, len(s.tokens) - 1, 1, samples=True) for s in sequences]
     _, way, counts = table.enter(rows, index)

@@ -1,5 +1,5 @@
 """Steps of decodes alone on a tiny model: which rows they take, what a failed one leaves, and that
-sampled text is the general way's.
+sampled text is the general mode's.
 """
 
 import functools
@@ -113,7 +113,7 @@ def some_of(asked: str) -> list[Request]:
 
 @functools.cache
 def general_texts(asked: str) -> dict[tuple[str, int], Any]:
-    """What those requests get in the general way, once for all tests."""
+    """What those requests get in the general mode, once for all tests."""
     return texts(rig("llama", "flashinfer"), some_of(asked))
 
 

@@ -289,7 +289,7 @@ def test_more_decodes_than_rows_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("params", "way"),
+    ("params", "mode"),
     [
         ({"temperature": 0.0, "top_k": 5}, SamplingMode()),
         ({"temperature": 1.0}, SamplingMode(DrawKind.PLAIN)),

@@ -206,7 +206,7 @@ def test_no_text_waits_for_an_engine_that_is_idle_or_becomes_it(
 
 def test_closing_ends_a_rest() -> None:
     encoder = encoder_of(tiny.tokenizer(), busy=lambda: True)
-    encoder._rests._until = time.monotonic() + 3600.0
+    encoder._pacer._until = time.monotonic() + 3600.0
     with ThreadPoolExecutor(1) as pool:
         resting = pool.submit(encoder.encode, "abc", special=False, large=True)
         encoder.close()

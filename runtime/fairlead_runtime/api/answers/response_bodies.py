@@ -19,7 +19,7 @@ from fairlead_runtime.api.answers.logprob_bodies import (
     completion_logprobs,
 )
 from fairlead_runtime.api.answers.message_parts import delta, message
-from fairlead_runtime.api.answers.shown_prompts import ShownPrompts
+from fairlead_runtime.api.answers.prompt_echo import PromptEcho
 from fairlead_runtime.api.tools.parts import CallBegun, Content, Parser, Part, PlainParser
 from fairlead_runtime.front.errors import ApiError
 from fairlead_runtime.outputs import Output
@@ -44,7 +44,7 @@ class Frame:
     usage: bool  # stream_options.include_usage
     token_bytes: TokenBytes
     special: frozenset[int] = frozenset()  # tokens that make no text
-    prompts: ShownPrompts = field(default_factory=ShownPrompts)
+    prompts: PromptEcho = field(default_factory=PromptEcho)
     running: "Usage | None" = None
     new_parser: Callable[[], Parser] = PlainParser  # of one choice of a chat
     forced: bool = False  # the request names the tool that must be called
@@ -92,14 +92,14 @@ class WholeChoice:
 
 class Encoder(Protocol):
     """One route's shapes. ``events`` returns the events of one output, possibly none; ``ending``
-    and ``failure`` the last ones of a stream; ``whole`` the body in pieces, since encoding many
-    log-probabilities would hold up the event loop.
+    and ``failure`` the last ones of a stream; ``body_pieces`` the body in pieces, since encoding
+    many log-probabilities would hold up the event loop.
     """
 
     def events(self, index: int, output: Output) -> bytes: ...
     def ending(self, usage: Usage) -> bytes: ...
     def failure(self, error: ApiError) -> bytes: ...
-    def whole(self, choices: list[WholeChoice], usage: Usage) -> Iterator[bytes]: ...
+    def body_pieces(self, choices: list[WholeChoice], usage: Usage) -> Iterator[bytes]: ...
 
 
 class _ChoicesEncoder(ABC):
@@ -116,7 +116,7 @@ class _ChoicesEncoder(ABC):
     def failure(self, error: ApiError) -> bytes:
         return error_events(error)
 
-    def whole(self, choices: list[WholeChoice], usage: Usage) -> Iterator[bytes]:
+    def body_pieces(self, choices: list[WholeChoice], usage: Usage) -> Iterator[bytes]:
         for index, choice in enumerate(choices):
             self._frame.prompts.take(index, choice.prompt_logprobs)
         parts = (
@@ -178,7 +178,7 @@ class ChatEncoder(_ChoicesEncoder):
         return b"".join(events)
 
     def _beside_choices(self) -> Iterable[bytes]:
-        return self._frame.prompts.member(0)
+        return self._frame.prompts.json_member(0)
 
     def _logprob_pieces(self, index: int, choice: WholeChoice) -> Iterator[bytes]:  # noqa: ARG002 - a chat shows no prompt
         top = self._frame.top
@@ -248,7 +248,7 @@ class CompletionEncoder(_ChoicesEncoder):
         return self._events.text(index, output.text, logprobs, _finish(output))
 
     def _last_member(self, index: int) -> Iterable[bytes]:
-        return self._frame.prompts.member(index)
+        return self._frame.prompts.json_member(index)
 
     def _logprob_pieces(self, index: int, choice: WholeChoice) -> Iterator[bytes]:
         if self._frame.top is None:

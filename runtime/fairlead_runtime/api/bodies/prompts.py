@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import orjson
 from transformers import PreTrainedTokenizerBase
 
-from fairlead_runtime.api.answers.shown_prompts import echoed
+from fairlead_runtime.api.answers.prompt_echo import echoed
 from fairlead_runtime.api.bodies.messages import characters
 from fairlead_runtime.api.bodies.request_bodies import GenerationRequest
 from fairlead_runtime.front.errors import ApiError

@@ -245,13 +245,13 @@ def _signals(drain: Drain, signals: "asyncio.Queue[None]") -> Generator[None, No
         signals.put_nowait(None)
 
     handled = (signal.SIGTERM, signal.SIGINT)
-    for each in handled:
-        loop.add_signal_handler(each, received)
+    for number in handled:
+        loop.add_signal_handler(number, received)
     try:
         yield
     finally:
-        for each in handled:
-            loop.remove_signal_handler(each)
+        for number in handled:
+            loop.remove_signal_handler(number)
 
 
 def _allow_files(count: int) -> None:

@@ -56,7 +56,7 @@ class ResponseEncoder:
         self._emit("response.failed", response=response)
         return b"".join(self._events)
 
-    def whole(self, choices: list[WholeChoice], usage: Usage) -> Iterator[bytes]:
+    def body_pieces(self, choices: list[WholeChoice], usage: Usage) -> Iterator[bytes]:
         (choice,) = choices
         at = 0
         last = len(choice.text) - 1

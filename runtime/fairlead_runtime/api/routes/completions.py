@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from starlette.types import Receive, Scope, Send
 
+from fairlead_runtime.api.answers.prompt_echo import PromptEcho
 from fairlead_runtime.api.answers.response_bodies import (
     PIECE,
     ChatEncoder,
@@ -23,7 +24,6 @@ from fairlead_runtime.api.answers.response_bodies import (
     Usage,
     WholeChoice,
 )
-from fairlead_runtime.api.answers.shown_prompts import ShownPrompts
 from fairlead_runtime.api.bodies import request_bodies
 from fairlead_runtime.api.bodies.prompts import PreparedRequest, Validate, prepare
 from fairlead_runtime.api.responses.bodies import response
@@ -169,7 +169,7 @@ class EndpointHandler:
             usage=request.include_usage,
             token_bytes=vocabulary.token_bytes,
             special=vocabulary.special,
-            prompts=ShownPrompts(
+            prompts=PromptEcho(
                 n=request.params.n,
                 ids=prepared.prompts,
                 echo=prepared.echo,
@@ -266,14 +266,14 @@ class _Generation(NamedTuple):
         """
         if len(self.streams) == 1:  # the usual case needs neither tasks nor a queue
             async for output in self.streams[0]:
-                yield output.index, self._shown(output)
+                yield output.index, self._as_shown(output)
         else:
             async with aclosing(_interleaved(self.streams)) as outputs:
                 async for place, output in outputs:
-                    yield place * self.n + output.index, self._shown(output)
+                    yield place * self.n + output.index, self._as_shown(output)
         self.usage.cached = sum(stream.cached_tokens for stream in self.streams)
 
-    def _shown(self, output: Output) -> Output:
+    def _as_shown(self, output: Output) -> Output:
         """The output as the answer shows it, counted. Raises what its end stands for."""
         if output.finish_reason is FinishReason.ERROR:
             if output.message == NOTHING_ALLOWED:
@@ -317,7 +317,7 @@ class _JsonAnswer:
             async for index, output in outputs:
                 choices[index].add(output)
         await send({"type": "http.response.start", "status": 200, "headers": _JSON})
-        parts = self._encoder.whole(choices, self._generation.usage)
+        parts = self._encoder.body_pieces(choices, self._generation.usage)
         if not any(choice.logprobs or choice.prompt_logprobs for choice in choices):
             return b"".join(parts)
         piece = await self._pool.encode(_next_piece, parts)

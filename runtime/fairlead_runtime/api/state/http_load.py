@@ -27,11 +27,11 @@ class HttpLoad:
 
     @property
     def body_bytes(self) -> int:
-        return self._pool.bodies.held
+        return self._pool.bodies.taken_bytes
 
     @property
     def logprob_bytes(self) -> int:
-        return self._pool.answers.held
+        return self._pool.answers.taken_bytes
 
     async def watch_loop(
         self, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep

@@ -4,7 +4,7 @@ of the slot table.
 Owns how a list follows from a sequence's parameters and tokens, and the lists on the device, where
 each new token of a row with penalties is counted. An entry is an id with all that is said of it, so
 a list is as long as the ids that occur are many, whatever the vocabulary. A sequence whose ids do
-not fit is sampled by the general way.
+not fit is sampled in the general mode.
 """
 
 from collections import abc

@@ -14,9 +14,18 @@ from fairlead_runtime.device.sampling.sampling_mode import SamplingMode, holds_b
 from fairlead_runtime.request.seeds import MASK64, mix64
 from fairlead_runtime.request.sequence import Sequence
 
-# The columns of a row, int64 each: TOP_P holds the bits of a float64, SCALE those of two float32,
-# temperature and min_cut, PENALTIES and the next those of repetition, frequency and presence. FLAGS
-# are of its list; below the length UNTIL ends are held back.
+# The columns of a row, each one int64:
+#
+# column        type in it      meaning
+# TOKEN         int64           the last token
+# LENGTH        int64           tokens of the sequence in its next step
+# KEY           int64           of its draws: from the request's seed and the choice
+# TOP_K         int64           the parameter
+# TOP_P         float64         the parameter
+# SCALE         2 float32       temperature, min_cut (the logarithm of min_p)
+# PENALTIES, _  3 float32       repetition, frequency, presence; a fourth is not used
+# FLAGS         int64           of its list of changes: ``logit_edits``
+# UNTIL         int64           the length below which end and stop ids are held back
 TOKEN, LENGTH, KEY, TOP_K, TOP_P, SCALE, PENALTIES, _, FLAGS, UNTIL = range(10)
 COLUMNS = 10
 

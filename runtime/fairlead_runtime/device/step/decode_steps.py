@@ -48,7 +48,7 @@ class _Computed(NamedTuple):
     counts: bool
 
 
-# Samples a step's logits by the general way: the tokens on the device, and how to finish the step.
+# Samples a step's logits in the general mode: the tokens on the device, and how to finish the step.
 SampleLogits = Callable[[Tensor], tuple[SampledTokens, Callable[[], dict[int, Result]]]]
 
 
@@ -97,8 +97,9 @@ class DecodeSteps:
         self._places = torch.arange(max_rows, device=model.device)  # each row's among the logits
         # The most blocks of a padded step's rows.
         self._room = max_rows * self.table.tables.shape[2] if graphs is not None else 0
-        # The logits of captured steps that the general way samples: of all sizes at one address,
-        # since a graph's own tensors are the next graph's, or lost to all others while they live.
+        # The logits of captured steps that are sampled in the general mode: of all sizes at one
+        # address, since a graph's own tensors are the next graph's, or lost to all others while
+        # they live.
         shape = max_rows, model.logits_width
         self._logits: Tensor | None = None
         if graphs is not None:

@@ -12,7 +12,7 @@ from fairlead_runtime.request.logprobs import PromptLogprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShownPrompts:
+class PromptEcho:
     """The prompts of one request, each with ``n`` choices, whose indices follow each other.
 
     ``echo``: each prompt's text, empty unless the answer shows it. ``ids``: its token ids.
@@ -46,7 +46,7 @@ class ShownPrompts:
         ids = self.ids[place]
         return ids, self._logprobs[place], self.token_text(ids[0])
 
-    def member(self, index: int) -> Iterator[bytes]:
+    def json_member(self, index: int) -> Iterator[bytes]:
         """``,"prompt_logprobs":[…]`` in vLLM's shape and in pieces; nothing where the request does
         not ask for it.
         """
