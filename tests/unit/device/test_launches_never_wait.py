@@ -140,7 +140,7 @@ def plant(owner: type, name: str, extra: Callable[..., object]) -> Callable[...,
         (
             RowSampler,
             "fetch",
-            lambda sampler, *_: sampler._fetched[0]._tokens.tolist(),
+            lambda sampler, *_: sampler._readbacks[0]._tokens.tolist(),
             "tolist waits",
         ),
     ],
