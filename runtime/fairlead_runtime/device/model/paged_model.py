@@ -203,7 +203,7 @@ class PagedModel:
     def likeliest(
         self, batch: Batch, cache: CacheStorage, backend: AttentionBackend
     ) -> tuple[Tensor, Tensor]:
-        """``FullPass.likeliest`` of the batch's sampling rows, for a model that has ``full_pass``."""
+        """``FullPass.likeliest`` of the batch's sampling rows by ``full_pass``, if there is one."""
         if self.full_pass is None:
             raise RuntimeError("the model's own code gives all logits")
         return self.full_pass.likeliest(*self._begin(batch, cache, backend, None))
