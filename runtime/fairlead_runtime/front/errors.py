@@ -4,10 +4,12 @@ Owns ApiError, the error object and the type and code of each status. Never echo
 names the field and the fix, and an error body stays below 4 KiB for any input.
 """
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import orjson
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.responses import Response
 
 from fairlead_runtime.outputs import GrammarsBusy, QueueFull, QueueTimeout, ServiceError
@@ -116,3 +118,35 @@ def printable(message: str) -> str:
     words = " ".join(message[:MAX_MESSAGE].split())
     text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in words)
     return text.encode()[:MAX_MESSAGE].decode(errors="ignore")
+
+
+async def _on_expected(_request: Request, error: Exception) -> Response:
+    return from_exception(error).response()
+
+
+async def _on_http(_request: Request, error: Exception) -> Response:
+    """Answer the router's own refusals: an unknown path or a wrong method."""
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    headers = error.headers if isinstance(error, HTTPException) else None
+    messages = {
+        404: "this port has no such route",
+        405: "this route does not accept that method",
+    }
+    return ApiError(
+        status, messages.get(status, "the request is not valid"), headers=headers
+    ).response()
+
+
+async def _on_unexpected(_request: Request, _error: Exception) -> Response:
+    """Only answer: the exception goes on to AccessLogMiddleware, which logs it."""
+    return internal_error().response()
+
+
+# What an application of Starlette answers when an exception of a kind is raised in it.
+HANDLERS: Mapping[type[Exception], Callable[[Request, Exception], Awaitable[Response]]] = {
+    ApiError: _on_expected,
+    RequestError: _on_expected,
+    ServiceError: _on_expected,
+    HTTPException: _on_http,
+    Exception: _on_unexpected,
+}

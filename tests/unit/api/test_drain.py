@@ -6,8 +6,8 @@ from typing import Any, cast
 
 import pytest
 
-from fairlead_runtime.api.ports.drain import Drain
 from fairlead_runtime.api.state.state import Backend, ServerState
+from fairlead_runtime.front.drain import Drain
 from fairlead_runtime.front.errors import ApiError
 from fairlead_runtime.outputs import DrainResult, Health
 

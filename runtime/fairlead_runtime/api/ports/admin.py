@@ -9,8 +9,8 @@ import dataclasses
 import orjson
 from starlette.responses import JSONResponse, Response
 
-from fairlead_runtime.api.ports.drain import Drain
 from fairlead_runtime.api.state.state import ServerState
+from fairlead_runtime.front.drain import Drain
 from fairlead_runtime.front.errors import ApiError
 
 EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"

@@ -8,15 +8,12 @@ from importlib.metadata import version
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
-from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from fairlead_runtime.api.ports.admin import Admin
-from fairlead_runtime.api.ports.drain import CloseWhileDraining, Drain
 from fairlead_runtime.api.ports.health import Probes
 from fairlead_runtime.api.ports.page import Page
 from fairlead_runtime.api.routes.completions import CHAT, COMPLETIONS, RESPONSES, EndpointHandler
@@ -26,11 +23,11 @@ from fairlead_runtime.api.state.tracing import Traced
 from fairlead_runtime.front import errors
 from fairlead_runtime.front.access_log import AccessLogMiddleware
 from fairlead_runtime.front.auth import READINESS, AuthMiddleware, Salter
+from fairlead_runtime.front.cors import readable_by_pages
+from fairlead_runtime.front.drain import CloseWhileDraining, Drain
 from fairlead_runtime.front.key_file import KeyRing
 from fairlead_runtime.front.limits import PromptPool
 from fairlead_runtime.front.strict_body import check_model
-from fairlead_runtime.outputs import ServiceError
-from fairlead_runtime.request.sequence import RequestError
 
 
 def public_app(state: ServerState, pool: PromptPool, keys: KeyRing | None = None) -> ASGIApp:
@@ -67,16 +64,8 @@ def public_app(state: ServerState, pool: PromptPool, keys: KeyRing | None = None
     for path in READINESS:
         app.add_api_route(path, probes.readyz, methods=["GET"])
     outer: ASGIApp = CloseWhileDraining(AuthMiddleware(app, keys), state)
-    if state.cors_origin:
-        # Outside the keys: a browser's preflight has none, and a page may read a refusal.
-        outer = CORSMiddleware(
-            outer,
-            allow_origins=[state.cors_origin],
-            allow_methods=["GET", "POST"],
-            allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after"],
-        )
-    return AccessLogMiddleware(outer, port="public")
+    # Outside the keys: a browser's preflight has none, and a page may read a refusal.
+    return AccessLogMiddleware(readable_by_pages(outer, state.cors_origin), port="public")
 
 
 def admin_app(state: ServerState, drain: Drain) -> ASGIApp:
@@ -100,38 +89,14 @@ def admin_app(state: ServerState, drain: Drain) -> ASGIApp:
 
 def _bare() -> FastAPI:
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    for kind in (errors.ApiError, RequestError, ServiceError):
-        app.add_exception_handler(kind, _on_expected)
-    app.add_exception_handler(HTTPException, _on_http)
+    for kind, handler in errors.HANDLERS.items():
+        app.add_exception_handler(kind, handler)
     app.add_exception_handler(RequestValidationError, _on_validation)
-    app.add_exception_handler(Exception, _on_unexpected)
     return app
-
-
-async def _on_expected(_request: Request, error: Exception) -> Response:
-    return errors.from_exception(error).response()
-
-
-async def _on_http(_request: Request, error: Exception) -> Response:
-    """Answer the router's own refusals: an unknown path or a wrong method."""
-    status = error.status_code if isinstance(error, HTTPException) else 500
-    headers = error.headers if isinstance(error, HTTPException) else None
-    messages = {
-        404: "this port has no such route",
-        405: "this route does not accept that method",
-    }
-    return errors.ApiError(
-        status, messages.get(status, "the request is not valid"), headers=headers
-    ).response()
 
 
 async def _on_validation(_request: Request, _error: Exception) -> Response:
     return errors.ApiError(400, "the request is not valid").response()
-
-
-async def _on_unexpected(_request: Request, _error: Exception) -> Response:
-    """Only answer: the exception goes on to AccessLogMiddleware, which logs it."""
-    return errors.internal_error().response()
 
 
 def _model(state: ServerState) -> dict[str, object]:

@@ -8,28 +8,18 @@ with it.
 import asyncio
 import contextlib
 import logging
-import resource
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Generator
 from typing import NamedTuple
 
-import uvicorn
-from starlette.types import ASGIApp
-
 from fairlead_runtime.api.ports.app import admin_app, public_app
-from fairlead_runtime.api.ports.drain import Drain
 from fairlead_runtime.api.state.http_load import HttpLoad
 from fairlead_runtime.api.state.state import Backend, ServerState
-from fairlead_runtime.front.connection import (
-    HEADER_BYTES,
-    KEEP_ALIVE_SECONDS,
-    GuardedProtocol,
-    idle_connections,
-    protocol_class,
-)
+from fairlead_runtime.front.drain import Drain
 from fairlead_runtime.front.limits import PromptPool
-from fairlead_runtime.front.tls import MAX_HANDSHAKES, Certificates, accept_forever
+from fairlead_runtime.front.port import Port, allow_files
+from fairlead_runtime.front.tls import MAX_HANDSHAKES
 from fairlead_runtime.outputs import DrainResult, EngineDead
 from fairlead_runtime.serving.metrics import PORTS
 from fairlead_runtime.settings import preflight
@@ -38,7 +28,6 @@ from fairlead_runtime.settings.engine_config import ConfigError
 BACKLOG = 2048
 # Per port; more than the requests that run and wait by default, so that a full queue can answer.
 MAX_CONNECTIONS = 2048
-CLOSING_SECONDS = 5  # for the last bytes of answers after the drain
 DEAD_SECONDS = 1  # for the last bytes of answers when the engine has ended
 
 _log = logging.getLogger("fairlead.api")
@@ -79,14 +68,14 @@ async def serve(
     signal ends the drain. New requests are served for ``drain_grace`` seconds after the signal;
     streams that run ``drain_timeout`` seconds longer end with an error event.
     """
-    _allow_files(2 * max_connections + MAX_HANDSHAKES + 256)
+    allow_files(2 * max_connections + MAX_HANDSHAKES + 256)
     pool = PromptPool()
     signals: asyncio.Queue[None] = asyncio.Queue()
-    public = _Port(
+    public = Port(
         public_app(state, pool, state.keys), listeners.public, max_connections, state.certificates
     )
     drain = Drain(state, grace=drain_grace, timeout=drain_timeout, close_idle=public.close_idle)
-    ports = [public, _Port(admin_app(state, drain), listeners.admin, max_connections)]
+    ports = [public, Port(admin_app(state, drain), listeners.admin, max_connections)]
     state.load = HttpLoad(
         pool, dict(zip(PORTS, [port.open_connections for port in ports], strict=True))
     )
@@ -150,89 +139,6 @@ async def _first(*awaited: Awaitable[object]) -> None:
             task.cancel()
 
 
-class _Port:
-    """One uvicorn server on a bound socket, with our subclass of uvicorn's h11 protocol."""
-
-    def __init__(
-        self,
-        app: ASGIApp,
-        sock: socket.socket,
-        max_connections: int,
-        certificates: Certificates | None = None,
-    ) -> None:
-        config = uvicorn.Config(
-            app,
-            http=protocol_class(max_connections),
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            proxy_headers=False,
-            server_header=False,
-            timeout_keep_alive=KEEP_ALIVE_SECONDS,
-            timeout_graceful_shutdown=CLOSING_SECONDS,
-            h11_max_incomplete_event_size=HEADER_BYTES,
-        )
-        config.load()
-        if not issubclass(config.http_protocol_class, GuardedProtocol):
-            raise RuntimeError("uvicorn uses another HTTP parser")  # noqa: TRY004 - not a caller's type
-        # uvicorn would log a line for each malformed request.
-        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
-        self._socket = sock
-        self.server = _Server(config) if certificates is None else _TlsServer(config, certificates)
-
-    def open_connections(self) -> int:
-        return len(self.server.server_state.connections)
-
-    def close_idle(self) -> None:
-        """Close the connections that wait for another request, so that clients with a pool of
-        connections open others.
-        """
-        for connection in idle_connections(self.server.server_state.connections):
-            connection.timeout_keep_alive_handler()
-
-    async def serve(self) -> None:
-        await self.server.serve(sockets=[self._socket])
-
-
-class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: two servers share this process, and it must drain before
-    it ends.
-    """
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        yield
-
-
-class _TlsServer(_Server):
-    """The same with TLS, and with bounds on its handshakes, which uvicorn cannot be given."""
-
-    def __init__(self, config: uvicorn.Config, certificates: Certificates) -> None:
-        super().__init__(config)
-        self._certificates = certificates
-        self._accepting: asyncio.Task[None] | None = None
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        self.servers = []
-        for sock in sockets or []:
-            accepting = accept_forever(sock, self._certificates, self._new_protocol)
-            self._accepting = asyncio.create_task(accepting)
-        self.started = True
-
-    def _new_protocol(self) -> asyncio.BaseProtocol:
-        protocol: asyncio.BaseProtocol = self.config.http_protocol_class(  # type: ignore[call-arg]
-            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
-        )
-        return protocol
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        if self._accepting is not None:
-            self._accepting.cancel()
-            await asyncio.gather(self._accepting, return_exceptions=True)
-        await super().shutdown(sockets)
-
-
 @contextlib.contextmanager
 def _signals(drain: Drain, signals: "asyncio.Queue[None]") -> Generator[None, None, None]:
     """Handle SIGTERM and SIGINT: end readiness in the same turn of the loop, then queue the
@@ -252,11 +158,3 @@ def _signals(drain: Drain, signals: "asyncio.Queue[None]") -> Generator[None, No
     finally:
         for number in handled:
             loop.remove_signal_handler(number)
-
-
-def _allow_files(count: int) -> None:
-    """Raise the soft limit on open files towards the hard limit: a connection is a file."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    allowed = count if hard == resource.RLIM_INFINITY else min(count, hard)
-    if soft != resource.RLIM_INFINITY and soft < allowed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))

@@ -16,7 +16,7 @@ from fairlead_runtime.api.tools.formats import PLAIN, ReplyFormat
 from fairlead_runtime.front.errors import ApiError
 from fairlead_runtime.front.key_file import KeyRing
 from fairlead_runtime.front.tls import Certificates
-from fairlead_runtime.outputs import EngineClient, Health
+from fairlead_runtime.outputs import DrainResult, EngineClient, Health
 from fairlead_runtime.serving.detokenize import Vocabulary
 from fairlead_runtime.serving.metrics import FrontReport
 from fairlead_runtime.serving.prompt_encoder import PromptEncoder
@@ -108,6 +108,12 @@ class ServerState:
         """Wait until every accepted request has its whole answer."""
         if self._requests:
             await self._all_answered.wait()
+
+    async def end_streams(self, timeout: float, waited: float) -> DrainResult:  # noqa: ASYNC109 - 0 is allowed, and its end is no error
+        """Let the engine finish its requests for ``timeout`` seconds, and abort the others."""
+        if self.backend is None:
+            return DrainResult(0, 0)
+        return await self.backend.service.drain(timeout, waited)
 
     def serving(self) -> Backend:
         """The backend, for a new request. Raises ApiError 503 while loading or refusing."""

@@ -8,15 +8,39 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
+from typing import Protocol
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from fairlead_runtime.api.state.state import ServerState
 from fairlead_runtime.front.errors import ApiError
 from fairlead_runtime.outputs import DrainResult
 
 _CLOSE = (b"connection", b"close")
 _log = logging.getLogger("fairlead.api")
+
+
+class DrainTarget(Protocol):
+    """What a server does when a drain says so. ``draining``: it is not ready."""
+
+    draining: bool
+
+    def begin_drain(self) -> None:
+        """End readiness; new requests are still served."""
+
+    def refuse_new(self) -> None:
+        """Refuse new requests; those that were accepted go on."""
+
+    def resume(self) -> None:
+        """Be ready and serve new requests again."""
+
+    async def answered(self) -> None:
+        """Wait until every accepted request has its whole answer."""
+
+    async def end_streams(self, timeout: float, waited: float) -> DrainResult:  # noqa: ASYNC109 - 0 is allowed, and its end is no error
+        """Wait ``timeout`` seconds for running requests, then abort them; ``waited`` seconds went
+        by before.
+        """
+        ...
 
 
 class Drain:
@@ -29,13 +53,13 @@ class Drain:
 
     def __init__(
         self,
-        state: ServerState,
+        target: DrainTarget,
         *,
         grace: float,
         timeout: float,
         close_idle: Callable[[], None] = lambda: None,
     ) -> None:
-        self._state = state
+        self._target = target
         self._grace = grace
         self._timeout = timeout
         self._close_idle = close_idle
@@ -47,7 +71,7 @@ class Drain:
         it.
         """
         self._process_ends = self._process_ends or process_ends
-        self._state.begin_drain()
+        self._target.begin_drain()
         if self._task is None:
             _log.info("draining: not ready, new requests are served for %g s", self._grace)
             self._task = asyncio.get_running_loop().create_task(self._run())
@@ -58,7 +82,7 @@ class Drain:
         if self._process_ends:
             raise ApiError(409, "the process is ending; start another one", code="draining")
         self.cancel()
-        self._state.resume()
+        self._target.resume()
 
     async def cut(self) -> DrainResult:
         """End the grace and the running streams now."""
@@ -76,19 +100,17 @@ class Drain:
         return await self._end_streams(self._timeout)
 
     async def _end_streams(self, timeout: float) -> DrainResult:  # noqa: ASYNC109 - 0 is allowed, and its end is no error
-        self._state.refuse_new()
+        self._target.refuse_new()
         self._close_idle()
         _log.info("draining: new requests are refused")
-        if self._state.backend is None:
-            return DrainResult(0, 0)
         clock = asyncio.get_running_loop().time
         began = clock()
         # First what the service does not know: bodies that are read, answers that are sent.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
-                await self._state.answered()
+                await self._target.answered()
         waited = min(clock() - began, timeout)
-        drained = await self._state.backend.service.drain(timeout - waited, waited)
+        drained = await self._target.end_streams(timeout - waited, waited)
         _log.info("drained: %d requests finished, %d were aborted", *drained)
         return drained
 
@@ -98,13 +120,13 @@ class CloseWhileDraining:
     with a pool of connections sends its next request to another pod.
     """
 
-    def __init__(self, app: ASGIApp, state: ServerState) -> None:
+    def __init__(self, app: ASGIApp, target: DrainTarget) -> None:
         self._app = app
-        self._state = state
+        self._target = target
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def answer(message: Message) -> None:
-            if message["type"] == "http.response.start" and self._state.draining:
+            if message["type"] == "http.response.start" and self._target.draining:
                 headers = [*message.get("headers", [])]
                 message["headers"] = headers if _CLOSE in headers else [*headers, _CLOSE]
             await send(message)
