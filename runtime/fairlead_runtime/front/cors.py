@@ -1,4 +1,4 @@
-"""Cross-origin resource sharing: which pages of other origins may read the public port's answers."""
+"""Cross-origin resource sharing: which pages of other origins may read answers of a public port."""
 
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
