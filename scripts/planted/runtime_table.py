@@ -800,7 +800,7 @@ BUGS = (
     ),
     PackageBug(
         "a fix that this build refuses is advised",
-        "fairlead_runtime.sizing.verdict:_fixes.fits",
+        "fairlead_runtime.sizing.fixes:find_fixes.fits",
         "return supported and solve(",
         "return solve(",
         ("unit/sizing/test_memory_plan.py",),

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
 from fairlead_runtime.settings.supported import without_effect
-from fairlead_runtime.sizing.advice import suggest_fix
 from fairlead_runtime.sizing.checkpoint_formats import check_stored
+from fairlead_runtime.sizing.fixes import advise, find_fixes
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.solve import MemoryPlan
 from fairlead_runtime.sizing.terms import GIB, PROCESS, DeviceFacts, gib, surplus_queue
@@ -69,27 +69,23 @@ def resolve(
         config, shape.quantized, dtype, device.kind, experts=shape.experts > 0
     ).clamped()
     plan = plan_memory(shape, config, device, measured)
+
+    def refusal(field: str, problem: str) -> ConfigError:
+        fixes = find_fixes(shape, config, device, measured or {})
+        return ConfigError(field, problem, advise(fixes, device, flags=True))
+
     if plan.used > plan.budget or plan.num_blocks < 1:
         problem = (
             "the model does not fit"
             if plan.used > plan.budget
             else "no room for a single cache block"
         )
-        raise ConfigError(
-            _field_at_fault(config, plan),
-            f"{problem}: {plan.formula}",
-            suggest_fix(shape, config, device, measured),
-        )
+        raise refusal(_field_at_fault(config, plan), f"{problem}: {plan.formula}")
     if plan.loading > plan.budget:
         rounds = config.quantization != "none" and not shape.quantized
-        raise ConfigError(
-            "quantization" if rounds else "max_memory_percent",
-            plan.too_large_to_load,
-            suggest_fix(shape, config, device, measured),
-        )
+        raise refusal("quantization" if rounds else "max_memory_percent", plan.too_large_to_load)
     if plan.num_blocks > plan.most_blocks:
-        hint = f"set --num-blocks {plan.most_blocks}"
-        raise ConfigError("num_blocks", plan.too_many_slots, hint)
+        raise refusal("num_blocks", plan.too_many_slots)
     capacity = min(plan.max_model_len, plan.concurrent_tokens)
     warnings = list(without_effect(config))
     process = (measured or {}).get("process", 0)

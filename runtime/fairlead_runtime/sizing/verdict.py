@@ -3,24 +3,20 @@ it fit.
 
 The operator sizes with facts from a resource, the runtime with facts of its machine and, after a
 profiling run, with measured terms in place of computed ones: one equation for all three. Owns the
-message, which names the fields of the custom resource; ``advice`` names the command line's flags.
+message, which names the fields of the custom resource.
 """
 
-from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
-from fairlead_runtime.settings.supported import is_supported
 from fairlead_runtime.sizing.arithmetic import ceil_div
 from fairlead_runtime.sizing.checkpoint_formats import as_stored
+from fairlead_runtime.sizing.fixes import advise, find_fixes
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.solve import CPU_CACHE, MemoryPlan, solve
-from fairlead_runtime.sizing.tensor_parallel import COUNTS, reason_against, refuse
-from fairlead_runtime.sizing.terms import DEFAULT_QUEUE, GIB, DeviceFacts, dtype_of, gib
-
-LARGEST_HOST = 4096  # GiB: no larger machine is suggested
+from fairlead_runtime.sizing.tensor_parallel import refuse
+from fairlead_runtime.sizing.terms import DeviceFacts, gib
 
 
 def plan_memory(
@@ -72,7 +68,7 @@ def _message(
             f"has {gib(free)}"
         )
     elif memory.num_blocks > memory.most_blocks:
-        return f"numBlocks {memory.too_many_slots}: set numBlocks ≤ {memory.most_blocks}"
+        problem = f"numBlocks {memory.too_many_slots}"
     elif config.num_blocks is not None:
         problem = (
             f"numBlocks {config.num_blocks} hold {memory.concurrent_tokens} "
@@ -82,67 +78,5 @@ def _message(
         cpu_limit = CPU_CACHE // config.tensor_parallel
         room = min(free, cpu_limit) if device.kind == "cpu" else free
         problem = f"needs {gib(needed)} GiB of KV cache, has {gib(room)}"
-    fixes = _fixes(memory, shape, config, device, measured)
-    return (
-        f"{problem}: set {' or '.join(fixes)}"
-        if fixes
-        else f"{problem}: choose a larger accelerator or a smaller model"
-    )
-
-
-def _fixes(
-    memory: MemoryPlan,
-    shape: ModelShape,
-    config: EngineConfig,
-    device: DeviceFacts,
-    measured: Mapping[str, int],
-) -> list[str]:
-    """At most two changes, each of which alone makes the engine fit: each is tried by solving
-    again, and none sets a value that this build does not support.
-    """
-
-    def fits(facts: DeviceFacts = device, **change: Any) -> bool:
-        changed = replace(config, **change)
-        supported = is_supported(changed, dtype_of(shape, changed), facts.kind)
-        return supported and solve(shape, changed, facts, measured).fits
-
-    fixes: list[str] = []
-    blocks = ceil_div(memory.max_model_len, memory.block_size)
-    lengths = range(2, memory.max_model_len)  # shorter ones are refused
-    longest = 1 + bisect_left(lengths, True, key=lambda n: not fits(max_model_len=n))
-    if longest >= memory.block_size:
-        step = 1024 if longest >= 2048 else memory.block_size
-        fixes.append(f"maxModelLen ≤ {longest // step * step}")
-    if (config.num_blocks is not None or device.kind == "cpu") and fits(num_blocks=blocks):
-        fixes.append(f"numBlocks {blocks}")
-    parallel = (n for n in COUNTS if n > config.tensor_parallel and not reason_against(shape, n))
-    if device.kind == "cuda" and config.quantization == "none":
-        fixes += [f"tensorParallel {n}" for n in parallel if fits(tensor_parallel=n)][:1]
-    if device.kind == "cuda" and config.cpu_offload_space and fits(cpu_offload_space=0.0):
-        fixes.append("cpuOffloadSpace 0")  # the staging buffer's room
-    # Quantization is not advised: whether every layer can have it, only a loaded model tells.
-    if (
-        device.kind == "cpu"
-        and config.cpu_offload_space
-        and fits(cpu_offload_space=0.0, num_blocks=blocks)
-    ):
-        quarters = range(1, int(4 * config.cpu_offload_space) + 1)
-        fitting = bisect_left(
-            quarters, True, key=lambda n: not fits(cpu_offload_space=n / 4, num_blocks=blocks)
-        )
-        fixes.insert(0, f"cpuOffloadSpace ≤ {fitting / 4:g} and numBlocks {blocks}")
-    queues = range(config.max_queue // DEFAULT_QUEUE, 0, -1)
-    queue = bisect_left(queues, True, key=lambda n: fits(max_queue=n * DEFAULT_QUEUE))
-    if queue < len(queues):
-        fixes.insert(0, f"maxQueue ≤ {queues[queue] * DEFAULT_QUEUE}")
-    shares = [i / 100 for i in range(int(100 * config.max_memory_percent) + 1, 101)]
-    share = bisect_left(shares, True, key=lambda n: fits(max_memory_percent=n))
-    if share < len(shares):
-        fixes.append(f"maxMemoryPercent {shares[share]}")
-    if device.kind == "cpu" and not fixes:
-        sizes = range(device.total_bytes // GIB + 1, LARGEST_HOST)
-        enough = bisect_left(
-            sizes, True, key=lambda n: fits(replace(device, total_bytes=n * GIB), num_blocks=blocks)
-        )
-        fixes += [f"memory {sizes[enough]}Gi and numBlocks {blocks}"] if enough < len(sizes) else []
-    return fixes[:2]
+    fixes = find_fixes(shape, config, device, measured)
+    return f"{problem}: {advise(fixes, device, flags=False)}"

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
+from fairlead_runtime.build.resolve import resolve
+from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig, flag_of
 from fairlead_runtime.settings.supported import is_supported
-from fairlead_runtime.sizing import advice, verdict
-from fairlead_runtime.sizing.advice import suggest_fix
+from fairlead_runtime.sizing import fixes, verdict
 from fairlead_runtime.sizing.groups import group_layers
 from fairlead_runtime.sizing.report import memory_report
 from fairlead_runtime.sizing.shape import ModelShape
@@ -139,7 +139,9 @@ FIXES = {
     "cpuOffloadSpace": "cpu_offload_space",
     "maxMemoryPercent": "max_memory_percent",
     "maxQueue": "max_queue",
+    "maxBatchTokens": "max_batch_tokens",
 }
+FIELD = rf"({'|'.join(FIXES)}) ((?:≤ )?[\d.]+)(?= or| and|$)"
 SHARES = ("cpuOffloadSpace", "maxMemoryPercent")
 
 
@@ -357,24 +359,24 @@ def test_a_cpu_reserves_a_fixed_size_for_its_processes_unless_more_is_measured(
         (
             {"deterministic": True},  # not beside more than one accelerator
             DeviceFacts("cuda", 16 * GIB),
-            r"needs \S+ GiB before any KV cache, has 14\.4: choose a larger accelerator or a .*",
+            r"needs \S+ GiB before any KV cache, has 14\.4: choose an accelerator of 38 GiB or a",
         ),
         (
             {"num_blocks": 10},
             DeviceFacts("cuda", 80 * GIB),
-            r"numBlocks 10 hold 160 of 131072 tokens: set maxModelLen ≤ 160",
+            r"numBlocks 10 hold 160 of 131072 tokens: set numBlocks 8192 or maxModelLen ≤ 160",
         ),
         (
             {"num_blocks": 10**6},
             DeviceFacts("cuda", 80 * GIB),
-            r"numBlocks 1000000 need 1953\.1 GiB .* numBlocks 8192",
+            r"numBlocks 1000000 need 1953\.1 GiB of KV cache, has 53\.9: set numBlocks 27599",
         ),
         (
             {},
             DeviceFacts("cpu", 4 * GIB),
             r"needs .* GiB before any KV cache, has 3\.6: set memory \d+Gi and numBlocks 8192",
         ),
-        ({}, DeviceFacts("cuda", GIB), r"choose a larger accelerator or a smaller model"),
+        ({}, DeviceFacts("cuda", GIB), r": choose an accelerator of 38 GiB or a smaller model"),
     ],
     ids=lambda v: None if isinstance(v, str) else str(v),
 )
@@ -389,9 +391,9 @@ def test_a_verdict_says_what_is_missing_and_what_to_set(
 def test_a_too_large_offload_space_is_reported_with_the_largest_that_fits() -> None:
     config = EngineConfig(max_batch_tokens=512, max_model_len=4096, cpu_offload_space=40.0)
     plan = plan_memory(LLAMA_8B, config, DeviceFacts("cpu", 32 * GIB))
-    fix = re.search(r"cpuOffloadSpace ≤ (\S+) and numBlocks (\d+)", plan.message)
+    fix = re.search(r"set cpuOffloadSpace ≤ (\S+)", plan.message)
     assert fix is not None, plan.message
-    fitting = replace(config, cpu_offload_space=float(fix[1]), num_blocks=int(fix[2]))
+    fitting = replace(config, cpu_offload_space=float(fix[1]))
     assert plan_memory(LLAMA_8B, fitting, DeviceFacts("cpu", 32 * GIB)).fits
     larger = replace(fitting, cpu_offload_space=float(fix[1]) + 0.25)
     assert not plan_memory(LLAMA_8B, larger, DeviceFacts("cpu", 32 * GIB)).fits
@@ -404,6 +406,29 @@ def test_a_too_long_queue_is_reported_with_the_longest_that_fits() -> None:
     assert fix is not None
     assert plan_memory(LLAMA_8B, replace(config, max_queue=int(fix[1])), device).fits
     assert not plan_memory(LLAMA_8B, replace(config, max_queue=int(fix[1]) + 1024), device).fits
+
+
+@examples
+@given(shapes(), SUPPORTED, DEVICES, st.none() | st.integers(1, 50_000))
+def test_operator_and_pod_advise_the_same_changes(
+    shape: ModelShape, settings: dict[str, Any], device: DeviceFacts, pinned: int | None
+) -> None:
+    """Where the pod starts all the same, with a cache of less than one sequence, it advises
+    nothing.
+    """
+    config = EngineConfig(**settings, num_blocks=pinned)
+    message = plan_memory(shape, config, device).message
+    try:
+        resolve(config, shape, device, dtype="float32")
+    except ConfigError as error:
+        assume("fit" in str(error) or "load" in str(error))
+        flags = re.findall(r"--(\S+) (\S+)", error.hint)
+    else:
+        return
+    named = [(name, value.removeprefix("≤ ")) for name, value in re.findall(FIELD, message)]
+    assert [(flag_of(FIXES[name]), value) for name, value in named] == [
+        (f"--{flag}", value) for flag, value in flags
+    ]
 
 
 @pytest.mark.parametrize(
@@ -425,11 +450,10 @@ def test_advice_takes_few_solutions_however_large_the_value(
         solved.append(given[1])
         return solve(*given)
 
-    for module in (verdict, advice):
+    for module in (verdict, fixes):
         monkeypatch.setattr(module, "solve", counted)
     config = EngineConfig(max_batch_tokens=512, max_model_len=4096, **settings)
     assert not plan_memory(LLAMA_8B, config, DeviceFacts("cpu", 32 * GIB)).fits
-    assert suggest_fix(LLAMA_8B, config, DeviceFacts("cpu", 32 * GIB))
     assert len(solved) <= 200
 
 

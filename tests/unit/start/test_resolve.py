@@ -272,13 +272,13 @@ def test_a_cache_has_fewer_slots_than_int32_counts_however_much_memory_there_is(
         DeviceFacts("cuda", 1 << 50),
     )
     assert not refused.fits
-    assert refused.message.endswith(f"set numBlocks ≤ {largest.num_blocks}")
+    assert refused.message.endswith(f"set numBlocks {largest.num_blocks}")
 
 
 def test_when_no_setting_helps_the_hint_names_the_memory_needed() -> None:
     with pytest.raises(ConfigError) as error:
         resolved(shared_memory=40.0)
-    needed = re.fullmatch(r"needs (\d+) GiB of memory with these settings", error.value.hint)
+    needed = re.fullmatch(r"needs (\d+) GiB of memory", error.value.hint)
     assert needed is not None
     assert (
         resolved(shared_memory=40.0, device=DeviceFacts("cpu", int(needed[1]) * GIB)).num_blocks
