@@ -1290,6 +1290,13 @@ BUGS = (
         ON_HUMMING,
     ),
     PackageBug(
+        "a packed matrix of a package is multiplied as one of ours",
+        "fairlead_kernels.plain.torch_operations:TorchOperations.linear",
+        "(product := weight.multiply(x, bias)) is not None",
+        "product := None",
+        ON_HUMMING,
+    ),
+    PackageBug(
         "a package's 4-bit products are proven for a single token",
         "fairlead_kernels.packages.humming_products:HummingProducts._prove",
         "for tokens in (1, *BOUNDS, len(x))]",

@@ -57,6 +57,9 @@ class Packed:
         scales = () if self.scales is None else (self.scales,)
         return (self.data, *scales, *(() if self.groups is None else self.groups.tensors))
 
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
+        """``LayerOperations.linear`` of a layout with its own product; None: ``data`` is read."""
+
     @property
     def nbytes(self) -> int:
         return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors)

@@ -64,7 +64,7 @@ class HummingPacked(Packed):
         return tuple(tensor for part in part_tensors for tensor in part if tensor is not None)
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """``LayerOperations.linear``, for ``x`` in the type for which it was made. Raises
+        """``Packed.multiply``, for ``x`` in the type for which it was made. Raises
         ValueError for another.
         """
         if self.products is None or x.dtype is not self.products.dtype:

@@ -18,7 +18,6 @@ from fairlead_kernels.interface.cache_write import write
 from fairlead_kernels.interface.layer import Activation, Groups, Norm, Packed
 from fairlead_kernels.interface.not_available import NotAvailableError, brief
 from fairlead_kernels.interface.reference import ACTIVATIONS
-from fairlead_kernels.packages.humming_products import HummingPacked
 from fairlead_kernels.plain import torch_groups
 
 # Of 1 and a result together: it is rounded to bfloat16, and sums have any order.
@@ -69,8 +68,8 @@ class TorchOperations:
         comparison of a layer with its original, takes a copy of them in its own; so does every
         ``x`` of quantized ones, but for those in a package's layout.
         """
-        if isinstance(weight, HummingPacked):
-            return weight.multiply(x, bias)
+        if (product := weight.multiply(x, bias)) is not None:
+            return product
         if weight.groups is not None and weight.scales is not None:
             return self._grouped(x, weight, weight.scales, weight.groups, bias)
         if weight.scales is not None:
