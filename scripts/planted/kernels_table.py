@@ -33,6 +33,7 @@ ON_TRITON_PACKAGE = ("unit/kernels/test_triton_package.py",)
 ON_TRITON = ("unit/kernels/test_triton_attention.py",)
 ON_EXPERTS = ("unit/kernels/test_experts.py",)
 ON_HUMMING = ("unit/kernels/test_humming_products.py",)
+ON_COMPARISON = ("unit/kernels/test_comparison.py",)
 
 BUGS = (
     PackageBug(
@@ -774,7 +775,7 @@ BUGS = (
     PackageBug(
         "Triton's attention is taken unproven",
         "fairlead_kernels.choice.backend:_gpu_attention",
-        "        prove(triton, heads, kinds, device, block_size)\n",
+        "        prove_attention(triton, heads, kinds, device, block_size)\n",
         "",
         ("unit/kernels/test_triton_attention.py",),
     ),
@@ -787,7 +788,7 @@ BUGS = (
     ),
     PackageBug(
         "kernels are proven for blocks of one size, and served with another",
-        "fairlead_kernels.proofs.attention_proof:_difference",
+        "fairlead_kernels.proofs.attention_proof:_prove",
         "        block_size=size,\n",
         "        block_size=BLOCK_SIZE,\n",
         ("unit/kernels/test_triton_attention.py",),
@@ -1096,8 +1097,8 @@ BUGS = (
     PackageBug(
         "flashinfer: a kernel that computes nonsense is taken",
         "fairlead_kernels.proofs.attention_proof:_prove",
-        "if not difference <= TOLERANCE[heads.dtype]:",
-        "if difference > 1 / TOLERANCE[heads.dtype]:",
+        "prove(name, compute, expected,",
+        "prove(name, compute, compute().cpu(),",
         ON_FLASHINFER,
     ),
     PackageBug(
@@ -1277,17 +1278,80 @@ BUGS = (
     ),
     PackageBug(
         "Triton: a kernel that computes nonsense is taken",
-        "fairlead_kernels.proofs.triton_proof:prove",
-        "    if not difference <= TOLERANCE:",
-        "    if difference > 1 / TOLERANCE:",
+        "fairlead_kernels.proofs.triton_proof:prove_operations",
+        "_results(reference, dtype,",
+        "_results(operations, dtype,",
         GPU_OPERATIONS,
     ),
     PackageBug(
         "a package's 4-bit product that computes nonsense is taken",
         "fairlead_kernels.packages.humming_products:HummingProducts._prove",
-        "        if not difference <= TOLERANCE[self.dtype]:",
-        "        if difference > 1 / TOLERANCE[self.dtype]:",
+        'prove("it", compute, expected[: len(y)],',
+        'prove("it", compute, compute(),',
         ON_HUMMING,
+    ),
+    PackageBug(
+        "a difference that is many times what rounding explains is allowed, and NaN",
+        "fairlead_kernels.proofs.comparison:prove",
+        "    if not difference <= allowed:",
+        "    if difference > 1 / allowed:",
+        ON_COMPARISON,
+    ),
+    PackageBug(
+        "NaN of flashinfer's attention is allowed",
+        "fairlead_kernels.proofs.comparison:prove",
+        "    if not difference <= allowed:",
+        "    if difference > allowed:",
+        ON_FLASHINFER,
+    ),
+    PackageBug(
+        "NaN of a layer's kernels is allowed",
+        "fairlead_kernels.proofs.comparison:prove",
+        "    if not difference <= allowed:",
+        "    if difference > allowed:",
+        GPU_OPERATIONS,
+    ),
+    PackageBug(
+        "NaN of a package's 4-bit product is allowed",
+        "fairlead_kernels.proofs.comparison:prove",
+        "    if not difference <= allowed:",
+        "    if difference > allowed:",
+        ON_HUMMING,
+    ),
+    PackageBug(
+        "a difference is that of 1, whatever was summed",
+        "fairlead_kernels.proofs.comparison:prove",
+        " / scale).max())",
+        ").max())",
+        ON_COMPARISON,
+    ),
+    PackageBug(
+        "a kernel that gives zeros for sums of zeros is refused",
+        "fairlead_kernels.proofs.comparison:prove",
+        "scale.clamp(min=TINY)",
+        "scale",
+        ON_COMPARISON,
+    ),
+    PackageBug(
+        "products in one order are not proven for weights as they are",
+        "fairlead_kernels.proofs.triton_proof:_results",
+        "product, grouped, dense\n",
+        "product, grouped\n",
+        ON_FIXED,
+    ),
+    PackageBug(
+        "a product of experts that computes nonsense is taken",
+        "fairlead_kernels.choice.experts:prove_product",
+        "prove(name, compute, expected,",
+        "prove(name, compute, compute(),",
+        ON_EXPERTS,
+    ),
+    PackageBug(
+        "a product of 8-bit floats that computes nonsense is taken",
+        "fairlead_kernels.plain.torch_operations:prove_fp8",
+        "compute, expected, x.dtype,",
+        "compute, compute(), x.dtype,",
+        GPU_OPERATIONS,
     ),
     PackageBug(
         "a packed matrix of a package is multiplied as one of ours",

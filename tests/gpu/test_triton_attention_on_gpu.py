@@ -13,7 +13,7 @@ from fairlead_kernels.choice.backend import pick
 from fairlead_kernels.gpu import triton_attention
 from fairlead_kernels.interface import reference
 from fairlead_kernels.interface.attention import DecodeRows, Heads, LayerKind, LayerSpec
-from fairlead_kernels.proofs.attention_proof import prove
+from fairlead_kernels.proofs.attention_proof import prove_attention
 from fairlead_runtime import LLM, SamplingParams
 from fairlead_runtime.models import tiny
 from support.attention_cases import Case, make_case
@@ -73,7 +73,7 @@ def test_random_steps_match_the_definition(
 def test_it_is_proven_in_each_type(dtype: torch.dtype) -> None:
     kinds = (frozenset({LayerKind(0.1), LayerKind(0.1, 64, 5.0, sinks=True)}),)
     heads = Heads(8, 2, 80, 80, dtype)
-    prove(triton_attention.load(heads, CUDA), heads, kinds, CUDA)
+    prove_attention(triton_attention.load(heads, CUDA), heads, kinds, CUDA)
 
 
 def test_auto_takes_it_for_float32() -> None:

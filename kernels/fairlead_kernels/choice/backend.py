@@ -21,8 +21,8 @@ from fairlead_kernels.packages.flashinfer_package import FlashinferPackage
 from fairlead_kernels.packages.humming_products import HummingProducts
 from fairlead_kernels.plain.torch_attention import TorchAttention
 from fairlead_kernels.plain.torch_operations import TorchOperations, prove_fp8
-from fairlead_kernels.proofs import triton_proof
-from fairlead_kernels.proofs.attention_proof import BLOCK_SIZE, prove
+from fairlead_kernels.proofs.attention_proof import BLOCK_SIZE, prove_attention
+from fairlead_kernels.proofs.triton_proof import prove_operations
 
 # The oldest GPUs, by their compute capability, that flashinfer's kernels run on in each type.
 OLDEST_GPU = {torch.float16: (7, 5), torch.bfloat16: (8, 0)}
@@ -95,7 +95,7 @@ def _gpu_attention(
     try:
         package = flashinfer_for(heads, device)
         flashinfer = FlashinferAttention(heads, kinds, device, package)
-        prove(flashinfer, heads, kinds, device, block_size)
+        prove_attention(flashinfer, heads, kinds, device, block_size)
     except NotAvailableError as error:
         if kernels == "flashinfer":
             raise
@@ -104,7 +104,7 @@ def _gpu_attention(
         return flashinfer, f"attention by flashinfer {package.version}", ""
     try:
         triton = triton_attention.load(heads, device)
-        prove(triton, heads, kinds, device, block_size)
+        prove_attention(triton, heads, kinds, device, block_size)
     except NotAvailableError as error:
         plain = TorchAttention(heads, device)
         return plain, PORTABLE.format(device.type), f"{reason}; no Triton attention: {error}"
@@ -154,7 +154,7 @@ def gpu_operations(
             fp8, without = False, f"; activations are not rounded to 8-bit floats: {error}"
     try:
         operations = triton_operations.load(fp8=fp8)
-        triton_proof.prove(operations, dtype, device, cache_dtype)
+        prove_operations(operations, dtype, device, cache_dtype)
     except NotAvailableError as error:
         return TorchOperations(fp8=fp8), f"layers in torch: {error}{without}"
     return operations, f"layers in Triton{without}"

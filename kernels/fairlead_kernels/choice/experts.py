@@ -13,8 +13,8 @@ from torch import Tensor
 
 from fairlead_kernels.gpu import triton_experts
 from fairlead_kernels.interface import reference
-from fairlead_kernels.interface.not_available import NotAvailableError, brief
-from fairlead_kernels.proofs.attention_proof import TOLERANCE
+from fairlead_kernels.interface.not_available import NotAvailableError
+from fairlead_kernels.proofs.comparison import prove
 
 # Of the tokens that a product is tried on: more for the last expert than a tile has, and some
 # without any.
@@ -54,7 +54,7 @@ def choose(
         return None, ""
     try:
         for sample in samples:
-            prove(torch_product, sample, "torch's product")
+            prove_product(torch_product, sample, "torch's product")
             _prove_no_wait(sample)
     except NotAvailableError as error:
         reason = str(error)
@@ -63,7 +63,7 @@ def choose(
     try:
         triton_product = triton_experts.load()
         for sample in samples:
-            prove(triton_product, sample, "Triton's product")
+            prove_product(triton_product, sample, "Triton's product")
     except NotAvailableError as error:
         return None, f"experts in torch, though {reason}: {error}"
     return triton_product, f"experts in Triton: {reason}"
@@ -80,23 +80,18 @@ def torch_product(x: Tensor, weights: Tensor, ends: Tensor, bias: Tensor | None 
     return out
 
 
-def prove(product: ExpertProduct, sample: Matrices, name: str) -> None:
+def prove_product(product: ExpertProduct, sample: Matrices, name: str) -> None:
     """Compare with the reference for a few tokens. May compile, which takes seconds. Raises
     NotAvailableError with the reason where it does not run or computes something else.
     """
     x, ends = _tokens(sample.weights)
-    try:
-        result = product(x, sample.weights, ends, sample.bias)[:, -COMPARED:]
-        bias = None if sample.bias is None else sample.bias[:, -COMPARED:]
-        expected = reference.expert_product(x, sample.weights[..., -COMPARED:], ends, bias).double()
-    except Exception as error:
-        raise NotAvailableError(f"{name} does not run here: {brief(error)}") from error
-    largest = float(expected.abs().max())
-    difference = float((result.double() - expected).abs().max())
-    if not difference <= TOLERANCE[x.dtype] * largest:
-        raise NotAvailableError(
-            f"{name} differs from the reference by {difference:.2g} of {largest:.2g}"
-        )
+    bias = None if sample.bias is None else sample.bias[:, -COMPARED:]
+    expected = reference.expert_product(x, sample.weights[..., -COMPARED:], ends, bias)
+
+    def compute() -> Tensor:
+        return product(x, sample.weights, ends, sample.bias)[:, -COMPARED:]
+
+    prove(name, compute, expected, x.dtype, "sum", expected.abs().max())
 
 
 def _prove_no_wait(sample: Matrices) -> None:

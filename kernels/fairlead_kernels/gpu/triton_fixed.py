@@ -22,9 +22,8 @@ from fairlead_kernels.gpu.triton_operations import (
 from fairlead_kernels.interface.attention import GroupKinds, Heads, LayerSpec, RaggedRows
 from fairlead_kernels.interface.cache_write import raw
 from fairlead_kernels.interface.layer import Packed
-from fairlead_kernels.interface.not_available import NotAvailableError, brief
-from fairlead_kernels.proofs import triton_proof
-from fairlead_kernels.proofs.attention_proof import TOLERANCE, prove
+from fairlead_kernels.proofs.attention_proof import prove_attention
+from fairlead_kernels.proofs.triton_proof import prove_operations
 
 # Of a program's shared memory, of which the least GPUs from compute capability 8.0 on have 99 KiB.
 SHARED_BYTES = 80 << 10
@@ -39,26 +38,12 @@ def load(
     kernels, fixed = (triton_package.load(f"fairlead_kernels.gpu.{name}") for name in MODULES)
     operations = FixedOperations(kernels, fixed)
     attention = FixedAttention(heads, device, fixed)
-    triton_proof.prove(operations, heads.dtype, device, heads.cache_dtype)
-    _prove_product(operations, heads.dtype, device)
-    prove(attention, heads, kinds, device)
+    prove_operations(operations, heads.dtype, device, heads.cache_dtype)
+    prove_attention(attention, heads, kinds, device)
     return attention, operations
 
 
 MODULES = ("triton_kernels", "triton_fixed_kernels")
-
-
-def _prove_product(operations: "FixedOperations", dtype: torch.dtype, device: torch.device) -> None:
-    generator = torch.Generator().manual_seed(0)
-    x, weight = (torch.randn(n, 96, generator=generator).to(dtype) for n in (70, 40))
-    expected = x.double() @ weight.double().T
-    try:
-        result = operations.linear(x.to(device), operations.pack([weight.to(device)], dtype=dtype))
-    except Exception as error:
-        raise NotAvailableError(f"Triton's product does not run here: {brief(error)}") from error
-    difference = float(((result.cpu().double() - expected).abs() / (1 + expected.abs())).max())
-    if not difference <= TOLERANCE[dtype]:
-        raise NotAvailableError(f"Triton's product differs from the reference by {difference:.2g}")
 
 
 class FixedOperations(TritonOperations):

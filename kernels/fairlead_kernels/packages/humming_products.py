@@ -10,6 +10,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from fairlead_kernels.interface.layer import Groups, Packed
 from fairlead_kernels.interface.not_available import NotAvailableError, brief, name_of
 from fairlead_kernels.packages.humming_memory import UNPACKAGED, takes
 from fairlead_kernels.packages.humming_package import HummingPackage, compilers
+from fairlead_kernels.proofs.comparison import prove
 
 log = logging.getLogger(__name__)
 
@@ -29,9 +31,6 @@ BOUNDS, LARGE, UNBOUNDED = (16, 64, 256), 2048, 1 << 30
 # Its kernels whose programs have whole sums, in float32. By default up to ten programs share one,
 # and add their parts in 16 bits, in any order: two equal steps would differ.
 WHOLE_SUMS = json.dumps({"use_batch_invariant": True})
-# Of a row's largest result: a weight and a result are rounded to 16 bits, which moves them by as
-# much as 2^-8 and 2^-11 of themselves.
-TOLERANCE = {torch.bfloat16: 0.02, torch.float16: 0.005}
 # The most by which a scale may be rounded, in units of itself or of a sixteenth of the largest.
 SCALE = {torch.bfloat16: 2**-8, torch.float16: 2**-10}
 ROWS_AT_A_TIME = 1024  # of a matrix that is widened to be compared with
@@ -226,23 +225,16 @@ class HummingProducts:
         x = x.to(self._device, self.dtype)
         with compilers(self._workers):
             results = [packed.multiply(x[:tokens]) for tokens in (1, *BOUNDS, len(x))]
-        differences: list[Tensor] = []  # of tensors, so that NaN stays NaN
         for span, order in _runs(groups):
             inputs = (x if order is None else x[:, order]).float()
             for begin in range(span.start, span.stop, ROWS_AT_A_TIME):
                 rows = slice(begin, min(begin + ROWS_AT_A_TIME, span.stop))
                 parts = data[rows], scales[:, rows].T, groups.zeros[:, rows].T
                 expected = inputs @ widened(*parts, torch.float32).T
-                # Rows of scales that are zeros are zeros.
-                largest = expected.abs().amax(0).clamp_(min=torch.finfo(torch.float32).tiny)
+                largest = expected.abs().amax(0)
                 for y in results:
-                    row_differences = (y[:, rows].float() - expected[: len(y)]).abs().amax(0)
-                    differences.append((row_differences / largest).max())
-        difference = float(torch.stack(differences).max())
-        if not difference <= TOLERANCE[self.dtype]:
-            raise NotAvailableError(
-                f"it differs from the reference by {difference:.2g} of a row's largest"
-            )
+                    compute = partial(y.narrow, 1, begin, len(largest))
+                    prove("it", compute, expected[: len(y)], self.dtype, "int4", largest)
 
 
 def _runs(groups: Groups) -> Iterator[tuple[slice, Tensor | None]]:

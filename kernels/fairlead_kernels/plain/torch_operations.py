@@ -16,12 +16,9 @@ from fairlead_kernels.formats.int4 import as_grouped
 from fairlead_kernels.formats.quantize import FP8, Quantized, as_quantized, quantize
 from fairlead_kernels.interface.cache_write import write
 from fairlead_kernels.interface.layer import Activation, Groups, Norm, Packed
-from fairlead_kernels.interface.not_available import NotAvailableError, brief
 from fairlead_kernels.interface.reference import ACTIVATIONS
 from fairlead_kernels.plain import torch_groups
-
-# Of 1 and a result together: it is rounded to bfloat16, and sums have any order.
-FP8_TOLERANCE = 0.01
+from fairlead_kernels.proofs.comparison import prove
 
 
 class TorchOperations:
@@ -151,16 +148,12 @@ def prove_fp8(device: torch.device) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(5, 64, generator=generator).bfloat16()
     weight = quantize(torch.randn(32, 64, generator=generator), "fp8")
-    try:
-        result = _fp8_product(
-            x.to(device), weight.numbers.to(device), weight.scales.to(device)
-        ).cpu()
-    except Exception as error:
-        raise NotAvailableError(f"they are not multiplied here: {brief(error)}") from error
     expected = quantize(x.float(), "fp8").dequantize() @ weight.dequantize().T
-    difference = float(((result - expected).abs() / (1 + expected.abs())).max())
-    if not difference <= FP8_TOLERANCE:
-        raise NotAvailableError(f"their product differs from the definition by {difference:.2g}")
+
+    def compute() -> Tensor:
+        return _fp8_product(x.to(device), weight.numbers.to(device), weight.scales.to(device))
+
+    prove("the product of 8-bit floats", compute, expected, x.dtype, "operation")
 
 
 def _fp8_product(x: Tensor, numbers: Tensor, scales: Tensor) -> Tensor:

@@ -5,6 +5,8 @@ first request would find: no C compiler for Triton's launcher, a driver or a GPU
 does not know.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -12,14 +14,12 @@ from fairlead_kernels.formats.int4 import Grouped
 from fairlead_kernels.formats.quantize import quantize
 from fairlead_kernels.interface import reference
 from fairlead_kernels.interface.layer import LayerOperations, Norm
-from fairlead_kernels.interface.not_available import NotAvailableError, brief
+from fairlead_kernels.proofs.comparison import prove
 
 TOKENS, QUERIES, KV, DIM, ROWS = 5, 3, 1, 64, 33
-# Of 1 and a value together; rounding to bfloat16 moves a value by at most 0.004 of itself.
-TOLERANCE = 0.01
 
 
-def prove(
+def prove_operations(
     operations: LayerOperations,
     dtype: torch.dtype,
     device: torch.device,
@@ -31,14 +31,9 @@ def prove(
     Compiles them, which takes seconds. Raises NotAvailableError with the reason where one does not
     run or computes something else.
     """
-    try:
-        results = _results(operations, dtype, device, cache_dtype or dtype).cpu()
-    except Exception as error:
-        raise NotAvailableError(f"Triton does not run here: {brief(error)}") from error
+    compute = partial(_results, operations, dtype, device, cache_dtype or dtype)
     expected = _results(reference, dtype, torch.device("cpu"), cache_dtype or dtype)
-    difference = float(((results - expected).abs() / (1 + expected.abs())).max())
-    if not difference <= TOLERANCE:
-        raise NotAvailableError(f"a Triton kernel differs from the reference by {difference:.2g}")
+    prove(f"{operations.name}'s layer", compute, expected, dtype, "operation")
 
 
 def _results(
@@ -71,5 +66,6 @@ def _results(
     scales = random(ROWS, 2, as_type=torch.float32)
     int4_weight = Grouped("int4", integers, scales.cpu(), zeros.to(torch.uint8), order).to(device)
     grouped = operations.linear(random(TOKENS, DIM), operations.pack([int4_weight], factor=1 / DIM))
-    results = *normed, query, keys, values, gated, product, grouped
+    dense = operations.linear(random(70, 96), operations.pack([random(40, 96)], dtype=dtype))
+    results = *normed, query, keys, values, gated, product, grouped, dense
     return torch.cat([result.flatten().double() for result in results])

@@ -154,9 +154,9 @@ def test_kernels_that_compute_what_the_reference_does_are_proven(count: int) -> 
     for dtype, bias in itertools.product(DTYPES, (None, torch.randn(count, 96))):
         weights = torch.randn(count, 24, 96).to(dtype) / 50
         sample = Matrices(weights, None if bias is None else bias.to(dtype) / 50)
-        experts.prove(triton_standin.experts(), sample, "ours")
-        experts.prove(experts.torch_product, sample, "torch's")
-    experts.prove(triton_standin.experts(interpreted=True), sample, "ours")
+        experts.prove_product(triton_standin.experts(), sample, "ours")
+        experts.prove_product(experts.torch_product, sample, "torch's")
+    experts.prove_product(triton_standin.experts(interpreted=True), sample, "ours")
 
 
 def wrong(x: Tensor, weights: Tensor, ends: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -10,12 +10,12 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from fairlead_kernels.formats.quantize import FP8, quantize
-from fairlead_kernels.gpu import triton_fixed
 from fairlead_kernels.interface import reference
 from fairlead_kernels.interface.attention import Heads, LayerKind, LayerSpec
 from fairlead_kernels.interface.layer import Packed
 from fairlead_kernels.interface.not_available import NotAvailableError
-from fairlead_kernels.proofs.attention_proof import prove
+from fairlead_kernels.proofs.attention_proof import prove_attention
+from fairlead_kernels.proofs.triton_proof import prove_operations
 from support.attention_cases import Cut, attend_cut, make_case
 from support.full import LONG_FORM
 from support.operation_cases import ProductCase, fixed_attention, fixed_operations, product_cases
@@ -114,18 +114,18 @@ def test_kernels_that_compute_what_the_reference_does_are_proven(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
     ours = fixed_operations()
-    triton_fixed._prove_product(ours, dtype, CPU)
+    prove_operations(ours, dtype, CPU)
     heads, kinds = Heads(2, 1, 16, 16, dtype), (frozenset({LayerKind(0.2, softcap=5.0)}),)
     attention = fixed_attention(heads)
-    prove(attention, heads, kinds, CPU)
+    prove_attention(attention, heads, kinds, CPU)
     run = attention.run
     monkeypatch.setattr(attention, "run", lambda *arguments: run(*arguments) + 1)
     with pytest.raises(NotAvailableError, match=r"triton in order's kernel for .* differs"):
-        prove(attention, heads, kinds, CPU)
+        prove_attention(attention, heads, kinds, CPU)
     pack = ours.pack
     monkeypatch.setattr(ours, "pack", lambda *x, **y: replace(pack(*x, **y), factor=2.0))
-    with pytest.raises(NotAvailableError, match="Triton's product differs from the reference"):
-        triton_fixed._prove_product(ours, dtype, CPU)
+    with pytest.raises(NotAvailableError, match="triton's layer differs from the reference"):
+        prove_operations(ours, dtype, CPU)
 
 
 cuts = st.lists(st.integers(1, 40), min_size=1, max_size=3)

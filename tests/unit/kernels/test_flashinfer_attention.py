@@ -34,7 +34,7 @@ from fairlead_kernels.packages.flashinfer_attention import (
 from fairlead_kernels.packages.flashinfer_memory import PLAN_BYTES, split_bytes
 from fairlead_kernels.packages.flashinfer_plan import paged_rows
 from fairlead_kernels.plain.torch_operations import TorchOperations
-from fairlead_kernels.proofs.attention_proof import prove
+from fairlead_kernels.proofs.attention_proof import prove_attention
 from support import flashinfer_standin as standin
 from support.attention_cases import Case, make_case
 from support.full import LONG_FORM
@@ -493,7 +493,7 @@ def test_auto_takes_flashinfer_on_a_gpu_once_it_is_proven(monkeypatch: pytest.Mo
     assert "no flashinfer: flashinfer's kernel for LayerKind" in str(choice)
     with pytest.raises(NotAvailableError, match="does not run here"):
         pick(heads, kinds, CUDA, "flashinfer")
-    monkeypatch.setattr(backend, "prove", lambda *_: None)
+    monkeypatch.setattr(backend, "prove_attention", lambda *_: None)
     for kernels in ("auto", "flashinfer"):
         choice = pick(heads, kinds, CUDA, kernels)
         assert (choice.attention, choice.operations) == (attention, LAYERS)
@@ -546,9 +546,9 @@ KINDS = (
 def test_kernels_that_compute_what_the_reference_does_are_proven() -> None:
     for dtype in (torch.float16, torch.bfloat16):
         heads = Heads(6, 2, 64, 64, dtype)
-        prove(standin.attention(heads, KINDS), heads, KINDS, CPU)
+        prove_attention(standin.attention(heads, KINDS), heads, KINDS, CPU)
         heads = replace(heads, fp8_cache=True)
-        prove(standin.attention(heads, KINDS[:1]), heads, KINDS[:1], CPU)
+        prove_attention(standin.attention(heads, KINDS[:1]), heads, KINDS[:1], CPU)
 
 
 @pytest.mark.parametrize(
@@ -576,4 +576,4 @@ def test_a_kernel_that_fails_or_computes_something_else_is_found_at_start(
     heads = Heads(6, 2, 64, 64, torch.bfloat16)
     attention = standin.attention(heads, KINDS)
     with pytest.raises(NotAvailableError, match=reason):
-        prove(attention, heads, KINDS, CPU)
+        prove_attention(attention, heads, KINDS, CPU)

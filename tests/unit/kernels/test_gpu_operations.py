@@ -21,7 +21,7 @@ from fairlead_kernels.interface import reference
 from fairlead_kernels.interface.layer import Norm
 from fairlead_kernels.interface.not_available import NotAvailableError
 from fairlead_kernels.plain.torch_operations import TorchOperations, prove_fp8
-from fairlead_kernels.proofs import triton_proof
+from fairlead_kernels.proofs.triton_proof import prove_operations
 from support.full import LONG_FORM
 from support.operation_cases import (
     ActivationCase,
@@ -212,8 +212,8 @@ def fails(*_: Any, **__: Any) -> Any:
 @both
 def test_kernels_that_compute_what_the_reference_does_are_proven(name: str) -> None:
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        triton_proof.prove(operations(name), dtype, CPU)
-    triton_proof.prove(operations(name), torch.float32, CPU, torch.float8_e4m3fn)
+        prove_operations(operations(name), dtype, CPU)
+    prove_operations(operations(name), torch.float32, CPU, torch.float8_e4m3fn)
 
 
 @pytest.mark.parametrize("method", ["norm", "rope_write", "gated"])
@@ -237,7 +237,7 @@ def test_a_kernel_that_fails_or_computes_something_else_is_found_at_start(
 
     monkeypatch.setattr(TorchOperations, method, broken)
     with pytest.raises(NotAvailableError, match=reason):
-        triton_proof.prove(TorchOperations(), torch.bfloat16, CPU)
+        prove_operations(TorchOperations(), torch.bfloat16, CPU)
 
 
 def test_where_triton_does_not_run_layers_are_in_torch_and_the_reason_is_said(
@@ -248,7 +248,7 @@ def test_where_triton_does_not_run_layers_are_in_torch_and_the_reason_is_said(
     monkeypatch.setattr(TorchOperations, "gated", fails)
     made, reason = backend.gpu_operations(torch.bfloat16, CPU)
     assert type(made) is TorchOperations
-    assert reason.startswith("layers in torch: Triton does not run here: RuntimeError: Failed to")
+    assert reason.startswith("layers in torch: torch's layer does not run here: RuntimeError: ")
 
 
 def test_the_product_of_8_bit_floats_is_proven_on_the_device() -> None:
@@ -259,10 +259,10 @@ def test_the_product_of_8_bit_floats_is_proven_on_the_device() -> None:
 @pytest.mark.parametrize(
     ("product", "reason"),
     [
-        (fails, "they are not multiplied here: RuntimeError: Failed to find C compiler"),
+        (fails, "8-bit floats does not run here: RuntimeError: Failed to find C compiler"),
         (
             lambda *_, **__: torch.ones(5, 32).bfloat16(),
-            "their product differs from the definition",
+            "the product of 8-bit floats differs from the reference by",
         ),
     ],
 )
@@ -279,7 +279,7 @@ def test_where_8_bit_floats_are_not_multiplied_activations_keep_their_type(
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(triton_operations, "load", load)
-    monkeypatch.setattr(triton_proof, "prove", lambda *_: None)
+    monkeypatch.setattr(backend, "prove_operations", lambda *_: None)
     monkeypatch.setattr(backend, "prove_fp8", lambda _: prove_fp8(CPU))
     gpu: Any = Gpu()
     made, said = backend.gpu_operations(torch.bfloat16, gpu)

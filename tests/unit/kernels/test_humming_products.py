@@ -22,11 +22,11 @@ from fairlead_kernels.packages import humming_package
 from fairlead_kernels.packages.humming_memory import UNPACKAGED
 from fairlead_kernels.packages.humming_products import (
     BOUNDS,
-    TOLERANCE,
     HummingPacked,
     HummingProducts,
 )
 from fairlead_kernels.plain.torch_operations import TorchOperations
+from fairlead_kernels.proofs.comparison import TOLERANCE
 from support import humming_standin
 from support.operation_cases import fixed_operations, grouped
 
@@ -87,7 +87,7 @@ def test_a_product_is_the_references_and_takes_the_planned_bytes(
     assert (got.shape, got.dtype) == ((tokens, total), dtype)
     want = reference.linear(x.double(), reference.pack(held, factor=factor), bias)
     if tokens:
-        allowed = 2 * TOLERANCE[dtype] * float(want.abs().max())
+        allowed = 2 * TOLERANCE["int4"][dtype] * float(want.abs().max())
         torch.testing.assert_close(got.double(), want, rtol=0, atol=allowed)
 
 

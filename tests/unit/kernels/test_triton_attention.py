@@ -28,7 +28,7 @@ from fairlead_kernels.interface.attention import (
 from fairlead_kernels.interface.not_available import NotAvailableError
 from fairlead_kernels.packages import flashinfer_package
 from fairlead_kernels.plain.torch_operations import TorchOperations
-from fairlead_kernels.proofs.attention_proof import prove
+from fairlead_kernels.proofs.attention_proof import prove_attention
 from support import triton_standin as standin
 from support.attention_cases import Case, make_case
 from support.full import LONG_FORM
@@ -307,7 +307,11 @@ def _on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
     monkeypatch.setattr(flashinfer_package, "load", missing)
     monkeypatch.setattr(backend, "gpu_operations", lambda *_: (LAYERS, "layers in Triton"))
-    monkeypatch.setattr(backend, "prove", lambda a, h, k, _device, size: prove(a, h, k, CPU, size))
+    monkeypatch.setattr(
+        backend,
+        "prove_attention",
+        lambda a, h, k, _device, size: prove_attention(a, h, k, CPU, size),
+    )
     monkeypatch.setattr(triton_attention, "load", lambda heads, _device: standin.attention(heads))
 
 
@@ -371,7 +375,7 @@ def test_the_block_size_that_is_served_is_proven(monkeypatch: pytest.MonkeyPatch
         return run(self, plan, *given)
 
     monkeypatch.setattr(TritonAttention, "run", seen)
-    prove(standin.attention(HEADS), HEADS, KINDS, CPU, 48)
+    prove_attention(standin.attention(HEADS), HEADS, KINDS, CPU, 48)
     assert set(sizes) == {48}
 
 
@@ -388,7 +392,7 @@ def test_a_kernel_that_loses_a_part_of_a_long_row_is_found_at_start(
 
     monkeypatch.setattr(TritonAttention, "run", lossy)
     with pytest.raises(NotAvailableError, match=r"differs from the reference by 0\.1"):
-        prove(standin.attention(HEADS), HEADS, KINDS, CPU)
+        prove_attention(standin.attention(HEADS), HEADS, KINDS, CPU)
 
 
 def test_queries_whose_elements_are_no_neighbours_are_attended() -> None:
@@ -409,7 +413,7 @@ def test_kernels_that_compute_what_the_reference_does_are_proven(*, interpreted:
         for fp8_cache in (False, True):
             heads = Heads(6, 2, 24, 24, dtype, fp8_cache)
             ours = standin.attention(heads, interpreted=interpreted, least_keys=256)
-            prove(ours, heads, KINDS, CPU)
+            prove_attention(ours, heads, KINDS, CPU)
 
 
 @pytest.mark.parametrize(
@@ -429,4 +433,4 @@ def test_a_kernel_that_fails_or_computes_something_else_is_found_at_start(
         TritonAttention, "run", lambda self, *arguments: change(run(self, *arguments))
     )
     with pytest.raises(NotAvailableError, match=f"triton's kernel for LayerKind.* {reason}"):
-        prove(standin.attention(HEADS), HEADS, KINDS, CPU)
+        prove_attention(standin.attention(HEADS), HEADS, KINDS, CPU)
