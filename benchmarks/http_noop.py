@@ -6,8 +6,6 @@ When a request ends, a line of JSON tells when each of its tokens was sent.
 
 import json
 import os
-import socket
-import subprocess
 import sys
 import threading
 import time
@@ -15,9 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fairlead_runtime.child import process
+from fairlead_runtime.child.life import parent_socket
 from fairlead_runtime.engine.inbox import Bounds
 from fairlead_runtime.outputs import ChoiceEvent, EngineState, ModelFacts
-from fairlead_runtime.processes import spawn
+from fairlead_runtime.processes.spawn import MODULE as ENGINE
 from fairlead_runtime.request.sequence import FinishReason, Request
 from fairlead_runtime.serving import wire
 
@@ -40,7 +40,7 @@ class Live(NamedTuple):
 class Engine:
     """``token`` is what every step gives to every request."""
 
-    def __init__(self, channel: wire.Channel, pace: float, token: int, log: Path) -> None:
+    def __init__(self, channel: wire.EngineChannel, pace: float, token: int, log: Path) -> None:
         self._channel = channel
         self._pace = pace
         self._token = token
@@ -92,19 +92,21 @@ class Engine:
 def replace_engine(*arguments: str) -> None:
     """Let ``fairlead serve`` in this process start this engine, with ``main``'s arguments."""
 
-    def start(connection: socket.socket, _level: int) -> subprocess.Popen[bytes]:
-        descriptor = connection.fileno()
-        command = [sys.executable, "-P", __file__, str(descriptor), *arguments]
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[descriptor])
+    start: Any = process.spawn
 
-    replaced: Any = spawn
-    replaced.spawn = start
+    def spawn(command: Sequence[str], *more: Any) -> Any:
+        if ENGINE in command:
+            command = [sys.executable, "-P", __file__, *arguments]
+        return start(command, *more)
+
+    replaced: Any = process
+    replaced.spawn = spawn
 
 
 def main(arguments: Sequence[str]) -> None:
-    """``arguments``: the socket, the pace, the token's id, the vocabulary, the log's path."""
-    descriptor, pace, token, vocabulary, log = arguments
-    channel = wire.Channel(socket.socket(fileno=int(descriptor)))
+    """``arguments``: the pace, the token's id, the vocabulary, the log's path."""
+    pace, token, vocabulary, log = arguments
+    channel = wire.EngineChannel(parent_socket(), wire.FROM_ENGINE, wire.TO_ENGINE)
     channel.receive()  # Start
     facts = ModelFacts(eos_ids=frozenset({0}), vocab_size=int(vocabulary), seed=0)
     channel.send(wire.Loaded(facts, BOUNDS, {}, time.monotonic()))
@@ -114,7 +116,7 @@ def main(arguments: Sequence[str]) -> None:
     engine.run()
 
 
-def pulse(channel: wire.Channel) -> None:
+def pulse(channel: wire.EngineChannel) -> None:
     while True:
         channel.send(wire.Pulse(EngineState("", "", None, 60.0)))
         time.sleep(wire.PULSE_SECONDS)

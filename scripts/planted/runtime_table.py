@@ -1491,7 +1491,7 @@ BUGS = (
     PackageBug(
         "nobody learns how a rank ended",
         "fairlead_runtime.build.rank_leader:Ranks._has_ended",
-        'EngineDead(f"rank {rank} of {self.group.size} {ending(code)}")',
+        'EngineDead(f"rank {rank} of {self.group.size} {end}")',
         'EngineDead("a rank ended")',
         ("functional/api/test_ranks.py",),
     ),
@@ -1505,7 +1505,7 @@ BUGS = (
     PackageBug(
         "what another rank refuses is told as its end",
         "fairlead_runtime.processes.engine_process:_serve.lost",
-        "                channel.send(refusal_of(error))  # which counts while this one starts\n",
+        "                channel.send(wire.Refused.of(error))  # counts while this one starts\n",
         "",
         ("functional/api/test_ranks.py",),
     ),

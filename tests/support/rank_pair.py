@@ -19,7 +19,7 @@ from fairlead_kernels.choice.backend import BackendChoice, int4_products, pick
 from fairlead_kernels.formats.quantize import Format
 from fairlead_kernels.interface.attention import AttentionBackend
 from fairlead_kernels.plain.torch_operations import TorchOperations
-from fairlead_runtime.child import frames
+from fairlead_runtime.child.frames import Channel, Codec
 from fairlead_runtime.device.conversion.fusion import fuse
 from fairlead_runtime.device.memory.storage import CacheStorage
 from fairlead_runtime.device.model.batch import Batch
@@ -28,6 +28,7 @@ from fairlead_runtime.device.model.rank_group import RankGroup
 from fairlead_runtime.device.proof import selftest
 from fairlead_runtime.device.ranks import rank_messages as ranks
 from fairlead_runtime.device.ranks import shards
+from fairlead_runtime.device.ranks.step_messages import Copies, Forward
 from fairlead_runtime.models import architecture, loading
 from fairlead_runtime.models.headers import Header, TensorEntry
 from fairlead_runtime.scheduling.plan import DeviceLostError, Work
@@ -36,6 +37,7 @@ from fairlead_runtime.sizing.shape import ModelShape
 from support import humming_standin
 
 CPU = torch.device("cpu")
+MESSAGES: Codec[Any] = Codec(dict[str, Any] | Copies | Forward)
 # The tiny models that the plan admits for several ranks.
 SPLIT = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt_neox", "qwen3_moe"),
@@ -82,14 +84,13 @@ class Pair:
             ours.close()
             _follow(theirs, store)
         theirs.close()
-        self._socket = ours
-        self._stream = ours.makefile("rwb")
+        self._channel = Channel(ours, MESSAGES, MESSAGES)
         self.group = Met(0, 2, f"/proc/self/fd/{store}", lambda: None)
         self.group.connect(CPU)
 
     def end(self) -> None:
         """Rank 1, and what connects it with this process."""
-        self._socket.shutdown(socket.SHUT_RDWR)
+        self._channel.connection.shutdown(socket.SHUT_RDWR)
         os.waitpid(self.pid, 0)
         self.group.close()
 
@@ -117,8 +118,7 @@ class Pair:
     def weight_bytes(self) -> int:
         """Of rank 1."""
         self._send({"weigh": True})
-        answer = frames.read(self._stream)  # type: ignore[arg-type]  # a buffered pair is both
-        assert answer is not None
+        answer: Any = self._channel.receive()
         return int(answer["bytes"])
 
     def copy(self, work: Work) -> None:
@@ -133,8 +133,8 @@ class Pair:
     def failure(self, error: Exception) -> DeviceLostError:
         return DeviceLostError(str(error))
 
-    def _send(self, message: dict[str, Any]) -> None:
-        frames.write(self._stream, message)  # type: ignore[arg-type]  # see above
+    def _send(self, message: Any) -> None:
+        self._channel.send(message)
 
 
 def pick_on_gpu(
@@ -173,7 +173,7 @@ def _follow(connection: socket.socket, store: int) -> NoReturn:
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(BaseException):
-        stream = connection.makefile("rwb")
+        channel = Channel(connection, MESSAGES, MESSAGES)
         group = Met(1, 2, f"/proc/self/fd/{store}", lambda: None)
         group.connect(CPU)
         models: dict[str, PagedModel] = {}
@@ -183,30 +183,33 @@ def _follow(connection: socket.socket, store: int) -> NoReturn:
         cache: CacheStorage
         own_pick, replaced = selftest._pick, cast("Any", selftest)
         served: selftest.ServedModel | None = None
-        while (message := frames.read(stream)) is not None:  # type: ignore[arg-type]
-            if "model" in message:
-                name, kernels = repr(message), message["kernels"]
-                if name not in models:
-                    models[name] = _loaded(message["model"], kernels, message["odd"], group)
-                model, served = models[name], None
-            elif "folder" in message:
-                on_gpu, quantization = message["on_gpu"], message["quantization"]
-                selftest._pick = own_pick if on_gpu is None else partial(pick_on_gpu, **on_gpu)
-                package = (on_gpu or {}).get("package")
-                products = humming_standin.int4_products if package else int4_products
-                replaced.int4_products = products
-                loaded = load(message["folder"], quantization)
-                with contextlib.suppress(ConfigError):
-                    served, _ = selftest.prepare_rank(loaded, group, CPU, quantization=quantization)
-                    model = served.model
-            elif "cache" in message:
-                choice = choice_of(model, kernels) if served is None else served.choice
-                attention = choice.attention
-                cache = cache_of(model, **message["cache"])
-            elif "weigh" in message:
-                frames.write(stream, {"bytes": model.weight_bytes})  # type: ignore[arg-type]
-            else:
-                ranks.follow(message, model, cache, attention, group)
+        while (message := channel.receive()) is not None:
+            match message:
+                case {"model": _}:
+                    name, kernels = repr(message), message["kernels"]
+                    if name not in models:
+                        models[name] = _loaded(message["model"], kernels, message["odd"], group)
+                    model, served = models[name], None
+                case {"folder": _}:
+                    on_gpu, quantization = message["on_gpu"], message["quantization"]
+                    selftest._pick = own_pick if on_gpu is None else partial(pick_on_gpu, **on_gpu)
+                    package = (on_gpu or {}).get("package")
+                    products = humming_standin.int4_products if package else int4_products
+                    replaced.int4_products = products
+                    loaded = load(message["folder"], quantization)
+                    with contextlib.suppress(ConfigError):
+                        served, _ = selftest.prepare_rank(
+                            loaded, group, CPU, quantization=quantization
+                        )
+                        model = served.model
+                case {"cache": sizes}:
+                    choice = choice_of(model, kernels) if served is None else served.choice
+                    attention = choice.attention
+                    cache = cache_of(model, **sizes)
+                case {"weigh": _}:
+                    channel.send({"bytes": model.weight_bytes})
+                case _:
+                    ranks.follow(message, model, cache, attention, group)
     os._exit(1)
 
 

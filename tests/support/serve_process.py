@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -24,8 +24,8 @@ from typing import Any
 
 import httpx
 
-from fairlead_runtime.build import rank_leader
-from fairlead_runtime.processes import engine_process, rank_process, spawn
+from fairlead_runtime.child import process
+from fairlead_runtime.processes import engine_process, rank_process
 
 WITHIN = 300.0  # seconds; a limit for hung processes, long enough for a busy machine
 forks = multiprocessing.get_context("forkserver")
@@ -120,25 +120,31 @@ class Process:
         return found
 
 
-def no_preparation() -> None:
-    """Change nothing before the server starts."""
+PROGRAMS = {module.__name__: module.main for module in (engine_process, rank_process)}
 
 
 class Fork:
-    """The engine's process, forked from the HTTP process; the part of Popen that the runtime uses.
-    ``prepare`` runs in it first.
+    """The process of an engine or a rank, forked from its parent; what ``child.process`` uses of
+    Popen. ``prepare`` runs in it first.
     """
 
-    def __init__(self, connection: socket.socket, level: int, prepare: Callable[[], None]) -> None:
-        parent = os.getpid()
+    def __init__(
+        self,
+        command: Sequence[str],
+        connection: socket.socket,
+        files: Sequence[int],
+        prepare: Callable[[], None],
+    ) -> None:
+        *_, module, parent, argument = command
         self.pid = os.fork()
         if not self.pid:
             try:
-                # As an exec would: what the HTTP process holds open must end with it.
-                os.closerange(3, connection.fileno())
-                os.closerange(connection.fileno() + 1, 1024)
+                os.dup2(connection.fileno(), 0)
+                # As an exec would: what the parent holds open must end with it.
+                for start, end in itertools.pairwise(sorted((2, *files, 1024))):
+                    os.closerange(start + 1, end)
                 prepare()
-                engine_process.main([str(connection.fileno()), str(parent), str(level)])
+                PROGRAMS[module]([parent, argument])
             finally:
                 os._exit(1)
         self._code: int | None = None
@@ -165,25 +171,28 @@ class Fork:
             return self._code is not None
 
 
-class ForkedRank:
-    """The process of another rank, forked from the engine's."""
+def no_preparation() -> None:
+    """Change nothing before the server starts."""
 
-    def __init__(self, connection: int, store: int) -> None:
-        parent = os.getpid()
-        self.pid = os.fork()
-        if not self.pid:
-            try:
-                for start, end in itertools.pairwise(sorted((2, connection, store, 1024))):
-                    os.closerange(start + 1, end)
-                rank_process.main([str(connection), str(parent), str(store)])
-            finally:
-                os._exit(1)
 
-    def wait(self) -> int:
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+def fork_children(prepare: Callable[[], None] = no_preparation) -> None:
+    """Let this process fork the engine's, after ``prepare``, and its ranks. Other children are
+    started as they are.
+    """
+    start = process.spawn
 
-    def kill(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)
+    def spawn(
+        command: Sequence[str],
+        connection: socket.socket,
+        files: Sequence[int] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> Any:
+        if not PROGRAMS.keys() & set(command):
+            return start(command, connection, files, environment)
+        is_engine = engine_process.__name__ in command
+        return Fork(command, connection, files, prepare if is_engine else no_preparation)
+
+    process.spawn = spawn
 
 
 def never_loads() -> None:
@@ -290,8 +299,7 @@ def _main(
     os.environ.update(environ, OMP_NUM_THREADS="1")
     from fairlead_runtime.cli import main
 
-    spawn.spawn = lambda connection, level: Fork(connection, level, prepare)  # type: ignore[assignment,return-value]
-    rank_leader.spawn = ForkedRank
+    fork_children(prepare)
     prepare_http()
     sys.exit(main(arguments))
 

@@ -9,52 +9,42 @@ import contextlib
 import logging
 import os
 import queue
-import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TypeVar
 
 from torch import Tensor
 
-from fairlead_runtime.child import frames
+from fairlead_runtime.build.rank_wire import (
+    FROM_RANK,
+    TO_RANK,
+    Allocated,
+    FromRank,
+    Loaded,
+    Measured,
+    Sizes,
+    Start,
+    ToRank,
+)
+from fairlead_runtime.child.frames import Channel, Message
+from fairlead_runtime.child.process import Child, command_of
+from fairlead_runtime.child.program import listen
 from fairlead_runtime.device.model.batch import Batch
 from fairlead_runtime.device.model.rank_group import RankGroup, is_taken
 from fairlead_runtime.device.ranks import rank_messages
 from fairlead_runtime.outputs import EngineDead
 from fairlead_runtime.scheduling.plan import DeviceLostError, Work
-from fairlead_runtime.serving.remote_engine import REFUSALS, ending
+from fairlead_runtime.serving.wire import Refused
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
 
 log = logging.getLogger("fairlead.ranks")
 
-END_SECONDS = 5.0  # for a rank whose socket is closed to end, before it is killed
 WORDS_SECONDS = 1.0  # for the process behind a closed socket to be seen ended
 PROCESS = "fairlead_runtime.processes.rank_process"
 Lost = Callable[[Exception], None]
-
-
-class Child(Protocol):
-    """The parts of subprocess.Popen that are used."""
-
-    def wait(self) -> int: ...
-    def kill(self) -> None: ...
-
-
-def spawn(connection: int, store: int) -> Child:
-    """Start the process of a rank with its end of the socket and the file of the ranks.
-
-    Linux ends it with the thread that calls this.
-    """
-    return subprocess.Popen(  # noqa: S603 - our own interpreter and module
-        # -P: the working directory is no place for modules.
-        [sys.executable, "-P", "-m", PROCESS, *map(str, (connection, os.getpid(), store))],
-        stdin=subprocess.DEVNULL,
-        pass_fds=[connection, store],
-    )
+MessageT = TypeVar("MessageT", bound=Message)
 
 
 class Ranks:
@@ -87,27 +77,24 @@ class Ranks:
         size = config.tensor_parallel
         self.group = RankGroup(0, size, f"/proc/self/fd/{self._store}", self._all_are_loaded)
         self._peers: list[_Peer] = []
-        start = {
-            "path": str(path),
-            "config": asdict(config),
-            "threads": threads,
-            "level": logging.getLogger().getEffectiveLevel(),
-        }
+        level = logging.getLogger().getEffectiveLevel()
         try:
             for rank in range(1, size):
-                self._peers.append(_Peer(rank, self._store, self._has_ended, self._has_failed))
-                self._peers[-1].send(start | {"rank": rank})
+                peer = _Peer(rank, self._store, self._has_ended, self._has_failed)
+                self._peers.append(peer)
+                with contextlib.suppress(OSError):  # it has ended, which the next receive tells
+                    peer.channel.send(Start(rank, str(path), config, threads, level))
         except EngineDead:
             self.close()
             raise
 
     def _all_are_loaded(self) -> None:
         for peer in self._peers:
-            self._receive(peer)
+            self._receive(peer, Loaded)
 
     def sync(self, measured: Mapping[str, int]) -> Mapping[str, int]:
         """The most that any rank has measured, by name, of what this one has measured."""
-        answers = [self._receive(peer)["measured"] for peer in self._peers]
+        answers = [self._receive(peer, Measured).sizes for peer in self._peers]
         return {
             name: max(size, *(answer.get(name, 0) for answer in answers))
             for name, size in measured.items()
@@ -117,10 +104,9 @@ class Ranks:
         """Let every rank allocate its cache. From then on they follow this one's steps. Returns why
         the host memory of one is not pinned, if that is so.
         """
-        sizes = {"units": units, "block_size": block_size, "host_units": host_units}
         with contextlib.suppress(OSError):  # one has ended, which the next receive tells
-            self._send(sizes)
-        reasons = [(peer.rank, self._receive(peer)["not_pinned"]) for peer in self._peers]
+            self._send(Sizes(units, block_size, host_units))
+        reasons = [(peer.rank, self._receive(peer, Allocated).not_pinned) for peer in self._peers]
         return next((f"rank {rank}: {reason}" for rank, reason in reasons if reason), "")
 
     # -- Followers
@@ -142,7 +128,7 @@ class Ranks:
             f"a step that {self.group.size} ranks compute together failed: {type(error).__name__}"
         )
 
-    def _step(self, message: rank_messages.Message) -> None:
+    def _step(self, message: ToRank) -> None:
         try:
             self._send(message)
         except OSError as error:
@@ -150,21 +136,20 @@ class Ranks:
 
     # -- messages and ends
 
-    def _send(self, message: Mapping[str, Any]) -> None:
-        frame = frames.pack(dict(message))
+    def _send(self, message: ToRank) -> None:
+        frame = TO_RANK.encode(message)
         for peer in self._peers:
-            peer.send_frame(frame)
+            peer.channel.send_frame(frame)
 
-    def _receive(self, peer: "_Peer") -> dict[str, Any]:
+    def _receive(self, peer: "_Peer", kind: type[MessageT]) -> MessageT:
         """The next message. Raises what the rank refuses, EngineDead when it has ended."""
         message = peer.receive()
-        if message is None:
-            self._ended.wait(WORDS_SECONDS)
+        if not isinstance(message, kind):
             raise self.error or EngineDead(f"rank {peer.rank} ended while it started")
         return message
 
-    def _has_ended(self, rank: int, code: int) -> None:
-        self._has_failed(EngineDead(f"rank {rank} of {self.group.size} {ending(code)}"))
+    def _has_ended(self, rank: int, end: str) -> None:
+        self._has_failed(EngineDead(f"rank {rank} of {self.group.size} {end}"))
 
     def _has_failed(self, error: Exception) -> None:
         """In a thread of the rank's."""
@@ -191,71 +176,54 @@ class Ranks:
 
 
 class _Peer:
-    """One rank's process, the thread that has started it and waits for its end, and the one that
-    reads what it says: a rank may refuse while this process waits for it in a sum.
+    """One rank's process, and the thread that has started it and reads what it says: a rank may
+    refuse while this process waits for it in a sum.
     """
 
     def __init__(
         self,
         rank: int,
         store: int,
-        ended: Callable[[int, int], None],
+        ended: Callable[[int, str], None],
         refused: Callable[[Exception], None],
     ) -> None:
         self.rank = rank
-        leader_end, rank_end = socket.socketpair()
-        self._socket, self._stream = leader_end, leader_end.makefile("rb")
-        self._messages: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._store = store
+        self._ended = ended
         self._refused = refused
-        self._child: Child | None = None
-        self._failure: Exception | None = None
-        started = threading.Event()
-        self._reader = threading.Thread(
-            target=self._read, name=f"words of rank {rank}", daemon=True
+        self._messages: queue.SimpleQueue[FromRank | None] = queue.SimpleQueue()
+        started = Future[None]()
+        # This thread lives as long as the process does: Linux ends that with it.
+        self._thread = threading.Thread(
+            target=self._live, args=(started,), name=f"rank {rank}", daemon=True
         )
-
-        def live() -> None:
-            try:
-                self._child = spawn(rank_end.fileno(), store)
-            except OSError as error:
-                self._failure = error
-                return
-            finally:
-                rank_end.close()
-                started.set()
-            code = self._child.wait()
-            self._reader.join(WORDS_SECONDS)  # what it has said is the better reason
-            ended(rank, code)
-
-        # This thread lives as long as the process does.
-        self._thread = threading.Thread(target=live, name=f"rank {rank}", daemon=True)
-        self._reader.start()
         self._thread.start()
-        started.wait()
-        if self._failure is not None:
-            raise EngineDead(f"rank {rank} cannot be started: {self._failure}")
+        try:
+            started.result()
+        except OSError as error:
+            raise EngineDead(f"rank {rank} cannot be started: {error}") from error
 
-    def _read(self) -> None:
-        with contextlib.suppress(OSError, ValueError):  # ValueError: closed here
-            while (message := frames.read(self._stream)) is not None:
-                if "refused" in message:
-                    kind, arguments = message["refused"]
-                    self._refused(REFUSALS[kind](*arguments))
-                    break
-                self._messages.put(message)
+    def _live(self, started: "Future[None]") -> None:
+        try:
+            self._child = Child(command_of(PROCESS, os.getpid(), self._store), files=[self._store])
+        except OSError as error:
+            started.set_exception(error)
+            return
+        self.channel = Channel(self._child.connection, TO_RANK, FROM_RANK)
+        started.set_result(None)
+        end = listen(self._child, self.channel, self._hear)
+        self._ended(self.rank, end)
         self._messages.put(None)
-        # It need not wait either, nor may another rank wait for it.
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
 
-    def send(self, message: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # it has ended, which the next receive tells
-            self.send_frame(frames.pack(message))
+    def _hear(self, message: FromRank) -> None:
+        if isinstance(message, Refused):
+            self._refused(message.error)
+            # It need not wait either, nor may another rank wait for it.
+            self._child.hang_up()
+        else:
+            self._messages.put(message)
 
-    def send_frame(self, frame: bytes) -> None:
-        self._socket.sendall(frame)
-
-    def receive(self) -> dict[str, Any] | None:
+    def receive(self) -> FromRank | None:
         """The next message, None once there will be no more."""
         message = self._messages.get()
         if message is None:
@@ -263,12 +231,6 @@ class _Peer:
         return message
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._thread.join(END_SECONDS)
-        if self._thread.is_alive() and self._child is not None:
-            self._child.kill()
-            self._thread.join()
-        self._reader.join()
-        self._stream.close()
-        self._socket.close()
+        self._child.hang_up()
+        self._thread.join()
+        self._child.connection.close()

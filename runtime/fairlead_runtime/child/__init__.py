@@ -1,3 +1,1 @@
-"""Programs of ours that run in processes of their own and answer questions over their standard
-input and output.
-"""
+"""Programs of ours in processes of their own: their start, their end and the messages to them."""

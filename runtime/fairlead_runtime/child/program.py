@@ -9,133 +9,145 @@ import itertools
 import logging
 import os
 import queue
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import Any, BinaryIO, cast
+from typing import Any, Generic, TypeVar
 
-from fairlead_runtime.child import frames
+from fairlead_runtime.child.frames import Channel, Codec, FrameError
+from fairlead_runtime.child.process import Child
 
 log = logging.getLogger("fairlead.child")
 
-Answer = dict[str, Any]
+END_SECONDS = 5.0  # for a process whose connection has ended to end, before it is killed
+QuestionT = TypeVar("QuestionT")
+AnswerT = TypeVar("AnswerT")
+ReadT = TypeVar("ReadT")
 
 
 class ChildLost(Exception):  # noqa: N818 - named for the condition, as queue.Full is
     """The program ended before it answered; the next question starts another."""
 
 
-def command_of(module: str) -> tuple[str, ...]:
-    """The command that runs one of our modules by this interpreter."""
-    # -P: the working directory is no place for modules.
-    return (sys.executable, "-P", "-m", module)
+def listen(child: Child, channel: Channel[Any, ReadT], receive: Callable[[ReadT], None]) -> str:
+    """Hand over each message until the process ends. Returns words for how it did."""
+    try:
+        while (message := channel.receive()) is not None:
+            receive(message)
+    except FrameError as error:
+        child.kill()
+        child.reap(END_SECONDS)
+        return f"sent what is no message: {error}"
+    return child.reap(END_SECONDS)
 
 
-class ChildProgram:
-    """``setup`` is the first message to every process of it. The program reads messages as
-    ``frames`` writes them, answers each question with a message of the same ``number``, in any
-    order, and ends when its input does.
+class ChildProgram(Generic[QuestionT, AnswerT]):
+    """A program that reads numbered messages of the type ``question``, the first one ``setup`` with
+    the number 0, and answers each other one with a message of the type ``answer`` and the same
+    number, in any order. It ends when its input does.
     """
 
     def __init__(
         self,
         command: tuple[str, ...],
-        setup: Mapping[str, Any],
+        setup: QuestionT,
+        question: "Codec[tuple[int, QuestionT]]",
+        answer: "Codec[tuple[int, AnswerT]]",
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        self._command = command
-        self._setup = setup
-        self._environment = {**os.environ, **(environment or {})}
+        environment = {**os.environ, **(environment or {})}
+        self._start: Callable[[], _Run[QuestionT, AnswerT]] = lambda: _Run(
+            Child(command, environment=environment), setup, question, answer, self._forget
+        )
         self._lock = threading.Lock()
-        self._process: _Process | None = None
+        self._run: _Run[QuestionT, AnswerT] | None = None
 
     @property
     def pid(self) -> int | None:
         """Of the process that runs; None before the first question and after its end."""
-        process = self._process
-        return None if process is None else process.pid
+        run = self._run
+        return None if run is None else run.pid
 
-    def ask(self, question: Mapping[str, Any]) -> "Future[Answer]":
+    def ask(self, question: QuestionT) -> "Future[AnswerT]":
         """The answer; its exception is ChildLost when the program ends first or cannot start."""
         with self._lock:
-            if self._process is None:
+            if self._run is None:
                 try:
-                    self._process = _Process(
-                        self._command, self._environment, self._setup, self._forget
-                    )
+                    self._run = self._start()
                 except OSError as error:
                     log.warning("a child process cannot be started: %s", error)
-                    lost = Future[Answer]()
+                    lost = Future[AnswerT]()
                     lost.set_exception(ChildLost())
                     return lost
-            return self._process.ask(question)
+            return self._run.ask(question)
 
     def close(self) -> None:
         """Close the program's input, upon which it ends."""
         with self._lock:
-            process, self._process = self._process, None
-        if process is not None:
-            process.end()
+            run, self._run = self._run, None
+        if run is not None:
+            run.end()
 
-    def _forget(self, process: "_Process") -> None:
+    def _forget(self, run: "_Run[QuestionT, AnswerT]") -> None:
         with self._lock:
-            if self._process is process:
-                self._process = None
+            if self._run is run:
+                self._run = None
 
 
-class _Process:
-    """One run of the program. Two threads talk to it, because a pipe may block: one writes what
+class _Run(Generic[QuestionT, AnswerT]):
+    """One run of the program. Two threads talk to it, because a socket may block: one writes what
     ``ask`` queues, one reads answers. ``ended`` is called at its end, before any question fails.
     """
 
     def __init__(
         self,
-        command: tuple[str, ...],
-        environment: Mapping[str, str],
-        setup: Mapping[str, Any],
-        ended: Callable[["_Process"], None],
+        child: Child,
+        setup: QuestionT,
+        question: "Codec[tuple[int, QuestionT]]",
+        answer: "Codec[tuple[int, AnswerT]]",
+        ended: "Callable[[_Run[QuestionT, AnswerT]], None]",
     ) -> None:
-        self._command = command
+        self.pid = child.pid
+        self._child = child
+        self._channel = Channel(child.connection, question, answer)
         self._ended = ended
         self._ending = False
         self._numbers = itertools.count(1)
-        self._futures: dict[int, Future[Answer]] = {}
-        self._messages: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        self._messages.put(dict(setup))
-        self._process = subprocess.Popen(  # noqa: S603 - this interpreter and our own module
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
-        )
-        self.pid = self._process.pid
-        for work in (self._write, self._read):
-            threading.Thread(target=work, name="child", daemon=True).start()
+        self._futures: dict[int, Future[AnswerT]] = {}
+        self._messages: queue.SimpleQueue[tuple[int, QuestionT] | None] = queue.SimpleQueue()
+        self._messages.put((0, setup))
+        self._writer = threading.Thread(target=self._write, name="child", daemon=True)
+        self._writer.start()
+        threading.Thread(target=self._read, name="child", daemon=True).start()
 
-    def ask(self, question: Mapping[str, Any]) -> "Future[Answer]":
+    def ask(self, question: QuestionT) -> "Future[AnswerT]":
         """Not called any more once ``ended`` is."""
-        number, future = next(self._numbers), Future[Answer]()
+        number, future = next(self._numbers), Future[AnswerT]()
         self._futures[number] = future
-        self._messages.put({"number": number, **question})
+        self._messages.put((number, question))
         return future
 
     def end(self) -> None:
         self._ending = True
-        self._messages.put(None)
+        self._child.hang_up()
 
     def _write(self) -> None:
-        pipe = cast("BinaryIO", self._process.stdin)
-        with contextlib.suppress(BrokenPipeError), pipe:
+        with contextlib.suppress(OSError, FrameError):
             while (message := self._messages.get()) is not None:
-                frames.write(pipe, message)
+                self._channel.send(message)
+        self._child.hang_up()
 
     def _read(self) -> None:
-        with cast("BinaryIO", self._process.stdout) as pipe:
-            while (message := frames.read(pipe)) is not None:
-                self._futures.pop(message["number"]).set_result(message)
-        code = self._process.wait()
+        reason = listen(self._child, self._channel, self._answer)
         if not self._ending:
-            log.warning("the child process %s ended: %d", self._command[-1], code)
+            log.warning("the child process %s %s", self._child.name, reason)
         self._messages.put(None)  # ends the other thread
+        self._writer.join()
+        self._child.connection.close()
         self._ended(self)
         for future in self._futures.values():
             future.set_exception(ChildLost())
+
+    def _answer(self, message: tuple[int, AnswerT]) -> None:
+        number, answer = message
+        self._futures.pop(number).set_result(answer)

@@ -14,7 +14,9 @@ from collections import OrderedDict
 from concurrent.futures import Future
 from typing import NamedTuple
 
-from fairlead_runtime.child.program import Answer, ChildLost, ChildProgram, command_of
+from fairlead_runtime.child.process import command_of
+from fairlead_runtime.child.program import ChildLost, ChildProgram
+from fairlead_runtime.grammar.child import ANSWER, QUESTION, Check, Checked, Setup
 from fairlead_runtime.grammar.compile import CheckLimits, TokenizerFacts
 from fairlead_runtime.request.sequence import RequestError
 from fairlead_runtime.request.structured import StructuredOutputs
@@ -71,10 +73,10 @@ class Checker:
         command: tuple[str, ...] = COMMAND,
     ) -> None:
         self.counts = CheckCounts()
-        self._program: ChildProgram | None = None
+        self._program: ChildProgram[Setup | Check, Checked] | None = None
         if facts is not None:
-            setup = {"facts": dataclasses.asdict(facts), "limits": dataclasses.asdict(limits)}
-            self._program = ChildProgram(command, setup, ENVIRONMENT)
+            setup = Setup(facts, limits)
+            self._program = ChildProgram(command, setup, QUESTION, ANSWER, ENVIRONMENT)
         self._max_wait = max_wait
         self._lock = threading.Lock()
         self._verdicts: OrderedDict[str, Verdict] = OrderedDict()
@@ -126,25 +128,24 @@ class Checker:
                 self.counts.busy += 1
                 raise CheckerBusy
             future = self._checks[digest] = Future()
-        # JSON, because MessagePack has no integers beyond 64 bits, which a schema may hold.
-        question = {"outputs": json.dumps(_fields(outputs))}
+        question = Check(json.dumps(_fields(outputs)))
         self._program.ask(question).add_done_callback(functools.partial(self._answered, digest))
         return future
 
-    def _answered(self, digest: str, answer: "Future[Answer]") -> None:
+    def _answered(self, digest: str, answer: "Future[Checked]") -> None:
         """Runs in a thread of the child program."""
         with self._lock:
             future = self._checks.pop(digest)
             if isinstance(answer.exception(), ChildLost):
                 verdict = None
             else:
-                message = answer.result()
-                verdict = Verdict(message["error"], message["bytes"])
+                checked = answer.result()
+                verdict = Verdict(checked.error, checked.size)
                 self._verdicts[digest] = verdict
                 while len(self._verdicts) > MAX_CACHED:
                     self._verdicts.popitem(last=False)
                 self.counts.compilations += 1
-                self.counts.seconds += message["seconds"]
+                self.counts.seconds += checked.seconds
                 self.counts.refusals += bool(verdict.error)
         if verdict is None:
             future.set_exception(CheckerBusy(LOST))

@@ -1,10 +1,9 @@
 """The program that checks grammars: ``python -m fairlead_runtime.grammar.child``.
 
 It builds the tokenizer once, then forks for every check. The fork alone compiles hostile input: it
-has a limit on its memory and processor time, and is killed at its deadline. Reads and writes
-messages as ``frames`` does: in, first the tokenizer's facts and the limits, then one request per
-check; out, one verdict per check, in order of completion. Ends when its input does, and its forks
-with it.
+has a limit on its memory and processor time, and is killed at its deadline. Owns the messages,
+which ``child.program`` numbers: in, first ``Setup``, then one ``Check`` for each question; out, one
+``Checked`` for each, in order of completion. Ends when its input does, and its forks with it.
 """
 
 import json
@@ -13,16 +12,18 @@ import random
 import resource
 import selectors
 import signal
+import socket
 import sys
 import threading
 import time
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer
 
-from fairlead_runtime.child import frames
+from fairlead_runtime.child.frames import Channel, Codec, Message
 from fairlead_runtime.child.heap import release_memory
+from fairlead_runtime.child.life import parent_socket
 from fairlead_runtime.grammar.compile import (
     NO_OUTPUT,
     CheckLimits,
@@ -45,29 +46,52 @@ TIMED_OUT = "takes too long to compile: simplify its patterns, counts or alterna
 CRASHED = "takes too much memory to compile: simplify its patterns, counts or alternatives"
 
 
+class Setup(Message):
+    facts: TokenizerFacts
+    limits: CheckLimits
+
+
+class Check(Message):
+    """``outputs``: the fields of StructuredOutputs as JSON, because MessagePack has no integers
+    beyond 64 bits, which a schema may hold.
+    """
+
+    outputs: str
+
+
+class Checked(Message):
+    """``error``: why it cannot be compiled; empty when it can. ``size`` of the compiled grammar in
+    bytes. ``seconds`` that the check took.
+    """
+
+    error: str
+    size: int = 0
+    seconds: float = 0.0
+
+
+QUESTION: Codec[tuple[int, Setup | Check]] = Codec(tuple[int, Setup | Check])
+ANSWER: Codec[tuple[int, Checked]] = Codec(tuple[int, Checked])
+
+
 @dataclass(frozen=True, slots=True)
 class _Fork:
     number: int
     pid: int
     deadline: float
     began: float
+    verdict: socket.socket
 
 
 def main() -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when this program ends
-    reader = frames.Reader(sys.stdin.fileno())
-    waiting: list[dict[str, Any]] = []
-    while not waiting:
-        messages = reader.read()
-        if messages is None:
-            return 0
-        waiting += messages
-    first = waiting.pop(0)
-    facts, limits = TokenizerFacts(**first["facts"]), CheckLimits(**first["limits"])
+    channel = Channel(parent_socket(), ANSWER, QUESTION)
+    first = channel.receive()
+    if first is None or not isinstance(first[1], Setup):
+        return 0
+    facts, limits = first[1].facts, first[1].limits
     tokenizer, size = facts.build(fast=False), facts.size
     del first, facts
     release_memory()
-    _serve(tokenizer, size, limits, waiting, reader, sys.stdout.buffer)
+    _serve(tokenizer, size, limits, channel)
     return 0
 
 
@@ -75,68 +99,79 @@ def _serve(
     tokenizer: LLTokenizer,
     ids: int,
     limits: CheckLimits,
-    waiting: list[dict[str, Any]],
-    reader: frames.Reader,
-    target: BinaryIO,
+    channel: Channel[tuple[int, Checked], tuple[int, Setup | Check]],
 ) -> None:
-    running: dict[int, _Fork] = {}  # by the descriptor of its verdict
+    waiting: list[tuple[int, Check]] = []
+    running: list[_Fork] = []
     with selectors.DefaultSelector() as selector:
-        selector.register(reader.descriptor, selectors.EVENT_READ)
+        selector.register(channel.connection, selectors.EVENT_READ)
         while True:
             while waiting and len(running) < MAX_FORKS:
-                end, fork = _fork(tokenizer, ids, limits, waiting.pop(0))
-                running[end] = fork
-                selector.register(end, selectors.EVENT_READ)
+                running.append(_fork(tokenizer, ids, limits, *waiting.pop(0), channel.connection))
+                selector.register(running[-1].verdict, selectors.EVENT_READ, running[-1])
             now = time.monotonic()
-            ends = min((fork.deadline for fork in running.values()), default=None)
+            ends = min((fork.deadline for fork in running), default=None)
             for key, _ in selector.select(None if ends is None else max(0.0, ends - now)):
-                if key.fd != reader.descriptor:
-                    selector.unregister(key.fd)
-                    frames.write(target, _verdict(key.fd, running.pop(key.fd)))
-                elif (messages := reader.read()) is not None:
-                    waiting += messages
-                else:
-                    for fork in running.values():
-                        os.kill(fork.pid, signal.SIGKILL)
-                    return
-            for fork in running.values():
+                if key.data is not None:
+                    selector.unregister(key.fileobj)
+                    running.remove(key.data)
+                    channel.send(_verdict(key.data))
+                    continue
+                match channel.receive():
+                    case (number, Check() as check):
+                        waiting.append((number, check))
+                    case _:
+                        for fork in running:
+                            os.kill(fork.pid, signal.SIGKILL)
+                        return
+            for fork in running:
                 if fork.deadline <= time.monotonic():
                     os.kill(fork.pid, signal.SIGKILL)  # closes its end: the verdict is read above
 
 
 def _fork(
-    tokenizer: LLTokenizer, ids: int, limits: CheckLimits, request: dict[str, Any]
-) -> tuple[int, _Fork]:
-    """Start a check; the descriptor on which its verdict arrives."""
-    receiving, sending = os.pipe()
+    tokenizer: LLTokenizer,
+    ids: int,
+    limits: CheckLimits,
+    number: int,
+    request: Check,
+    connection: socket.socket,
+) -> _Fork:
+    """Start a check."""
+    receiving, sending = socket.socketpair()
     began = time.monotonic()
     pid = os.fork()
     if pid == 0:
-        os.close(receiving)
-        _check_and_exit(tokenizer, ids, limits, request, sending)
-    os.close(sending)
-    return receiving, _Fork(request["number"], pid, began + limits.seconds, began)
+        connection.close()  # whose end tells the server that this program has ended
+        receiving.close()
+        _check_and_exit(tokenizer, ids, limits, number, request, sending)
+    sending.close()
+    return _Fork(number, pid, began + limits.seconds, began, receiving)
 
 
-def _verdict(end: int, fork: _Fork) -> dict[str, Any]:
-    with open(end, "rb") as pipe:
-        answer = frames.read(pipe)
+def _verdict(fork: _Fork) -> tuple[int, Checked]:
+    with fork.verdict:
+        answer = ANSWER.receive(fork.verdict)
     _, status = os.waitpid(fork.pid, 0)
     if answer is None:
         expired = os.WIFSIGNALED(status) and os.WTERMSIG(status) in {
             signal.SIGKILL,
             signal.SIGXCPU,
         }
-        answer = {"error": TIMED_OUT if expired else CRASHED, "bytes": 0}
-    return {"number": fork.number, "seconds": time.monotonic() - fork.began, **answer}
+        checked = Checked(TIMED_OUT if expired else CRASHED)
+    else:
+        _, checked = answer
+    checked.seconds = time.monotonic() - fork.began
+    return fork.number, checked
 
 
 def _check_and_exit(
     tokenizer: LLTokenizer,
     ids: int,
     limits: CheckLimits,
-    request: dict[str, Any],
-    sending: int,
+    number: int,
+    request: Check,
+    sending: socket.socket,
 ) -> None:
     """Check in the fork, write the verdict and end without running anything of the parent's."""
     try:
@@ -151,30 +186,30 @@ def _check_and_exit(
             os.dup2(nothing.fileno(), 2)
         threading.stack_size(STACK)
         before = _memory("resident")
-        answer: dict[str, Any] = {}
+        errors: list[str] = []
         thread = threading.Thread(
-            target=lambda: answer.update(_check(tokenizer, ids, json.loads(request["outputs"])))
+            target=lambda: errors.append(_check(tokenizer, ids, json.loads(request.outputs)))
         )
         thread.start()
         thread.join()
         grown = max(0, _memory("resident") - before)
-        if answer:
-            with open(sending, "wb") as pipe:
-                frames.write(pipe, {"bytes": grown, **answer})
+        for error in errors:
+            sending.sendall(ANSWER.encode((number, Checked(error, grown))))
     finally:
         os._exit(0)
 
 
-def _check(tokenizer: LLTokenizer, ids: int, outputs: dict[str, Any]) -> dict[str, Any]:
+def _check(tokenizer: LLTokenizer, ids: int, outputs: dict[str, Any]) -> str:
+    """Why the outputs cannot be compiled; empty when they can."""
     try:
         matcher = compile_matcher(tokenizer, StructuredOutputs(**outputs))
         for walk in range(WALKS):
             _walk(matcher.deep_copy(), ids, random.Random(walk))  # noqa: S311 - not for secrets
     except GrammarError as error:
-        return {"error": str(error)}
+        return str(error)
     except MemoryError:
-        return {"error": CRASHED}
-    return {"error": ""}
+        return CRASHED
+    return ""
 
 
 def _walk(matcher: LLMatcher, ids: int, choose: random.Random) -> None:

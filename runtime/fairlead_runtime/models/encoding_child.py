@@ -1,9 +1,10 @@
 """The program that tokenizes large texts: ``python -m fairlead_runtime.models.encoding_child``.
 
 Tokenizes in time that nothing else wants: on full cores every turn of it would stop a step of the
-engine. It loads as any other, once, so that the first text does not wait for ever. Reads and writes
-messages as ``child.frames`` does: in, first the tokenizer, then one question per text; out, the
-token ids of each. Ends when its input does, even in the middle of a text.
+engine. It loads as any other, once, so that the first text does not wait for ever. Owns the
+messages, which ``child.program`` numbers: in, first ``Setup``, then one ``Text`` for each question;
+out, the token ids of each, as the bytes of 32-bit integers. Ends when its input does, even in the
+middle of a text.
 """
 
 import os
@@ -12,50 +13,77 @@ import signal
 import sys
 import threading
 from array import array
-from typing import Any
+from collections.abc import Callable
 
 from tokenizers import Tokenizer
 
-from fairlead_runtime.child import frames
+from fairlead_runtime.child.frames import Channel, Codec, Message
 from fairlead_runtime.child.heap import release_memory
+from fairlead_runtime.child.life import parent_socket
 from fairlead_runtime.child.threads import be_idle
 
 
+class Setup(Message):
+    """``definition``: the JSON of a tokenizer. ``split_special``: it spells special tokens in texts
+    out. ``cpu_seconds``: the most that one text may take.
+    """
+
+    definition: str
+    split_special: bool
+    cpu_seconds: float
+
+
+class Text(Message):
+    """``special``: with the special tokens that the tokenizer adds."""
+
+    text: str
+    special: bool
+
+
+QUESTION: Codec[tuple[int, Setup | Text]] = Codec(tuple[int, Setup | Text])
+ANSWER: Codec[tuple[int, bytes]] = Codec(tuple[int, bytes])
+
+
 def main() -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when this program ends
-    questions: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-    setup = frames.read(sys.stdin.buffer)
-    if setup is None:
+    channel = Channel(parent_socket(), ANSWER, QUESTION)
+    first = channel.receive()
+    if first is None or not isinstance(first[1], Setup):
         return 0
-    threading.Thread(target=_answer_all, args=(setup, questions), daemon=True).start()
-    while (question := frames.read(sys.stdin.buffer)) is not None:
-        questions.put(question)
-    return 0
+    questions: queue.SimpleQueue[tuple[int, Text]] = queue.SimpleQueue()
+    work = (first[1], questions, channel.send)
+    threading.Thread(target=_answer_all, args=work, daemon=True).start()
+    while True:
+        match channel.receive():
+            case (number, Text() as text):
+                questions.put((number, text))
+            case _:
+                return 0
 
 
-def _answer_all(setup: dict[str, Any], questions: "queue.SimpleQueue[dict[str, Any]]") -> None:
+def _answer_all(
+    setup: Setup,
+    questions: "queue.SimpleQueue[tuple[int, Text]]",
+    send: Callable[[tuple[int, bytes]], None],
+) -> None:
     try:
-        tokenizer = Tokenizer.from_str(setup["definition"])
-        tokenizer.encode_special_tokens = setup["split_special"]
-        cpu_seconds = setup["cpu_seconds"]
-        setup.clear()
+        tokenizer = Tokenizer.from_str(setup.definition)
+        tokenizer.encode_special_tokens = setup.split_special
+        setup.definition = ""
         release_memory()
         be_idle()
         while True:
-            _answer(tokenizer, cpu_seconds, questions.get())
+            number, text = questions.get()
+            send((number, _ids(tokenizer, text, setup.cpu_seconds)))
     finally:
         os._exit(1)  # the server starts another
 
 
-def _answer(tokenizer: Tokenizer, cpu_seconds: float, question: dict[str, Any]) -> None:
+def _ids(tokenizer: Tokenizer, text: Text, cpu_seconds: float) -> bytes:
     signal.setitimer(signal.ITIMER_PROF, cpu_seconds)  # its signal ends the process
     # Without offsets, which nobody asks for; in a batch, because this lets the other thread run.
-    (encoding,) = tokenizer.encode_batch_fast(
-        [question["text"]], add_special_tokens=question["special"]
-    )
+    (encoding,) = tokenizer.encode_batch_fast([text.text], add_special_tokens=text.special)
     signal.setitimer(signal.ITIMER_PROF, 0)
-    ids = array("i", encoding.ids).tobytes()
-    frames.write(sys.stdout.buffer, {"number": question["number"], "ids": ids})
+    return array("i", encoding.ids).tobytes()
 
 
 if __name__ == "__main__":

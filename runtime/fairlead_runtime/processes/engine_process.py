@@ -7,8 +7,6 @@ process drains, then ends it.
 
 import contextlib
 import logging
-import signal
-import socket
 import sys
 import threading
 import time
@@ -16,17 +14,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from fairlead_runtime.child.frames import FrameError
+from fairlead_runtime.child.life import FAILED, end_with, leave, parent_socket
 from fairlead_runtime.engine.cache_map import CacheCopy
 from fairlead_runtime.engine.engine import Engine
 from fairlead_runtime.outputs import ChoiceEvent, EngineDead, QueueFull, RequestView, ServiceError
 from fairlead_runtime.processes import logs
 from fairlead_runtime.processes.lean_imports import leave_compiler_out
-from fairlead_runtime.processes.life import FAILED, end_with, leave
 from fairlead_runtime.request.sequence import FinishReason, Request
 from fairlead_runtime.serving import wire
 from fairlead_runtime.serving.engine_link import run_engine, settle_memory
 from fairlead_runtime.serving.measurements import EngineReport, RequestMetrics
-from fairlead_runtime.serving.remote_engine import refusal_of
 
 log = logging.getLogger("fairlead.engine")
 
@@ -34,18 +32,15 @@ STOP_SECONDS = 5.0  # for the step that runs
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
-    """``arguments``: the socket's descriptor, the id of the HTTP process, the level of logging.
-    Does not return.
-    """
-    descriptor, parent, level = map(int, arguments)
+    """``arguments``: the id of the HTTP process, the level of logging. Does not return."""
+    parent, level = map(int, arguments)
     end_with(parent)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
+    connection = parent_socket()
     logs.configure(logging.getLevelName(level))
-    leave(_serve(wire.Channel(socket.socket(fileno=descriptor))))
+    leave(_serve(wire.EngineChannel(connection, wire.FROM_ENGINE, wire.TO_ENGINE)))
 
 
-def _serve(channel: wire.Channel) -> int:
+def _serve(channel: wire.EngineChannel) -> int:
     """Load, step and answer; returns the exit code."""
     leave_compiler_out()
     # Imported before the first message, which may have to wait for a download.
@@ -61,7 +56,7 @@ def _serve(channel: wire.Channel) -> int:
         def lost(error: Exception) -> NoReturn:
             """Another rank refuses to start or has ended, at whatever this process is."""
             with contextlib.suppress(OSError):
-                channel.send(refusal_of(error))  # which counts while this one starts
+                channel.send(wire.Refused.of(error))  # counts while this one starts
                 channel.send(wire.Gone(str(error)))
             leave(FAILED)
 
@@ -74,7 +69,7 @@ def _serve(channel: wire.Channel) -> int:
                 lost=lost,
             )
         except Exception as error:
-            refusal = refusal_of(error)
+            refusal = wire.Refused.of(error)
             if refusal.kind == "EngineDead":
                 log.exception("the engine cannot start")
             channel.send(refusal)
@@ -82,7 +77,7 @@ def _serve(channel: wire.Channel) -> int:
         memory = parts.memory.as_dict()
         channel.send(wire.Loaded(parts.facts, parts.engine.bounds, memory, parts.loaded_at))
         return Server(parts.engine, measurements, channel).run()
-    except wire.WireError:
+    except FrameError:
         log.exception("the HTTP process sent what is no message")
         return FAILED
     except OSError:  # the HTTP process is gone
@@ -92,7 +87,9 @@ def _serve(channel: wire.Channel) -> int:
 class Server:
     """The engine's thread, the thread of the pulse, and the messages of the HTTP process."""
 
-    def __init__(self, engine: Engine, measurements: RequestMetrics, channel: wire.Channel) -> None:
+    def __init__(
+        self, engine: Engine, measurements: RequestMetrics, channel: wire.EngineChannel
+    ) -> None:
         self._engine = engine
         self._measurements = measurements
         self._channel = channel
@@ -162,7 +159,7 @@ class Server:
         """Send a step's events as one message, or as several where that would be too large."""
         try:
             self._channel.send(wire.Events(events))
-        except wire.WireError as error:
+        except FrameError as error:
             if len(events) > 1:
                 half = len(events) // 2
                 self._publish(events[:half])

@@ -23,6 +23,7 @@ from fairlead_runtime.api.state.state import Backend, ServerState
 from fairlead_runtime.api.state.tracing import Tracing
 from fairlead_runtime.api.tools.formats import ReplyFormat, reply_format
 from fairlead_runtime.build.host import cpu_limit, process_age, resident_bytes
+from fairlead_runtime.child.process import Child
 from fairlead_runtime.front.key_file import KeyRing
 from fairlead_runtime.front.tls import Certificates
 from fairlead_runtime.grammar.checker import Checker
@@ -31,7 +32,7 @@ from fairlead_runtime.hub import source
 from fairlead_runtime.hub.fetch import Progress
 from fairlead_runtime.models.files import CONFIG
 from fairlead_runtime.outputs import DrainResult
-from fairlead_runtime.processes import spawn, termination
+from fairlead_runtime.processes import termination
 from fairlead_runtime.serving import wire
 from fairlead_runtime.serving.detokenize import vocabulary_of
 from fairlead_runtime.serving.intake import Intake
@@ -48,7 +49,7 @@ T = TypeVar("T")
 
 
 def run(
-    engine: spawn.Engine, model: str, config: EngineConfig, host: str, port: int, admin_port: int
+    engine: Child, model: str, config: EngineConfig, host: str, port: int, admin_port: int
 ) -> int:
     """Serve until SIGTERM. Returns 0 after a drain; raises ConfigError, ModelError, SelfTestError
     or EngineDead.
@@ -90,7 +91,7 @@ def run(
 async def _serve(
     state: ServerState,
     listeners: http.Listeners,
-    engine: spawn.Engine,
+    engine: Child,
     model: str,
     config: EngineConfig,
 ) -> DrainResult:
@@ -106,7 +107,7 @@ async def _serve(
 
 async def _load(
     state: ServerState,
-    started: spawn.Engine,
+    started: Child,
     model: str,
     config: EngineConfig,
     running: AsyncExitStack,
@@ -115,7 +116,7 @@ async def _load(
 
     ``running`` ends what was started.
     """
-    engine = RemoteEngine(started.child, started.connection)
+    engine = RemoteEngine(started)
     running.push_async_callback(engine.stop, STOP_SECONDS)
     await engine.open()
     report = _progress_report(state)

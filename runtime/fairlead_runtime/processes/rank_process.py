@@ -8,22 +8,31 @@ too. It schedules and samples nothing.
 import logging
 import os
 import queue
-import signal
-import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
-from fairlead_runtime.child import frames
+from fairlead_runtime.build.rank_wire import (
+    FROM_RANK,
+    TO_RANK,
+    Allocated,
+    FromRank,
+    Loaded,
+    Measured,
+    Sizes,
+    Start,
+    ToRank,
+)
+from fairlead_runtime.child.frames import Channel, FrameError, Message
+from fairlead_runtime.child.life import FAILED, end_with, leave, parent_socket
 from fairlead_runtime.models.model_error import ModelError, SelfTestError
 from fairlead_runtime.processes import logs
 from fairlead_runtime.processes.lean_imports import leave_compiler_out
-from fairlead_runtime.processes.life import FAILED, end_with, leave
-from fairlead_runtime.serving.remote_engine import refusal_of
-from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
+from fairlead_runtime.serving.wire import Refused
+from fairlead_runtime.settings.engine_config import ConfigError
 
 if TYPE_CHECKING:
     from fairlead_runtime.build.load_rank import LoadedRank
@@ -32,41 +41,42 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("fairlead.rank")
 
+MessageT = TypeVar("MessageT", bound=Message)
 WORDS_SECONDS = 1.0  # for the leader to hear how another rank has ended
 
 
 class _Leader:
     """The socket to rank 0. Messages are read as they come, so that its end is seen at once."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._socket = connection
-        self._messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        threading.Thread(target=self._read, args=(connection.makefile("rb"),), daemon=True).start()
+    def __init__(self, channel: Channel[FromRank, ToRank]) -> None:
+        self.send = channel.send
+        self._channel = channel
+        self._messages: queue.SimpleQueue[ToRank] = queue.SimpleQueue()
+        threading.Thread(target=self._read, daemon=True).start()
 
-    def _read(self, stream: Any) -> None:
+    def _read(self) -> None:
         try:
-            while (message := frames.read(stream)) is not None:
+            while (message := self._channel.receive()) is not None:
                 self._messages.put(message)
-        except OSError:
-            pass
+        except FrameError:
+            log.exception("the leader sent what is no message")
+            leave(FAILED)
         leave(0)
 
-    def receive(self) -> dict[str, Any]:
-        return self._messages.get()
-
-    def send(self, message: Mapping[str, Any]) -> None:
-        self._socket.sendall(frames.pack(dict(message)))
+    def receive(self, kind: type[MessageT]) -> MessageT:
+        message = self._messages.get()
+        if not isinstance(message, kind):
+            raise TypeError(f"{type(message).__name__} comes in place of {kind.__name__}")
+        return message
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
-    """``arguments``: the socket's descriptor, the leader's process id, the descriptor of the file
-    in which the ranks find each other. Does not return.
+    """``arguments``: the leader's process id, the descriptor of the file in which the ranks find
+    each other. Does not return.
     """
-    descriptor, parent, store = map(int, arguments)
+    parent, store = map(int, arguments)
     end_with(parent)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
-    leader = _Leader(socket.socket(fileno=descriptor))
+    leader = _Leader(Channel(parent_socket(), FROM_RANK, TO_RANK))
     try:
         _follow(leader, store)
     except OSError:  # the leader is gone
@@ -86,31 +96,33 @@ def _follow(leader: _Leader, store: int) -> NoReturn:
     from fairlead_runtime.build.load_rank import load_rank
     from fairlead_runtime.device.model.rank_group import RankGroup
 
-    start = leader.receive()
-    logs.configure(logging.getLevelName(start["level"]))
+    start = leader.receive(Start)
+    logs.configure(logging.getLevelName(start.level))
     logs.adopt_transformers()
-    rank, config = start["rank"], EngineConfig.from_mapping(start["config"])
+    rank, config = start.rank, start.config
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(start["threads"])
+        torch.set_num_threads(start.threads)
     group = RankGroup(
         rank,
         config.tensor_parallel,
         f"/proc/self/fd/{store}",
-        lambda: leader.send({"loaded": True}),
+        lambda: leader.send(Loaded()),
     )
     try:
         device = device_facts(config.device, config.tensor_parallel)
         if device.kind == "cuda":
             torch.cuda.set_device(rank)
-        parts = load_rank(Path(start["path"]), config, device, group)
-        leader.send({"measured": dict(parts.measured)})
-        cache = parts.cache(**leader.receive())
+        parts = load_rank(Path(start.path), config, device, group)
+        leader.send(Measured(dict(parts.measured)))
+        sizes = leader.receive(Sizes)
+        cache = parts.cache(
+            units=sizes.units, block_size=sizes.block_size, host_units=sizes.host_units
+        )
     except (ConfigError, ModelError, SelfTestError) as error:
-        refusal = refusal_of(error)
-        leader.send({"refused": (refusal.kind, refusal.arguments)})
+        leader.send(Refused.of(error))
         while True:  # until the leader has read it and closes the socket
-            leader.receive()
-    leader.send({"not_pinned": cache.not_pinned})
+            leader.receive(Message)
+    leader.send(Allocated(cache.not_pinned))
     _serve(leader, parts, cache, group)
 
 
@@ -120,7 +132,7 @@ def _serve(
     from fairlead_runtime.device.ranks import rank_messages
 
     while True:
-        rank_messages.follow(leader.receive(), parts.model, cache, parts.attention, group)
+        rank_messages.follow(leader.receive(Message), parts.model, cache, parts.attention, group)
 
 
 if __name__ == "__main__":

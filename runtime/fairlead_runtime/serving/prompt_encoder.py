@@ -13,8 +13,10 @@ from contextlib import contextmanager
 
 from transformers import PreTrainedTokenizerBase
 
-from fairlead_runtime.child.program import ChildLost, ChildProgram, command_of
+from fairlead_runtime.child.process import command_of
+from fairlead_runtime.child.program import ChildLost, ChildProgram
 from fairlead_runtime.models.chat import encode, encode_chat
+from fairlead_runtime.models.encoding_child import ANSWER, QUESTION, Setup, Text
 from fairlead_runtime.outputs import ServiceError
 
 COMMAND = command_of("fairlead_runtime.models.encoding_child")
@@ -78,14 +80,11 @@ class PromptEncoder:
     ) -> None:
         self.tokenizer = tokenizer
         self._pacer = Pacer(busy)
-        self.child: ChildProgram | None = None
+        self.child: ChildProgram[Setup | Text, bytes] | None = None
         if definition is not None:
-            setup = {
-                "definition": definition,
-                "split_special": bool(getattr(tokenizer, "split_special_tokens", False)),
-                "cpu_seconds": cpu_seconds,
-            }
-            self.child = ChildProgram(command, setup, ENVIRONMENT)
+            split_special = bool(getattr(tokenizer, "split_special_tokens", False))
+            setup = Setup(definition, split_special, cpu_seconds)
+            self.child = ChildProgram(command, setup, QUESTION, ANSWER, ENVIRONMENT)
 
     def encode(self, text: str, *, special: bool, large: bool) -> Sequence[int]:
         """The ids of a text; ``special``: with the special tokens that the tokenizer adds. Blocks,
@@ -98,12 +97,12 @@ class PromptEncoder:
             return encode(self.tokenizer, text) if special else encode_chat(self.tokenizer, text)
         try:
             with self._pacer.before_next():
-                answer = self.child.ask({"text": text, "special": special}).result()
+                ids = self.child.ask(Text(text, special)).result()
         except ChildLost:
             raise ServiceError(
                 "the process that tokenizes large prompts ended: retry", retry_after=1.0
             ) from None
-        return array("i", answer["ids"])
+        return array("i", ids)
 
     def close(self) -> None:
         """End the other process, even in the middle of a text or of a rest."""

@@ -8,21 +8,18 @@ import asyncio
 import gc
 import itertools
 import logging
-import signal
-import socket
-import subprocess
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol
+from typing import Any
 
+from fairlead_runtime.child.frames import FrameError
+from fairlead_runtime.child.process import Child
 from fairlead_runtime.engine.inbox import Bounds
-from fairlead_runtime.models.model_error import ModelError, SelfTestError
 from fairlead_runtime.outputs import CacheView, EngineDead, EngineState, RequestView, ServiceError
 from fairlead_runtime.request.sequence import Request
 from fairlead_runtime.serving import wire
 from fairlead_runtime.serving.engine_link import Deliver, settle_memory
 from fairlead_runtime.serving.measurements import EngineReport
-from fairlead_runtime.settings.engine_config import ConfigError
 
 log = logging.getLogger("fairlead.service")
 
@@ -31,28 +28,11 @@ REPORT_SECONDS = 2.0  # a scrape waits this long, then shows the last report
 REAP_SECONDS = 1.0  # for a process whose end of the socket is closed to end
 
 
-class Child(Protocol):
-    """The parts of subprocess.Popen that are used."""
-
-    def wait(self, timeout: float | None = None) -> int: ...
-    def kill(self) -> None: ...
-
-
 class RemoteEngine:
-    """``child`` is the engine's process, ``connection`` this process's end of the socket.
+    """``child`` is the engine's process; ``now`` the machine's monotonic clock, in seconds."""
 
-    ``now`` is the machine's monotonic clock, in seconds.
-    """
-
-    def __init__(
-        self,
-        child: Child,
-        connection: socket.socket,
-        *,
-        now: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, child: Child, *, now: Callable[[], float] = time.monotonic) -> None:
         self._child = child
-        self._connection = connection
         self._now = now
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
@@ -72,7 +52,7 @@ class RemoteEngine:
 
     async def open(self) -> None:
         """Connect; call it once, before anything else."""
-        reader, self._writer = await asyncio.open_unix_connection(sock=self._connection)
+        reader, self._writer = await asyncio.open_unix_connection(sock=self._child.connection)
         self._reading = asyncio.get_running_loop().create_task(self._read(reader))
 
     def load(self, start: wire.Start) -> Awaitable[wire.Loaded]:
@@ -101,7 +81,7 @@ class RemoteEngine:
             self._send(wire.Stop())
         else:
             self._child.kill()
-        await self._reap(max_wait)
+        await asyncio.to_thread(self._child.reap, max_wait)
         if self._writer is not None:
             self._writer.close()
         if self._reading is not None:
@@ -168,20 +148,20 @@ class RemoteEngine:
     def _send(self, message: wire.ToEngine) -> None:
         if self._dead_reason or self._writer is None:
             raise EngineDead(self._dead_reason or "the engine process is not connected")
-        self._writer.write(wire.encode(message))
+        self._writer.write(wire.TO_ENGINE.encode(message))
 
     # -- from the engine's process
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         reason = ""
         try:
-            while (content := await wire.read_frame(reader)) is not None:
-                self._receive(wire.decode(wire.from_engine, content))
-        except wire.WireError as error:
-            reason = f"the engine process sent what is no message: {error}"
+            while (message := await wire.FROM_ENGINE.read(reader)) is not None:
+                self._receive(message)
+        except FrameError as error:
+            reason = f"sent what is no message: {error}"
             self._child.kill()
-        code = await self._reap(REAP_SECONDS)
-        self._lose(reason or f"the engine process {ending(code)}")
+        end = await asyncio.to_thread(self._child.reap, REAP_SECONDS)
+        self._lose(f"the engine process {reason or end}")
 
     def _receive(self, message: wire.FromEngine) -> None:
         self._heard = self._now()
@@ -205,19 +185,11 @@ class RemoteEngine:
             case wire.Loaded():
                 if not self._loaded.done():
                     self._loaded.set_result(message)
-            case wire.Refused(kind, arguments):
+            case wire.Refused():
                 if not self._loaded.done():
-                    self._loaded.set_exception(REFUSALS[kind](*arguments))
+                    self._loaded.set_exception(message.error)
             case wire.Gone(reason):
                 self._lose(reason)
-
-    async def _reap(self, max_wait: float) -> int:
-        """The exit code of the process, which is killed after ``max_wait`` seconds."""
-        try:
-            return await asyncio.to_thread(self._child.wait, max_wait)
-        except subprocess.TimeoutExpired:
-            self._child.kill()
-            return await asyncio.to_thread(self._child.wait)
 
     def _lose(self, reason: str) -> None:
         """The engine has ended; the first reason counts."""
@@ -231,32 +203,3 @@ class RemoteEngine:
         if not self._stopping:
             log.error("the engine has ended: %s", reason)
             self._ended(reason)
-
-
-REFUSALS: dict[str, Callable[..., Exception]] = {
-    kind.__name__: kind for kind in (ConfigError, ModelError, SelfTestError, EngineDead)
-}
-
-
-def refusal_of(error: Exception) -> wire.Refused:
-    """The message from which the other process raises an equal error."""
-    match error:
-        case ConfigError():
-            return wire.Refused("ConfigError", (error.field, error.message, error.hint))
-        case ModelError():
-            return wire.Refused("ModelError", (error.code, error.message, error.hint))
-        case SelfTestError():
-            return wire.Refused("SelfTestError", (str(error),))
-        case EngineDead():
-            return wire.Refused("EngineDead", (str(error),))
-    reason = f"the engine process failed to start: {type(error).__name__}"
-    return wire.Refused("EngineDead", (reason,))
-
-
-def ending(code: int) -> str:
-    """Words for how a process with this exit code, negative for a signal, has ended."""
-    if code >= 0:
-        return f"ended with exit code {code}"
-    name = signal.Signals(-code).name
-    hint = ", as the kernel does when memory runs out" if name == "SIGKILL" else ""
-    return f"was ended by {name}{hint}"

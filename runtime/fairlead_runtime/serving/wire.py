@@ -1,24 +1,23 @@
-"""The messages between the HTTP process and the engine's process, and their form on the socket.
+"""The messages between the HTTP process and the engine's process.
 
-Owns the messages, their encoding (MessagePack, read back by the types of the fields) and the
-frames: a length of 4 bytes, big-endian, then that many bytes. A field that Request, ChoiceEvent or
-another value gets crosses without a change here. What does not fit the types raises WireError;
-nothing that is read can run code.
+Owns the messages, and what ``child.frames`` cannot know of their values. A field that Request,
+ChoiceEvent or another value gets crosses without a change here.
 """
 
-import asyncio
-import socket
-import threading
 from array import array
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any, Literal, Self
 
 import msgspec
 
 from fairlead_runtime import outputs
+from fairlead_runtime.child.frames import Channel, Codec, Message
 from fairlead_runtime.engine.inbox import Bounds
+from fairlead_runtime.models.model_error import ModelError, SelfTestError
 from fairlead_runtime.outputs import (
     CacheView,
     ChoiceEvent,
+    EngineDead,
     EngineState,
     ModelFacts,
     RequestView,
@@ -26,11 +25,10 @@ from fairlead_runtime.outputs import (
 )
 from fairlead_runtime.request.sequence import Request
 from fairlead_runtime.serving.measurements import EngineReport
-from fairlead_runtime.settings.engine_config import EngineConfig
+from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
 
 MAX_FRAME = 64 << 20  # bytes; the largest body of a request becomes a fifth of it
 PULSE_SECONDS = 1.0  # between two messages of an engine, at most
-_LENGTH = 4
 
 # By code, and the class itself for one that has none of its own.
 _ERRORS: dict[str, type[ServiceError]] = {
@@ -38,20 +36,15 @@ _ERRORS: dict[str, type[ServiceError]] = {
     for kind in vars(outputs).values()
     if isinstance(kind, type) and issubclass(kind, ServiceError)
 }
-
-
-class WireError(Exception):
-    """The other side sent what is no message of it."""
-
-
-class _Message(msgspec.Struct, array_like=True, tag=True):
-    """A message, as an array: the name of its class, then its fields."""
+_REFUSALS: dict[str, Callable[..., Exception]] = {
+    kind.__name__: kind for kind in (ConfigError, ModelError, SelfTestError, EngineDead)
+}
 
 
 # -- from the HTTP process
 
 
-class Start(_Message):
+class Start(Message):
     """The first message: load the model in this directory. ``beside`` is the memory, in bytes, of
     the processes of the pod besides the engine's.
     """
@@ -61,22 +54,22 @@ class Start(_Message):
     beside: int
 
 
-class Submit(_Message):
+class Submit(Message):
     request: Request
     bounded: bool
 
 
-class Abort(_Message):
+class Abort(Message):
     request_id: str
     error: ServiceError | None
 
 
-class Finish(_Message):
+class Finish(Message):
     request_id: str
     choice: int
 
 
-class Ask(_Message):
+class Ask(Message):
     """Answered by a message of the same ``number``. ``start``: the first unit, of the cache."""
 
     number: int
@@ -84,7 +77,7 @@ class Ask(_Message):
     start: int = 0
 
 
-class Stop(_Message):
+class Stop(Message):
     """End after the current step."""
 
 
@@ -94,7 +87,7 @@ ToEngine = Start | Submit | Abort | Finish | Ask | Stop
 # -- from the engine's process
 
 
-class Loaded(_Message):
+class Loaded(Message):
     """The model passed its self-test, and the engine steps. Times on the machine's monotonic
     clock, in seconds; ``memory`` is the body of /debug/memory.
     """
@@ -105,41 +98,60 @@ class Loaded(_Message):
     loaded_at: float
 
 
-class Refused(_Message):
+class Refused(Message):
     """The start failed with an exception that has a meaning for users."""
 
     kind: Literal["ConfigError", "ModelError", "SelfTestError", "EngineDead"]
     arguments: tuple[str, ...]
 
+    @classmethod
+    def of(cls, error: Exception) -> Self:
+        """The message from which the other process raises an equal error."""
+        match error:
+            case ConfigError():
+                return cls("ConfigError", (error.field, error.message, error.hint))
+            case ModelError():
+                return cls("ModelError", (error.code, error.message, error.hint))
+            case SelfTestError():
+                return cls("SelfTestError", (str(error),))
+            case EngineDead():
+                return cls("EngineDead", (str(error),))
+        reason = f"the engine process failed to start: {type(error).__name__}"
+        return cls("EngineDead", (reason,))
 
-class Events(_Message):
+    @property
+    def error(self) -> Exception:
+        return _REFUSALS[self.kind](*self.arguments)
+
+
+class Events(Message):
     """All events of one step."""
 
     events: list[ChoiceEvent]
 
 
-class Pulse(_Message):
+class Pulse(Message):
     """Sent every PULSE_SECONDS, while a step runs too."""
 
     state: EngineState
 
 
-class Views(_Message):
+class Views(Message):
     number: int
     views: list[RequestView] | None
 
 
-class Cache(_Message):
+class Cache(Message):
     number: int
     view: CacheView | None
 
 
-class Report(_Message):
+class Report(Message):
     number: int
     report: EngineReport
 
 
-class Gone(_Message):
+class Gone(Message):
     """The engine gave up; the process ends. Its last message."""
 
     reason: str
@@ -163,82 +175,10 @@ def _decode_other(kind: type, value: Any) -> object:
     return _ERRORS.get(code, ServiceError)(message, retry_after)
 
 
-_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_other)
-to_engine = msgspec.msgpack.Decoder(ToEngine, dec_hook=_decode_other)
-from_engine = msgspec.msgpack.Decoder(FromEngine, dec_hook=_decode_other)
-
-
-def encode(message: ToEngine | FromEngine) -> bytes:
-    """The message as one frame. Raises WireError when it is larger than MAX_FRAME."""
-    frame = bytearray(_LENGTH)
-    _encoder.encode_into(message, frame, _LENGTH)
-    size = len(frame) - _LENGTH
-    if size > MAX_FRAME:
-        raise WireError(f"a message of {size} bytes is larger than {MAX_FRAME}")
-    frame[:_LENGTH] = size.to_bytes(_LENGTH, "big")
-    return bytes(frame)
-
-
-def decode(
-    decoder: "msgspec.msgpack.Decoder[Any]", content: "bytes | bytearray | memoryview"
-) -> Any:
-    """The message in a frame's content. Raises WireError."""
-    try:
-        return decoder.decode(content)
-    # The checks of a value's own constructor raise ValueError, among them RequestError.
-    except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as error:
-        raise WireError(f"unreadable message: {type(error).__name__}: {error}"[:300]) from None
-
-
-def size_of(prefix: "bytes | bytearray") -> int:
-    """The length that the first bytes of a frame state. Raises WireError beyond MAX_FRAME."""
-    size = int.from_bytes(prefix, "big")
-    if size > MAX_FRAME:
-        raise WireError(f"a frame of {size} bytes is announced; at most {MAX_FRAME} are read")
-    return size
-
-
-async def read_frame(reader: asyncio.StreamReader) -> bytes | None:
-    """The content of the next frame; None at the end of the stream. Raises WireError."""
-    try:
-        return await reader.readexactly(size_of(await reader.readexactly(_LENGTH)))
-    except (asyncio.IncompleteReadError, ConnectionError):
-        return None
-
-
-class Channel:
-    """The blocking end of the socket, in the engine's process. Any thread may send."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._socket = connection
-        self._sending = threading.Lock()
-
-    def send(self, message: FromEngine) -> None:
-        """Blocks while the other side does not read, which bounds what waits for it. Raises OSError
-        when it is gone.
-        """
-        frame = encode(message)
-        with self._sending:
-            self._socket.sendall(frame)
-
-    def receive(self) -> ToEngine | None:
-        """The next message; None once the other side is gone. Raises WireError."""
-        prefix = self._read(_LENGTH)
-        content = None if prefix is None else self._read(size_of(prefix))
-        if content is None:
-            return None
-        message: ToEngine = decode(to_engine, content)
-        return message
-
-    def _read(self, size: int) -> bytearray | None:
-        content = bytearray(size)
-        view, read = memoryview(content), 0
-        while read < size:
-            try:
-                count = self._socket.recv_into(view[read:])
-            except ConnectionError:
-                return None
-            if not count:
-                return None
-            read += count
-        return content
+TO_ENGINE: Codec[ToEngine] = Codec(
+    ToEngine, to_plain=_encode_other, from_plain=_decode_other, max_frame=MAX_FRAME
+)
+FROM_ENGINE: Codec[FromEngine] = Codec(
+    FromEngine, to_plain=_encode_other, from_plain=_decode_other, max_frame=MAX_FRAME
+)
+EngineChannel = Channel[FromEngine, ToEngine]  # the end in the engine's process

@@ -305,32 +305,34 @@ def test_a_process_that_stands_still_is_seen_without_any_work(model: str) -> Non
 
 def writes_nonsense() -> None:
     """Make the engine's process send bytes that are no message instead of the first events."""
+    from fairlead_runtime.child.frames import Channel
     from fairlead_runtime.serving import wire
 
-    send = wire.Channel.send
+    send = Channel.send
 
-    def nonsense(self: wire.Channel, message: Any) -> None:
+    def nonsense(self: Channel[Any, Any], message: Any) -> None:
         if isinstance(message, wire.Events):
-            self._socket.sendall(b"\x00\x00\x00\x04nope")
+            self.connection.sendall(b"\x00\x00\x00\x04nope")
         else:
             send(self, message)
 
-    wire.Channel.send = nonsense  # type: ignore[method-assign]
+    Channel.send = nonsense  # type: ignore[method-assign]
 
 
 def announces_too_much() -> None:
     """Make the engine's process announce a frame beyond the limit."""
+    from fairlead_runtime.child.frames import Channel
     from fairlead_runtime.serving import wire
 
-    send = wire.Channel.send
+    send = Channel.send
 
-    def too_much(self: wire.Channel, message: Any) -> None:
+    def too_much(self: Channel[Any, Any], message: Any) -> None:
         if isinstance(message, wire.Events):
-            self._socket.sendall(b"\xff\xff\xff\xff")
+            self.connection.sendall(b"\xff\xff\xff\xff")
         else:
             send(self, message)
 
-    wire.Channel.send = too_much  # type: ignore[method-assign]
+    Channel.send = too_much  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("prepare", [writes_nonsense, announces_too_much])

@@ -14,14 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fairlead_runtime.build import rank_leader
 from fairlead_runtime.device.memory.storage import CacheStorage
 from fairlead_runtime.device.warmup import profiling
 from fairlead_runtime.llm import LLM
 from fairlead_runtime.models import tiny
 from fairlead_runtime.settings.engine_config import ConfigError
 from support.full import LONG_FORM
-from support.serve_process import ForkedRank, Process, forks, serve, stream_events
+from support.serve_process import Process, fork_children, forks, serve, stream_events
 
 KILLED_WITHIN = 30.0  # seconds until the kernel has ended a process, on a busy machine too
 UNITS = 128
@@ -191,7 +190,7 @@ def test_what_one_rank_refuses_is_the_answer_of_the_start(
 def answer_of_llm(model: str, channel: Connection) -> None:
     """What creating an LLM whose second rank refuses raises; it has no thread that ends it all."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    rank_leader.spawn = ForkedRank
+    fork_children()
     no_memory_for_the_largest_step()
     try:
         LLM(model, num_blocks=UNITS, max_batch_tokens=64, max_requests=8, tensor_parallel=2)

@@ -104,7 +104,7 @@ def test_what_a_rank_sends_to_a_gpu_is_pinned_so_that_no_copy_waits(
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
     sent = batch_of([10, 11, 12, 13])
-    parts = rank_messages.forward(sent, None)[rank_messages.FORWARD]
+    parts = rank_messages.forward(sent, None).tensors
     rank_messages._batch(parts, GROUPS, 4, pinned=False)
     assert pinned == []
     got = rank_messages._batch(parts, GROUPS, 4, pinned=True)

@@ -18,6 +18,7 @@ from fairlead_runtime.child.program import ChildLost
 from fairlead_runtime.grammar.compile import TokenizerFacts
 from fairlead_runtime.hub import source
 from fairlead_runtime.models import chat, tiny
+from fairlead_runtime.models.encoding_child import Text
 from fairlead_runtime.models.tokenizer_files import encodes_as_defined, load_tokenizer
 from fairlead_runtime.outputs import ServiceError
 from fairlead_runtime.request.sequence import RequestError
@@ -139,7 +140,7 @@ def test_closing_ends_the_process_in_the_middle_of_a_text(encoder: PromptEncoder
     encoder.encode("abc", special=False, large=True)
     assert encoder.child is not None
     pid = pid_of(encoder)
-    asked = encoder.child.ask({"text": LONG, "special": False})
+    asked = encoder.child.ask(Text(LONG, False))
     encoder.close()
     assert isinstance(asked.exception(WITHIN), ChildLost)
     assert not Path(f"/proc/{pid}").exists()

@@ -3,14 +3,15 @@
 import asyncio
 import contextlib
 import socket
-import subprocess
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from fairlead_runtime.child.frames import Channel, Codec, FrameError
+from fairlead_runtime.child.process import Child, ending
 from fairlead_runtime.outputs import (
     EngineDead,
     EngineState,
@@ -43,29 +44,27 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-class EngineThread:
-    """The engine's end of the socket, and the part of Popen that the link uses."""
+class EngineThread(Child):
+    """An engine in a thread, which has the other end of the socket."""
 
-    def __init__(self, connection: socket.socket, **changes: Any) -> None:
+    def __init__(self, **changes: Any) -> None:
+        self.connection, self._other_end = socket.socketpair()
         self.measurements = RequestMetrics()
         self.engine = rig(observer=self.measurements, **changes)
         self.sent: list[wire.FromEngine] = []
         self.code = 0
-        self._connection = connection
         self._others = set(threading.enumerate())
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def wait(self, timeout: float | None = None) -> int:
-        self._thread.join(timeout)
-        if self._thread.is_alive():
-            raise subprocess.TimeoutExpired("engine", timeout or 0)
-        return self.code
+    def reap(self, patience: float) -> str:
+        self._thread.join(patience)
+        return ending(self.code)
 
     def kill(self) -> None:
         self.code = -9
         with contextlib.suppress(OSError):  # it has ended
-            self._connection.shutdown(socket.SHUT_RDWR)
+            self._other_end.shutdown(socket.SHUT_RDWR)
 
     def end(self) -> None:
         """Wait for the engine's thread too: at its end it may call what a test has replaced."""
@@ -75,23 +74,23 @@ class EngineThread:
                 thread.join(10)
 
     def _run(self) -> None:
-        channel = Counted(self._connection, self.sent)
+        channel = Counted(self._other_end, self.sent)
         assert isinstance(channel.receive(), wire.Start)
         channel.send(wire.Loaded(FACTS, self.engine.bounds, {"planned": 1}, 0.0))
         engine_process.Server(self.engine, self.measurements, channel).run()
-        self._connection.close()
+        self._other_end.close()
 
 
-class Counted(wire.Channel):
+class Counted(Channel[wire.FromEngine, wire.ToEngine]):
     """Keeps what was sent."""
 
     def __init__(self, connection: socket.socket, sent: list[wire.FromEngine]) -> None:
-        super().__init__(connection)
-        self._sent = sent
+        super().__init__(connection, wire.FROM_ENGINE, wire.TO_ENGINE)
+        self._messages = sent
 
     def send(self, message: wire.FromEngine) -> None:
         super().send(message)
-        self._sent.append(message)
+        self._messages.append(message)
 
 
 @asynccontextmanager
@@ -99,9 +98,8 @@ async def linked(
     monkeypatch: pytest.MonkeyPatch, **changes: Any
 ) -> AsyncIterator[tuple[Service, RemoteEngine, EngineThread]]:
     monkeypatch.setattr(engine_process, "leave", lambda _code: None)  # it ends the process
-    ours, theirs = socket.socketpair()
-    child = EngineThread(theirs, **changes)
-    link = RemoteEngine(child, ours)
+    child = EngineThread(**changes)
+    link = RemoteEngine(child)
     await link.open()
     loaded = await link.load(wire.Start("/model", EngineConfig(), 0))
     assert loaded.memory == {"planned": 1}
@@ -174,17 +172,17 @@ async def test_a_full_queue_ends_the_stream_before_any_output(
 async def test_a_step_that_no_frame_holds_is_sent_in_parts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    opened, encode = threading.Event(), wire.encode
+    opened, encode = threading.Event(), Codec.encode
 
     def gate(_work: Work) -> None:
         opened.wait()
 
-    def at_most_four(message: Any) -> bytes:
+    def at_most_four(codec: Codec[Any], message: Any) -> bytes:
         if isinstance(message, wire.Events) and len(message.events) > 4:
-            raise wire.WireError("a message of 9 bytes is larger than 8")
-        return encode(message)
+            raise FrameError("a message of 9 bytes is larger than 8")
+        return encode(codec, message)
 
-    monkeypatch.setattr(wire, "encode", at_most_four)
+    monkeypatch.setattr(Codec, "encode", at_most_four)
     async with linked(monkeypatch, runner=FakeRunner(gate)) as (service, _, child):
         streams = [await service.submit(ask(name)) for name in "abcdefgh"]
         opened.set()
@@ -201,17 +199,17 @@ async def test_an_event_that_no_frame_holds_ends_its_request_alone(
         if any(row.sequence.request.id == "b" for row in work.rows):
             raise ValueError("x" * 10)
 
-    encode = wire.encode
+    encode = Codec.encode
 
-    def too_large(message: Any) -> bytes:
+    def too_large(codec: Codec[Any], message: Any) -> bytes:
         if isinstance(message, wire.Events) and any(
             event.request_id == "b" and event.error is None for event in message.events
         ):
-            raise wire.WireError("a message of 9 bytes is larger than 8")
-        return encode(message)
+            raise FrameError("a message of 9 bytes is larger than 8")
+        return encode(codec, message)
 
     async with linked(monkeypatch, runner=FakeRunner(fault)) as (service, _, _child):
-        monkeypatch.setattr(wire, "encode", too_large)
+        monkeypatch.setattr(Codec, "encode", too_large)
         first, second = await service.submit(ask("a")), await service.submit(ask("b"))
         with pytest.raises(ServiceError, match="larger than 8"):
             await tokens(second)
@@ -271,22 +269,12 @@ async def test_a_scrape_shows_the_last_report_when_the_process_does_not_answer(
         assert await service.report() == before
 
 
-class NoChild:
-    def wait(self, timeout: float | None = None) -> int:
-        return 0
-
-    def kill(self) -> None: ...
-
-
 @pytest.fixture
-async def silent() -> AsyncIterator[tuple[RemoteEngine, Clock, Callable[[EngineState], None]]]:
+async def silent() -> tuple[RemoteEngine, Clock, Callable[[EngineState], None]]:
     """A link with a clock, and what gives it the state of a pulse."""
     clock = Clock()
-    ours, theirs = socket.socketpair()
-    link = RemoteEngine(NoChild(), ours, now=clock)
-    yield link, clock, lambda state: link._receive(wire.Pulse(state))
-    ours.close()
-    theirs.close()
+    link = RemoteEngine(cast("Child", None), now=clock)  # it is not connected
+    return link, clock, lambda state: link._receive(wire.Pulse(state))
 
 
 async def test_the_age_of_a_step_grows_between_pulses_and_ends_with_its_events(
@@ -322,5 +310,5 @@ def test_a_request_with_every_parameter_is_decoded_as_it_was() -> None:
     made = Intake(rig().bounds.resolve_max_tokens, FACTS).request(
         Submission(prompt=(1, 2), params=params)
     )
-    content = wire.encode(wire.Submit(made, bounded=True))[4:]
-    assert wire.decode(wire.to_engine, content).request == made
+    content = wire.TO_ENGINE.encode(wire.Submit(made, bounded=True))[4:]
+    assert wire.TO_ENGINE.decode(content) == wire.Submit(made, bounded=True)

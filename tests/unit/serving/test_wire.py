@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from fairlead_runtime.child.frames import Channel, Codec, FrameError
 from fairlead_runtime.engine.cache_map import CacheCopy
 from fairlead_runtime.engine.inbox import Bounds
 from fairlead_runtime.models.model_error import ModelError, SelfTestError
@@ -28,7 +29,6 @@ from fairlead_runtime.request.logprobs import TokenLogprobs
 from fairlead_runtime.request.sequence import FinishReason, Request, SamplingParams, Status
 from fairlead_runtime.serving import wire
 from fairlead_runtime.serving.measurements import EngineReport, RequestMetrics
-from fairlead_runtime.serving.remote_engine import refusal_of
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
 from support.fake_engine import Collected, rig, run
 from support.fake_engine import request as a_request
@@ -36,9 +36,13 @@ from support.fake_engine import request as a_request
 LENGTH = 4
 
 
+def engine_channel(connection: socket.socket) -> wire.EngineChannel:
+    return Channel(connection, wire.FROM_ENGINE, wire.TO_ENGINE)
+
+
 def across(message: Any) -> Any:
-    decoder = wire.to_engine if isinstance(message, wire.ToEngine) else wire.from_engine
-    return wire.decode(decoder, wire.encode(message)[LENGTH:])
+    codec: Codec[Any] = wire.TO_ENGINE if isinstance(message, wire.ToEngine) else wire.FROM_ENGINE
+    return codec.decode(codec.encode(message)[LENGTH:])
 
 
 # Two values for every type of a field, so that one of them differs from its default.
@@ -160,13 +164,14 @@ def test_what_a_start_reports_crosses() -> None:
     ],
 )
 def test_a_refused_start_is_raised_equal_in_the_other_process(error: Exception) -> None:
-    refused = across(refusal_of(error))
-    again = type(error)(*refused.arguments)
+    refused = across(wire.Refused.of(error))
+    again = refused.error
+    assert type(again) is type(error)
     assert refused.kind == type(error).__name__
     assert (str(again), vars(again)) == (str(error), vars(error))
 
 
-GOOD = wire.encode(wire.Ask(1, "report"))[LENGTH:]
+GOOD = wire.TO_ENGINE.encode(wire.Ask(1, "report"))[LENGTH:]
 
 
 @pytest.mark.parametrize(
@@ -184,54 +189,53 @@ GOOD = wire.encode(wire.Ask(1, "report"))[LENGTH:]
         msgspec.msgpack.encode(["Abort", "a", ["queue_full"]]),
         b"\x91" * 100_000,
         # A constructor's own checks hold on this side of the socket, too.
-        wire.encode(wire.Submit(Request("a", (1,), SamplingParams(top_p=0.5), 1), bounded=True))[
-            LENGTH:
-        ].replace(msgspec.msgpack.encode(0.5), msgspec.msgpack.encode(7.5)),
+        wire.TO_ENGINE.encode(
+            wire.Submit(Request("a", (1,), SamplingParams(top_p=0.5), 1), bounded=True)
+        )[LENGTH:].replace(msgspec.msgpack.encode(0.5), msgspec.msgpack.encode(7.5)),
     ],
 )
 def test_what_is_no_message_is_refused(content: bytes) -> None:
-    with pytest.raises(wire.WireError):
-        wire.decode(wire.to_engine, content)
+    with pytest.raises(FrameError):
+        wire.TO_ENGINE.decode(content)
 
 
 def test_a_message_of_the_other_direction_is_refused() -> None:
-    with pytest.raises(wire.WireError):
-        wire.decode(wire.from_engine, GOOD)
+    with pytest.raises(FrameError):
+        wire.FROM_ENGINE.decode(GOOD)
 
 
-def test_a_frame_beyond_the_limit_is_neither_sent_nor_read(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(wire, "MAX_FRAME", 64)
-    with pytest.raises(wire.WireError, match="larger than 64"):
-        wire.encode(wire.Gone("x" * 100))
+def test_a_frame_beyond_the_limit_is_neither_sent_nor_read() -> None:
+    assert (wire.TO_ENGINE.max_frame, wire.FROM_ENGINE.max_frame) == (64 << 20, 64 << 20)
+    codec: Codec[str] = Codec(str, max_frame=64)
+    with pytest.raises(FrameError, match="larger than 64"):
+        codec.encode("x" * 100)
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.sendall((65).to_bytes(LENGTH, "big"))
-        with pytest.raises(wire.WireError, match="65 bytes is announced"):
-            wire.Channel(theirs).receive()
+        with pytest.raises(FrameError, match="65 bytes is announced"):
+            Channel(theirs, codec, codec).receive()
 
 
 @pytest.mark.parametrize("cut", [1, LENGTH, LENGTH + 1])
 def test_a_connection_that_ends_within_a_frame_is_an_end(cut: int) -> None:
     ours, theirs = socket.socketpair()
     with theirs:
-        ours.sendall(wire.encode(wire.Stop())[:cut])
+        ours.sendall(wire.TO_ENGINE.encode(wire.Stop())[:cut])
         ours.close()
-        assert wire.Channel(theirs).receive() is None
+        assert engine_channel(theirs).receive() is None
 
     async def other_side() -> None:
         reader = asyncio.StreamReader()
-        reader.feed_data(wire.encode(wire.Stop())[:cut])
+        reader.feed_data(wire.TO_ENGINE.encode(wire.Stop())[:cut])
         reader.feed_eof()
-        assert await wire.read_frame(reader) is None
+        assert await wire.TO_ENGINE.read(reader) is None
 
     asyncio.run(other_side())
 
 
 def test_frames_of_several_threads_do_not_mix() -> None:
     ours, theirs = socket.socketpair()
-    channel, texts = wire.Channel(theirs), [letter * 300_000 for letter in "abcd"]
+    channel, texts = engine_channel(theirs), [letter * 300_000 for letter in "abcd"]
 
     def send(text: str) -> None:
         for _ in range(5):
@@ -245,9 +249,9 @@ def test_frames_of_several_threads_do_not_mix() -> None:
         reader, writer = await asyncio.open_unix_connection(sock=ours)
         found: list[str] = []
         for _ in range(20):
-            content = await wire.read_frame(reader)
-            assert content is not None
-            found.append(wire.decode(wire.from_engine, content).reason)
+            message = await wire.FROM_ENGINE.read(reader)
+            assert isinstance(message, wire.Gone)
+            found.append(message.reason)
         writer.close()
         return found
 

@@ -1,6 +1,5 @@
 """What the first rank hears of the others: their sizes, what they refuse, how they end."""
 
-import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -8,31 +7,41 @@ from typing import Any
 
 import pytest
 
-from fairlead_runtime.build import rank_leader
 from fairlead_runtime.build.rank_leader import Ranks
-from fairlead_runtime.child import frames
+from fairlead_runtime.build.rank_wire import (
+    FROM_RANK,
+    TO_RANK,
+    Allocated,
+    FromRank,
+    Measured,
+    ToRank,
+)
+from fairlead_runtime.child import process
+from fairlead_runtime.child.frames import Channel
 from fairlead_runtime.outputs import EngineDead
+from fairlead_runtime.serving.wire import Refused
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
 
 SIZES = {"units": 8, "block_size": 4, "host_units": 2}
-REFUSED = ("ConfigError", ("num_blocks", "8 blocks could not be allocated", "lower it"))
+REFUSED = Refused("ConfigError", ("num_blocks", "8 blocks could not be allocated", "lower it"))
+Script = Callable[[Channel[FromRank, ToRank]], None]
 
 
 class FakeRank:
     """A rank in a thread: it runs ``script`` on its end of the socket, then ends with ``code``."""
 
-    def __init__(self, connection: int, script: Callable[[Any], None], code: int) -> None:
+    def __init__(self, connection: socket.socket, script: Script, code: int) -> None:
         self._code = code
-        stream = socket.socket(fileno=os.dup(connection)).makefile("rwb")
+        connection = connection.dup()
 
         def run() -> None:
-            script(stream)
-            stream.close()
+            with connection:
+                script(Channel(connection, FROM_RANK, TO_RANK))
 
         self._thread = threading.Thread(target=run, daemon=True)
         self._thread.start()
 
-    def wait(self) -> int:
+    def wait(self, timeout: float | None = None) -> int:
         self._thread.join()
         return self._code
 
@@ -40,35 +49,35 @@ class FakeRank:
         raise AssertionError("it ends with its socket")
 
 
-def until_the_end(stream: Any) -> None:
-    while frames.read(stream) is not None:
+def until_the_end(channel: Channel[FromRank, ToRank]) -> None:
+    while channel.receive() is not None:
         pass
 
 
-def says(*messages: dict[str, Any]) -> Callable[[Any], None]:
+def says(*messages: FromRank) -> Script:
     """Read the first message and say these, then wait for the socket's end."""
 
-    def script(stream: Any) -> None:
-        frames.read(stream)
+    def script(channel: Channel[FromRank, ToRank]) -> None:
+        channel.receive()
         for message in messages:
-            frames.write(stream, message)
-        until_the_end(stream)
+            channel.send(message)
+        until_the_end(channel)
 
     return script
 
 
-def dies(stream: Any) -> None:
-    frames.read(stream)
+def dies(channel: Channel[FromRank, ToRank]) -> None:
+    channel.receive()
 
 
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Ranks]]:
     made: list[Ranks] = []
 
-    def make(*scripts: Callable[[Any], None], code: int = 0, lost: Any = None) -> Ranks:
+    def make(*scripts: Script, code: int = 0, lost: Any = None) -> Ranks:
         left = iter(scripts)
         monkeypatch.setattr(
-            rank_leader, "spawn", lambda connection, _: FakeRank(connection, next(left), code)
+            process, "spawn", lambda _command, end, *_: FakeRank(end, next(left), code)
         )
         config = EngineConfig(tensor_parallel=len(scripts) + 1)
         made.append(Ranks("model", config, threads=1, lost=lost))
@@ -81,21 +90,21 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Ranks]]:
 
 def test_the_most_that_any_rank_has_measured_counts(start: Callable[..., Ranks]) -> None:
     split = start(
-        says({"measured": {"weights": 7, "activations": 3}}),
-        says({"measured": {"weights": 5, "activations": 9}}),
-        says({"measured": {"weights": 6, "activations": 1}}),
+        says(Measured({"weights": 7, "activations": 3})),
+        says(Measured({"weights": 5, "activations": 9})),
+        says(Measured({"weights": 6, "activations": 1})),
     )
     assert split.sync({"weights": 6, "activations": 4}) == {"weights": 7, "activations": 9}
 
 
 @pytest.mark.parametrize("reason", ["", "the limit of locked memory is 8 MiB"])
 def test_memory_that_one_rank_cannot_pin_is_told(reason: str, start: Callable[..., Ranks]) -> None:
-    split = start(*(says({"not_pinned": words}) for words in ("", reason, "")))
+    split = start(*(says(Allocated(words)) for words in ("", reason, "")))
     assert split.serve(**SIZES) == (f"rank 2: {reason}" if reason else "")
 
 
 def test_a_refusal_is_raised_whatever_was_waited_for(start: Callable[..., Ranks]) -> None:
-    split = start(says({"refused": REFUSED}))
+    split = start(says(REFUSED))
     with pytest.raises(ConfigError, match="8 blocks could not be allocated") as refused:
         split.sync({"weights": 1})
     assert (refused.value.field, refused.value.hint) == ("num_blocks", "lower it")
@@ -112,7 +121,7 @@ def test_a_refusal_reaches_a_process_that_waits_for_no_message(
         told.append(error)
         heard.set()
 
-    split = start(says({"refused": REFUSED}), lost=lost)
+    split = start(says(REFUSED), lost=lost)
     assert heard.wait(60)
     assert isinstance(told[0], ConfigError)
     assert told == [split.error]
@@ -121,9 +130,9 @@ def test_a_refusal_reaches_a_process_that_waits_for_no_message(
 def test_what_a_rank_has_said_is_a_better_reason_than_its_end(
     start: Callable[..., Ranks],
 ) -> None:
-    def says_and_dies(stream: Any) -> None:
-        frames.read(stream)
-        frames.write(stream, {"refused": REFUSED})
+    def says_and_dies(channel: Channel[FromRank, ToRank]) -> None:
+        channel.receive()
+        channel.send(REFUSED)
 
     split = start(says_and_dies, code=4)
     with pytest.raises(ConfigError, match="could not be allocated"):

@@ -1,33 +1,31 @@
 """A step as plain values, from the rank that schedules to those that only compute.
 
-Owns the two messages of a step: its copies, and a forward pass as the batch's tensors. A follower
-keeps nothing between two steps but its cache, so that no state can differ between the ranks.
+Writes and reads the two messages of a step. A follower keeps nothing between two steps but its
+cache, so that no state can differ between the ranks.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fairlead_kernels.interface.attention import AttentionBackend, RaggedRows
+from fairlead_runtime.child.frames import Message
 from fairlead_runtime.device.memory.storage import CacheStorage
 from fairlead_runtime.device.model.batch import Batch
 from fairlead_runtime.device.model.paged_model import PagedModel
 from fairlead_runtime.device.model.rank_group import RankGroup
+from fairlead_runtime.device.ranks.step_messages import Copies, Forward
 from fairlead_runtime.scheduling.plan import Work
 from fairlead_runtime.sizing.groups import LayerGroup
 
-Message = dict[str, Any]
-COPIES, FORWARD, AHEAD = "copies", "forward", "ahead"
+
+def copies(work: Work) -> Copies:
+    return Copies(work.offload, work.restore, work.copies)
 
 
-def copies(work: Work) -> Message:
-    return {COPIES: [work.offload, work.restore, work.copies]}
-
-
-def forward(batch: Batch, keep: Tensor | None, *, ahead: bool = False) -> Message:
+def forward(batch: Batch, keep: Tensor | None, *, ahead: bool = False) -> Forward:
     """``keep``: the packed tokens whose logits are computed, if not those that sample. ``ahead``:
     the leader's device alone has all ids, and shares them in the pass.
     """
@@ -36,7 +34,7 @@ def forward(batch: Batch, keep: Tensor | None, *, ahead: bool = False) -> Messag
     rows = batch.ragged[0]
     tensors += [rows.query_starts, rows.kv_lens, *batch.slots]
     tensors += [ragged.tables for ragged in batch.ragged]
-    return {FORWARD: [tensor.numpy().tobytes() for tensor in tensors], AHEAD: ahead}
+    return Forward([tensor.numpy().tobytes() for tensor in tensors], ahead)
 
 
 @torch.inference_mode()
@@ -50,16 +48,16 @@ def follow(
     """Do what a message of the leader says. On a GPU the work is queued, and nobody waits for it:
     the leader may be a step ahead.
     """
-    if COPIES in message:
-        offload, restore, forks = message[COPIES]
-        cache.copy(Work(0, offload=offload, restore=restore, copies=forks))
-    else:
-        pinned = model.device.type == "cuda"
-        batch = _batch(message[FORWARD], cache.groups, cache.block_size, pinned=pinned)
-        if message[AHEAD]:
-            ids = batch.input_ids.to(model.device, non_blocking=True)
-            batch = replace(batch, input_ids=group.broadcast(ids))
-        model.forward(batch, cache, attention)
+    match message:
+        case Copies(offload, restore, forks):
+            cache.copy(Work(0, offload=offload, restore=restore, copies=forks))
+        case Forward(tensors, ahead):
+            pinned = model.device.type == "cuda"
+            batch = _batch(tensors, cache.groups, cache.block_size, pinned=pinned)
+            if ahead:
+                ids = batch.input_ids.to(model.device, non_blocking=True)
+                batch = replace(batch, input_ids=group.broadcast(ids))
+            model.forward(batch, cache, attention)
 
 
 def _batch(
