@@ -15,9 +15,11 @@ bfloat16 against float32, with --torch-bf16 against plain torch in bfloat16.
 import argparse
 import random
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +28,9 @@ from benchmarks.models import VOCABULARY
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fairlead_runtime import LLM, SamplingParams
-from fairlead_runtime.models import tiny
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from support import tiny
 
 SHAPE: dict[str, Any] = {
     **models.SHAPES["135 M"],

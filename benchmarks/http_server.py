@@ -42,6 +42,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 sys.path.append(str(Path(__file__).parents[1]))
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
 from benchmarks import http_peers
 from benchmarks.http_peers import free_port, spread
@@ -71,7 +72,7 @@ def small(directory: Path) -> str:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from fairlead_runtime.models.tiny import save
+    from support.tiny import save
 
     torch.manual_seed(0)
     factory: Any = LlamaForCausalLM  # transformers' classes are untyped

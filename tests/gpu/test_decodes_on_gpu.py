@@ -18,7 +18,7 @@ from fairlead_runtime.device.step.decode_steps import DecodeSteps
 from fairlead_runtime.device.step.graph_cache import GraphCache
 from fairlead_runtime.device.step.model_runner import ModelRunner
 from fairlead_runtime.device.step.pending_step import PendingStep
-from fairlead_runtime.models import tiny
+from support import tiny
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1800)]  # it compiles
 

@@ -13,8 +13,8 @@ from fairlead_kernels.interface import reference
 from fairlead_kernels.interface.attention import Heads, LayerKind
 from fairlead_kernels.interface.layer import LayerOperations
 from fairlead_runtime.device.proof import selftest
-from fairlead_runtime.models import loading, tiny
-from support import device_cases
+from fairlead_runtime.models import loading
+from support import device_cases, tiny
 
 pytestmark = pytest.mark.gpu
 

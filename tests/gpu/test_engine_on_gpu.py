@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fairlead_runtime import LLM, SamplingParams
-from fairlead_runtime.models import tiny
+from support import tiny
 from support.device_cases import greedy
 from support.fp8_reference import greedy_text
 

@@ -15,7 +15,7 @@ from fairlead_kernels.gpu.triton_experts import TritonExperts
 from fairlead_kernels.interface import reference
 from fairlead_runtime import LLM, SamplingParams
 from fairlead_runtime.device.step.decode_steps import DecodeSteps
-from fairlead_runtime.models import tiny
+from support import tiny
 from support.operation_cases import ROUNDING
 
 pytestmark = pytest.mark.gpu

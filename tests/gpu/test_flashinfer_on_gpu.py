@@ -18,7 +18,7 @@ from fairlead_kernels.interface.not_available import NotAvailableError
 from fairlead_kernels.packages import flashinfer_package
 from fairlead_kernels.packages.flashinfer_attention import SUPPORTED, FlashinferAttention
 from fairlead_runtime import LLM, SamplingParams
-from fairlead_runtime.models import tiny
+from support import tiny
 from support.attention_cases import Case, make_case
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1800)]  # it compiles

@@ -27,9 +27,10 @@ from fairlead_runtime.device.conversion.fusion import fuse
 from fairlead_runtime.device.model.paged_model import PagedModel
 from fairlead_runtime.device.proof import selftest
 from fairlead_runtime.device.ranks import shards
-from fairlead_runtime.models import families, loading, rope, tiny
+from fairlead_runtime.models import families, loading, rope
 from fairlead_runtime.settings.engine_config import EngineConfig
 from fairlead_runtime.sizing.terms import weights
+from support import tiny
 from support.operation_cases import (
     ActivationCase,
     GroupedCase,

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fairlead_runtime.models import tiny
-from support import device_cases
+from support import device_cases, tiny
 from support.device_cases import Case
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1800)]  # it compiles

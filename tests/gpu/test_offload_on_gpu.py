@@ -18,9 +18,9 @@ from fairlead_runtime import LLM, SamplingParams
 from fairlead_runtime.device.memory.host_memory import CudaPinning, HostMemory
 from fairlead_runtime.device.memory.storage import CacheStorage
 from fairlead_runtime.device.memory.streams import CudaLane
-from fairlead_runtime.models import tiny
 from fairlead_runtime.scheduling.plan import Work
 from fairlead_runtime.sizing.groups import group_layers
+from support import tiny
 from support.device_cases import greedy
 
 pytestmark = pytest.mark.gpu

@@ -11,8 +11,7 @@ import torch
 
 from fairlead_runtime import LLM
 from fairlead_runtime.build.host import process_age
-from fairlead_runtime.models import tiny
-from support import soak
+from support import soak, tiny
 
 SECONDS, FEWEST = 480.0, 470.0
 SPARE = 60.0  # for the last round and the end

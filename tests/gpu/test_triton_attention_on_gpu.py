@@ -15,7 +15,7 @@ from fairlead_kernels.interface import reference
 from fairlead_kernels.interface.attention import DecodeRows, Heads, LayerKind, LayerSpec
 from fairlead_kernels.proofs.attention_proof import prove_attention
 from fairlead_runtime import LLM, SamplingParams
-from fairlead_runtime.models import tiny
+from support import tiny
 from support.attention_cases import Case, make_case
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1800)]  # it compiles

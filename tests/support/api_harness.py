@@ -17,7 +17,6 @@ from starlette.types import ASGIApp
 from fairlead_runtime.api.ports.server import Listeners, listen, serve
 from fairlead_runtime.api.state.state import Backend, ServerState
 from fairlead_runtime.api.tools.formats import reply_format
-from fairlead_runtime.models import tiny
 from fairlead_runtime.outputs import (
     BlockRun,
     BlockState,
@@ -34,6 +33,7 @@ from fairlead_runtime.request.logprobs import Logprob
 from fairlead_runtime.request.sequence import FinishReason, RequestError
 from fairlead_runtime.serving.detokenize import vocabulary_of
 from fairlead_runtime.serving.prompt_encoder import PromptEncoder
+from support import tiny
 
 WITHIN = 300.0  # seconds; a limit for hung servers, long enough for a busy machine
 MODEL = "tiny"

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from fairlead_runtime import LLM, SamplingParams
 from fairlead_runtime.llm import RequestOutput
-from fairlead_runtime.models import tiny
+from support import tiny
 from support.published import compressed_tensors, publish
 
 PROMPTS = [

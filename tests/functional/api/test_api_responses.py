@@ -6,9 +6,9 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from fairlead_runtime.models import tiny
 from fairlead_runtime.outputs import ServiceError
 from fairlead_runtime.request.sequence import FinishReason, RequestError
+from support import tiny
 from support.api_harness import TEXT, FakeService, Server, fake_server, is_error, run
 
 ROUTE = "/v1/responses"

@@ -6,7 +6,7 @@ from typing import Any
 import openai
 import pytest
 
-from fairlead_runtime.models import tiny
+from support import tiny
 from support.api_harness import MODEL, chat, completion, fake_server, is_error, run
 
 HELLO = {"role": "user", "content": "hello"}

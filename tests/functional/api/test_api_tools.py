@@ -8,8 +8,8 @@ import pytest
 from openai.types.chat import ChatCompletionMessage
 
 from fairlead_runtime.api.tools.grammar import calls_schema
-from fairlead_runtime.models import tiny
 from fairlead_runtime.request.sequence import FinishReason
+from support import tiny
 from support.api_harness import FakeService, Server, chat, events, fake_server, is_error, run
 
 CHAT = "/v1/chat/completions"

@@ -26,7 +26,7 @@ import pytest
 
 from fairlead_runtime.front.connection import CHUNKS, HEADER_BYTES
 from fairlead_runtime.front.key_file import KeyRing
-from fairlead_runtime.models import tiny
+from support import tiny
 from support.api_harness import http
 from support.serve_process import Process, hanging_device, serve, slow_device, stream_events
 

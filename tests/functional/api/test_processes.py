@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from fairlead_runtime.front.limits import LARGE_BODY
-from fairlead_runtime.models import tiny
+from support import tiny
 from support.full import LONG_FORM
 from support.serve_process import (
     WITHIN,

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from fairlead_runtime.device.memory.storage import CacheStorage
 from fairlead_runtime.device.warmup import profiling
 from fairlead_runtime.llm import LLM
-from fairlead_runtime.models import tiny
 from fairlead_runtime.settings.engine_config import ConfigError
+from support import tiny
 from support.full import LONG_FORM
 from support.serve_process import Process, fork_children, forks, serve, stream_events
 

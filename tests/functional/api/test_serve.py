@@ -11,7 +11,7 @@ import httpx
 import pytest
 import torch
 
-from fairlead_runtime.models import tiny
+from support import tiny
 from support.full import LONG_FORM
 from support.serve_process import (
     Process,

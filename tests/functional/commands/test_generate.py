@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from fairlead_runtime import cli
-from fairlead_runtime.models import tiny
+from support import tiny
 
 CACHE = ["--num-blocks=256", "--block-size=8"]
 

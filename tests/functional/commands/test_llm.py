@@ -21,14 +21,13 @@ from fairlead_runtime.device.warmup.decode_plan import DecodePlan
 from fairlead_runtime.grammar import guides
 from fairlead_runtime.grammar.compile import compile_matcher
 from fairlead_runtime.llm import RequestOutput
-from fairlead_runtime.models import tiny
 from fairlead_runtime.models.model_error import ModelError
 from fairlead_runtime.outputs import EngineDead, Submission
 from fairlead_runtime.recording.record import Recording
 from fairlead_runtime.recording.trace import steps
 from fairlead_runtime.request.sequence import FinishReason, RequestError
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
-from support import rank_pair
+from support import rank_pair, tiny
 from support.full import LONG_FORM
 
 SMALL: dict[str, Any] = {"num_blocks": 256, "block_size": 4}

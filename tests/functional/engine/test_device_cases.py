@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fairlead_runtime.models import tiny
-from support import device_cases
+from support import device_cases, tiny
 from support.device_cases import Case
 
 CPU = torch.device("cpu")

@@ -20,10 +20,10 @@ from cluster.harness.cel_cases import BASE, merge
 from fairlead_operator.decide.children.capacity import PlanError, capacity_of
 from fairlead_operator.resource.fields import ResourceError
 from fairlead_operator.resource.resource import SETTINGS, InferenceDeployment
-from fairlead_runtime.models import tiny
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
 from fairlead_runtime.settings.supported import IN_RESOURCE, Limit, check_supported
 from fairlead_runtime.sizing.terms import GIB
+from support import tiny
 from support.crd import SPEC
 from support.started import pod_root, start_engine
 

@@ -15,10 +15,10 @@ import torch
 from fairlead_runtime.build.build_engine import BuiltEngine, build
 from fairlead_runtime.device.sampling.host_sampler import SampledTokens, SamplingBatch, sample
 from fairlead_runtime.device.step.model_runner import ModelRunner
-from fairlead_runtime.models import tiny
 from fairlead_runtime.request.sequence import FinishReason, Request, SamplingParams
 from fairlead_runtime.scheduling.plan import Result, Work
 from fairlead_runtime.settings.engine_config import EngineConfig
+from support import tiny
 from support.fake_engine import Collected, run
 from support.full import LONG_FORM
 

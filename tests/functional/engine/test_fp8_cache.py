@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fairlead_runtime import LLM, SamplingParams
-from fairlead_runtime.models import tiny
+from support import tiny
 from support.engine_rig import FP8_CACHE, Rig, Setting, greedy, prompts, rig
 from support.fp8_reference import Fp8Cache, greedy_text
 

@@ -33,10 +33,10 @@ from fairlead_runtime.device.model.fused_layers import FusedRun
 from fairlead_runtime.device.model.paged_model import PagedModel
 from fairlead_runtime.device.proof import selftest
 from fairlead_runtime.device.warmup import profiling
-from fairlead_runtime.models import loading, tiny
+from fairlead_runtime.models import loading
 from fairlead_runtime.models.model_error import SelfTestError
 from fairlead_runtime.models.quantized import QuantizedLinear
-from support import flashinfer_standin
+from support import flashinfer_standin, tiny
 from support.engine_rig import attend_once, paged
 from support.full import LONG_FORM
 from support.operation_cases import interpreted

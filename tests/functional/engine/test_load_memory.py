@@ -11,12 +11,12 @@ from fairlead_kernels.cpu import cpu_operations
 from fairlead_kernels.formats.quantize import quantize
 from fairlead_kernels.interface.not_available import NotAvailableError
 from fairlead_runtime.device.conversion import fusion
-from fairlead_runtime.models import tiny
 from fairlead_runtime.settings.engine_config import EngineConfig
 from fairlead_runtime.sizing.checkpoint_formats import as_stored
 from fairlead_runtime.sizing.load_peak import loading_bytes
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.terms import PROCESS, RANK_WORD_BYTES, weights
+from support import tiny
 from support.engine_rig import paged
 from support.full import LONG_FORM
 from support.load_peak import Measured, measure

@@ -16,11 +16,11 @@ from fairlead_runtime.device.model.paged_attention import AttentionCall, PagedPa
 from fairlead_runtime.device.model.paged_model import PagedModel
 from fairlead_runtime.device.proof import selftest
 from fairlead_runtime.device.warmup import profiling
-from fairlead_runtime.models import families, rope, tiny
+from fairlead_runtime.models import families, rope
 from fairlead_runtime.models.model_error import ModelError, SelfTestError
 from fairlead_runtime.request.sequence import Request, SamplingParams, Sequence
 from fairlead_runtime.scheduling.plan import Row, Work
-from support import flashinfer_standin
+from support import flashinfer_standin, tiny
 from support.engine_rig import Rig, Setting, greedy, prompts, rig
 
 EVERY = (*tiny.FAMILIES, *tiny.VARIANTS)

@@ -15,9 +15,9 @@ from fairlead_operator.commands.plan import main as fairlead_plan
 from fairlead_operator.decide.children.capacity import plan_of
 from fairlead_operator.resource.resource import InferenceDeployment
 from fairlead_runtime.build.resolve import ResolvedConfig
-from fairlead_runtime.models import tiny
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
 from fairlead_runtime.sizing.terms import GIB, PROCESS
+from support import tiny
 from support.kernel_sets import rows_beyond_the_plan
 from support.started import pod_root, start_engine
 

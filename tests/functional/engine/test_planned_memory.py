@@ -14,13 +14,14 @@ from fairlead_runtime.device.conversion.fusion import fuse
 from fairlead_runtime.device.memory.storage import CacheStorage
 from fairlead_runtime.device.model.paged_model import PagedModel
 from fairlead_runtime.device.warmup import profiling
-from fairlead_runtime.models import architecture, families, rope, tiny
+from fairlead_runtime.models import architecture, families, rope
 from fairlead_runtime.models.headers import Header, TensorEntry
 from fairlead_runtime.settings.engine_config import EngineConfig
 from fairlead_runtime.sizing.groups import group_layers
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.terms import GIB, DeviceFacts
 from fairlead_runtime.sizing.verdict import plan_memory
+from support import tiny
 
 LENGTH = 512
 SIZES: dict[str, Any] = {

@@ -18,13 +18,13 @@ from fairlead_runtime import LLM, SamplingParams
 from fairlead_runtime.build import checks
 from fairlead_runtime.device.model.paged_model import PagedModel
 from fairlead_runtime.device.proof import selftest
-from fairlead_runtime.models import loading, tiny
+from fairlead_runtime.models import loading
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
 from fairlead_runtime.sizing import checkpoint_formats
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.terms import GIB, weights
 from functional.engine.test_plan_and_start import Pod
-from support import humming_standin
+from support import humming_standin, tiny
 from support.operation_cases import operations
 from support.published import awq, compressed_int4, compressed_tensors, gptq, publish
 

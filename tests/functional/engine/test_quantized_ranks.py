@@ -16,14 +16,14 @@ from fairlead_runtime.device.model.rank_group import RankGroup
 from fairlead_runtime.device.proof import selftest
 from fairlead_runtime.device.ranks import shards
 from fairlead_runtime.device.step.model_runner import ModelRunner
-from fairlead_runtime.models import loading, tiny
+from fairlead_runtime.models import loading
 from fairlead_runtime.scheduling.scheduler import Scheduler
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
 from fairlead_runtime.sizing.checkpoint_formats import as_stored
 from fairlead_runtime.sizing.groups import group_layers
 from fairlead_runtime.sizing.terms import weights
 from functional.engine.test_plan_and_start import Pod
-from support import humming_standin, rank_pair
+from support import humming_standin, rank_pair, tiny
 from support.engine_rig import Setting, cache_of, greedy, prompts, run_to_end
 from support.published import awq, compressed_int4, compressed_tensors, gptq, publish
 

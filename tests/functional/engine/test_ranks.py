@@ -12,11 +12,11 @@ from torch import Tensor
 from fairlead_runtime.device.conversion.rounding import Noise
 from fairlead_runtime.device.proof import selftest
 from fairlead_runtime.device.ranks import shards
-from fairlead_runtime.models import loading, tiny
+from fairlead_runtime.models import loading
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
 from fairlead_runtime.sizing.tensor_parallel import reason_against
 from fairlead_runtime.sizing.terms import weights
-from support import rank_pair
+from support import rank_pair, tiny
 from support.engine_rig import (
     QUANTIZED,
     QUANTIZED_RANKS,

@@ -21,8 +21,8 @@ from transformers import (
 )
 
 from fairlead_runtime.device.step.model_runner import ModelRunner
-from fairlead_runtime.models import tiny
 from fairlead_runtime.request.sequence import Request, SamplingParams
+from support import tiny
 from support.engine_rig import EOS, MAX_LEN, Outcome, Rig, Setting, greedy, prompts, rig
 from support.full import pairs
 

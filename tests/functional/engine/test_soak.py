@@ -13,10 +13,9 @@ import pytest
 
 from fairlead_runtime import LLM
 from fairlead_runtime.engine.engine import Bounds, Engine
-from fairlead_runtime.models import tiny
 from fairlead_runtime.request.sequence import Request, SamplingParams
 from fairlead_runtime.scheduling.scheduler import Scheduler
-from support import soak
+from support import soak, tiny
 from support.engine_rig import EOS, Setting, rig
 from support.fake_engine import Clock
 from support.full import LONG_FORM

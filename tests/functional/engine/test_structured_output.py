@@ -15,12 +15,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fairlead_runtime.grammar.compile import TokenizerFacts, compile_matcher
-from fairlead_runtime.models import tiny
 from fairlead_runtime.recording.record import RecordedScheduler, Recording
 from fairlead_runtime.recording.replay import replay
 from fairlead_runtime.request.sequence import FinishReason, Request, SamplingParams, Sequence
 from fairlead_runtime.request.structured import StructuredOutputs
 from fairlead_runtime.scheduling.scheduler import Scheduler
+from support import tiny
 from support.engine_rig import Outcome, Rig, Setting, rig, run_to_end
 from support.full import LONG_FORM
 from support.grammars import schemas

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from fairlead_runtime.models import tiny
 from fairlead_runtime.request.sequence import FinishReason, Request
+from support import tiny
 from support.engine_rig import (
     FP8_CACHE,
     GRAPHS,

@@ -16,11 +16,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from fairlead_kernels.choice.backend import pick
 from fairlead_runtime.device.proof import selftest
 from fairlead_runtime.llm import LLM
-from fairlead_runtime.models import architecture, loading, tiny, unlisted
+from fairlead_runtime.models import architecture, loading, unlisted
 from fairlead_runtime.models.headers import read_header
 from fairlead_runtime.models.model_error import ModelError, SelfTestError
 from fairlead_runtime.request.sequence import SamplingParams
 from fairlead_runtime.sizing.family_table import FAMILIES
+from support import tiny
 from support.engine_rig import Setting, greedy, prompts, rig
 from support.kernel_sets import rows_beyond_the_plan
 

@@ -16,8 +16,8 @@ from fairlead_runtime.device.conversion import recognize_ends
 from fairlead_runtime.device.conversion.fusion import fuse, quantize_weights
 from fairlead_runtime.device.model.paged_model import PagedModel
 from fairlead_runtime.device.proof import selftest
-from fairlead_runtime.models import tiny
 from fairlead_runtime.models.quantized import QuantizedEmbedding, QuantizedLinear
+from support import tiny
 from support.engine_rig import attend_once, paged
 from support.full import LONG_FORM
 

@@ -17,8 +17,9 @@ import pytest
 from fairlead_runtime.commands import fetch as command
 from fairlead_runtime.hub import fetch as fetching
 from fairlead_runtime.hub.fetch import Progress, fetch
-from fairlead_runtime.models import loading, tiny
+from fairlead_runtime.models import loading
 from fairlead_runtime.models.model_error import ModelError
+from support import tiny
 from support.hostile_models import AUTO_MAP, plant_code
 from support.hub_server import MAIN, OTHER, Hub, Repository
 

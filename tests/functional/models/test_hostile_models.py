@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from fairlead_runtime.models import files, loading, tiny
+from fairlead_runtime.models import files, loading
 from fairlead_runtime.models.model_error import ModelError
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
+from support import tiny
 from support.hostile_models import AUTO_MAP, CASES, WEIGHTS, edit, mark, plant_code
 
 

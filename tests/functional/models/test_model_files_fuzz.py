@@ -12,10 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from fairlead_runtime.models import loading, tiny
+from fairlead_runtime.models import loading
 from fairlead_runtime.models.headers import read_header
 from fairlead_runtime.models.model_error import ModelError
 from fairlead_runtime.settings.engine_config import ConfigError
+from support import tiny
 from support.full import LONG_FORM
 
 SETTINGS = settings(

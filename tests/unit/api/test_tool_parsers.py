@@ -33,7 +33,7 @@ from fairlead_runtime.api.tools.parts import (
     Reasoning,
 )
 from fairlead_runtime.api.tools.reasoning import ReasoningParser
-from fairlead_runtime.models import tiny
+from support import tiny
 
 NAMES = frozenset({"f", "get_weather"})
 

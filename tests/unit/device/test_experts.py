@@ -9,9 +9,9 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_imp
 
 from fairlead_runtime.device.model import experts
 from fairlead_runtime.device.proof import selftest
-from fairlead_runtime.models import loading, tiny
+from fairlead_runtime.models import loading
 from fairlead_runtime.settings.engine_config import EngineConfig
-from support import triton_standin
+from support import tiny, triton_standin
 from support.engine_rig import paged
 
 WIDTH, INNER = 16, 24

@@ -11,12 +11,12 @@ from fairlead_kernels.choice.experts import torch_product
 from fairlead_kernels.gpu.triton_experts import TritonExperts
 from fairlead_runtime.device.sampling.device_sampler import RowSampler
 from fairlead_runtime.device.sampling.sequence_table import SlotTable
-from fairlead_runtime.models.tiny import FAMILIES, SIZED, UNLISTED, VARIANTS
 from fairlead_runtime.request.sequence import Request, SamplingParams
 from fairlead_runtime.scheduling.plan import Token, Work
 from support.engine_rig import EOS, Rig, Setting, rig
 from support.full import LONG_FORM
 from support.in_flight import Collect, InFlight
+from support.tiny import FAMILIES, SIZED, UNLISTED, VARIANTS
 from support.waits import Device, watched
 
 SETTING = Setting(block_size=4, chunk=24, num_blocks=200, max_requests=8)

@@ -8,9 +8,9 @@ from fairlead_kernels.choice.backend import pick
 from fairlead_runtime.device.model.paged_model import PagedModel
 from fairlead_runtime.device.warmup import profiling
 from fairlead_runtime.device.warmup.profiling import profile
-from fairlead_runtime.models import families, tiny
+from fairlead_runtime.models import families
 from fairlead_runtime.sizing.groups import group_layers
-from support import flashinfer_standin, triton_standin
+from support import flashinfer_standin, tiny, triton_standin
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,8 @@ from fairlead_runtime.device.conversion.recording_pass import (
 )
 from fairlead_runtime.device.conversion.rounding import Changes, Noise
 from fairlead_runtime.device.model.paged_model import PagedModel
-from fairlead_runtime.models import families, tiny
+from fairlead_runtime.models import families
+from support import tiny
 from support.layer_faults import run, scale_a_head
 
 FAMILIES = ("llama", "qwen2", "gemma3_text", "gpt2", "gpt_neox")

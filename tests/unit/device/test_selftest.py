@@ -13,9 +13,10 @@ from fairlead_kernels.plain.torch_attention import TorchAttention
 from fairlead_runtime.device.memory.storage import CacheStorage
 from fairlead_runtime.device.model.paged_model import PagedModel
 from fairlead_runtime.device.proof import selftest
-from fairlead_runtime.models import families, tiny
+from fairlead_runtime.models import families
 from fairlead_runtime.models.model_error import SelfTestError
 from fairlead_runtime.settings.engine_config import ConfigError
+from support import tiny
 
 
 @pytest.fixture(scope="module")

@@ -12,13 +12,14 @@ from torch import Tensor
 from fairlead_kernels.formats.quantize import quantize
 from fairlead_runtime.device.model.rank_group import RankGroup
 from fairlead_runtime.device.ranks import shards
-from fairlead_runtime.models import loading, tiny
+from fairlead_runtime.models import loading
 from fairlead_runtime.models.published import StoredLinear
 from fairlead_runtime.models.quantized import QuantizedLinear
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
 from fairlead_runtime.sizing.family_table import FAMILIES
 from fairlead_runtime.sizing.tensor_parallel import reason_against
 from fairlead_runtime.sizing.terms import weights
+from support import tiny
 from support.published import awq, compressed_tensors, gptq, publish
 from support.rank_pair import CPU, shape_of
 

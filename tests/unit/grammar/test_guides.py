@@ -18,9 +18,9 @@ from fairlead_runtime.grammar import compile as compile_module
 from fairlead_runtime.grammar import guides as module
 from fairlead_runtime.grammar.compile import GrammarError, TokenizerFacts
 from fairlead_runtime.grammar.guides import Guide, Guides
-from fairlead_runtime.models import tiny
 from fairlead_runtime.request.sequence import SamplingParams, Sequence
 from fairlead_runtime.request.structured import FAILED, TOO_COMPLEX, StructuredOutputs
+from support import tiny
 from support.grammars import (
     EOS,
     EXPONENTIAL,

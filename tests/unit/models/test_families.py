@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 from transformers import CONFIG_MAPPING, AutoConfig
 
-from fairlead_runtime.models import families, tiny
+from fairlead_runtime.models import families
 from fairlead_runtime.models.model_error import ModelError
 from fairlead_runtime.sizing.family_table import FAMILIES, REFUSED
+from support import tiny
 
 SMALL: dict[str, Any] = {
     "hidden_size": 32,

@@ -13,10 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from fairlead_runtime.models import chat, files, loading, tiny
+from fairlead_runtime.models import chat, files, loading
 from fairlead_runtime.models.model_error import ModelError
 from fairlead_runtime.request.sequence import RequestError
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
+from support import tiny
 from support.hostile_models import edit
 
 WEIGHTS = "model.safetensors"

@@ -11,9 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from fairlead_runtime.models import loading, tiny
+from fairlead_runtime.models import loading
 from fairlead_runtime.models.model_error import ModelError
 from fairlead_runtime.models.quantized import QuantizedLinear
+from support import tiny
 from support.published import awq, compressed_int4, compressed_tensors, gptq, publish
 
 FORMS: dict[str, Any] = {

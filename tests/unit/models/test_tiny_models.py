@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from fairlead_runtime.models import loading, tiny
+from fairlead_runtime.models import loading
 from fairlead_runtime.models.tokenizer import SPECIAL
+from support import tiny
 
 
 def prompts(rows: int, length: int) -> torch.Tensor:

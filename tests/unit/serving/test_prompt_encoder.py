@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from fairlead_runtime.child.program import ChildLost
 from fairlead_runtime.grammar.compile import TokenizerFacts
 from fairlead_runtime.hub import source
-from fairlead_runtime.models import chat, tiny
+from fairlead_runtime.models import chat
 from fairlead_runtime.models.encoding_child import Text
 from fairlead_runtime.models.tokenizer_files import encodes_as_defined, load_tokenizer
 from fairlead_runtime.outputs import ServiceError
@@ -28,6 +28,7 @@ from fairlead_runtime.serving.prompt_encoder import (
     Pacer,
     PromptEncoder,
 )
+from support import tiny
 
 WITHIN = 300.0  # seconds; a limit for what hangs
 TEXTS = ("", "a", "<|user|>hi<|end|>", "naïve 🦜🦜 \x00 \u2028 שלום", "many words and " * 5000)

@@ -10,7 +10,7 @@ import torch
 from fairlead_runtime import LLM
 from fairlead_runtime.build import build_engine
 from fairlead_runtime.build.resolve import resolve
-from fairlead_runtime.models import tiny
+from support import tiny
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,11 @@ import pytest
 
 from fairlead_runtime import llm as module
 from fairlead_runtime.llm import LLM
-from fairlead_runtime.models import tiny
 from fairlead_runtime.outputs import ModelFacts, Submission
 from fairlead_runtime.request.sequence import FinishReason, SamplingParams
 from fairlead_runtime.serving.detokenize import vocabulary_of
 from fairlead_runtime.serving.intake import Intake
+from support import tiny
 from support.fake_engine import FakeRunner, rig
 
 TEXT = "abcdefgh"

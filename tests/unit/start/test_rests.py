@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from fairlead_runtime.grammar.compile import TokenizerFacts
-from fairlead_runtime.models import tiny
 from fairlead_runtime.processes import http_process
+from support import tiny
 
 
 @pytest.mark.parametrize(
