@@ -758,8 +758,8 @@ BUGS = (
     ),
     PackageBug(
         "groups that do not divide a matrix are planned",
-        "fairlead_runtime.sizing.stored:Published.groups",
-        "if width % (self.group or 8):",
+        "fairlead_runtime.sizing.stored:Published.int4_groups",
+        "if width % (self.int4_group_size or 8):",
         "if width < 0:",
         ("unit/sizing/test_published.py",),
     ),
@@ -794,8 +794,8 @@ BUGS = (
     PackageBug(
         "weights outside the layers are split",
         "fairlead_runtime.sizing.terms:weights",
-        "plain = (unsplit + ceil_div(shape.split, tp) + keys + head // tp) * element",
-        "plain = ceil_div(shape.parameters, tp) * element",
+        "(unsharded + ceil_div(shape.sharded_parameters, tp) + keys + head // tp)",
+        "ceil_div(shape.parameters, tp)",
         ("unit/sizing/test_memory_plan.py",),
     ),
     PackageBug(
@@ -1477,8 +1477,8 @@ BUGS = (
     PackageBug(
         "key-value heads that ranks share are planned as if split",
         "fairlead_runtime.sizing.terms:weights",
-        "ceil_div(shape.keys, min(tp, shape.kv_heads))",
-        "ceil_div(shape.keys, tp)",
+        "ceil_div(shape.kv_parameters, min(tp, shape.kv_heads))",
+        "ceil_div(shape.kv_parameters, tp)",
         ("unit/sizing/test_terms.py",),
     ),
     PackageBug(
@@ -1969,7 +1969,7 @@ BUGS = (
     PackageBug(
         "int4 columns in an order of their own are split",
         "fairlead_runtime.sizing.tensor_parallel:reason_against",
-        "    if shape.orders:\n",
+        "    if shape.reordered_columns:\n",
         "    if False:\n",
         QUANTIZED_RANKS,
     ),
@@ -1983,8 +1983,8 @@ BUGS = (
     PackageBug(
         "a byte of two int4 columns is cut apart by the plan of ranks",
         "fairlead_runtime.sizing.tensor_parallel:reason_against",
-        "size = shape.group or 2",
-        "size = shape.group or 1",
+        "size = shape.int4_group_size or 2",
+        "size = shape.int4_group_size or 1",
         ("unit/sizing/test_terms.py",),
     ),
     PackageBug(
@@ -2004,7 +2004,7 @@ BUGS = (
     PackageBug(
         "the plan of a rank with int4 weights has a scale per row",
         "fairlead_runtime.sizing.terms:weights",
-        "groups = matrices // shape.group if shape.group else channels",
+        "groups = matrices // shape.int4_group_size if shape.int4_group_size else channels",
         "groups = channels",
         QUANTIZED_RANKS,
     ),
@@ -2487,7 +2487,7 @@ BUGS = (
     PackageBug(
         "the order of what attention returns is as wide as the hidden states",
         "fairlead_runtime.sizing.shape:ModelShape.from_config",
-        "stored.ordered * (layers * (2 * hidden + queries)",
+        "stored.ordered * (layers * (2 * hidden + q)",
         "stored.ordered * (layers * (3 * hidden)",
         ("unit/sizing/test_published.py",),
     ),

@@ -30,7 +30,7 @@ def grouped(stored: Published, tensors: Mapping[str, Tensor], rows: int, columns
     """The matrix [rows, columns] of a layer. Raises ValueError for tensors of other sizes or types,
     and for an index that does not give every group as many columns.
     """
-    groups = columns // stored.group if stored.group else 1
+    groups = columns // stored.int4_group_size if stored.int4_group_size else 1
     _check(stored, tensors, rows, columns, groups)
     numbers = tensors[stored.weight]
     if stored.layout == "rows":

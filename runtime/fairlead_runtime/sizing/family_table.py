@@ -39,7 +39,7 @@ class Family:
     # Default of layer_types: layers n, 2n, ... are full, the others slide.
     full_every: int | str = 0
     window_from: str = ""  # default of layer_types: this layer and all above it slide
-    splits: bool = True  # transformers' plan splits its layers over ranks: device/ranks/shards.py
+    shardable: bool = True  # transformers' plan for ranks has its layers: device/ranks/shards.py
 
 
 def _defaults(
@@ -126,7 +126,7 @@ FAMILIES: Mapping[str, Family] = {
             "num_local_experts": 128,
             "num_experts_per_tok": 4,
         },
-        splits=False,
+        shardable=False,
         aliases={"num_local_experts": "num_experts"},
         experts="intermediate_size",
         expert_bias=True,
@@ -158,11 +158,11 @@ FAMILIES: Mapping[str, Family] = {
         **_ATTENTION_BIAS,
     ),
     "phi3": Family(
-        _defaults(32064, 3072, 8192, 32, 32, 4096), splits=False, mlp_copies=4, window="all"
+        _defaults(32064, 3072, 8192, 32, 32, 4096), shardable=False, mlp_copies=4, window="all"
     ),
     "olmo2": Family(
         _defaults(50304, 4096, 11008, 32, 32, 2048),
-        splits=False,
+        shardable=False,
         qk_norm="flat",
         **_ATTENTION_BIAS,
     ),
@@ -187,7 +187,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "gpt2": Family(
         _defaults(50257, 768, None, 12, 12, 1024, tie_word_embeddings=True),
-        splits=False,
+        shardable=False,
         aliases={
             "hidden_size": "n_embd",
             "intermediate_size": "n_inner",

@@ -16,22 +16,22 @@ ROUTING_ELEMENTS = 16
 class ParameterCount:
     """Parameters of one part of a model: ``matrices`` those in matrices, ``channels`` the output
     rows of those matrices, ``rest`` all others (norms, biases, sinks). Of all these, ranks that
-    share the model split ``split`` evenly, and ``keys``, those of keys and values, by heads.
+    share the model divide ``sharded`` evenly, and ``kv``, those of keys and values, by heads.
     """
 
     matrices: int = 0
     channels: int = 0
     rest: int = 0
-    split: int = 0
-    keys: int = 0
+    sharded: int = 0
+    kv: int = 0
 
     def __add__(self, addend: "ParameterCount") -> "ParameterCount":
         return ParameterCount(
             self.matrices + addend.matrices,
             self.channels + addend.channels,
             self.rest + addend.rest,
-            self.split + addend.split,
-            self.keys + addend.keys,
+            self.sharded + addend.sharded,
+            self.kv + addend.kv,
         )
 
     def __mul__(self, times: int) -> "ParameterCount":
@@ -39,8 +39,8 @@ class ParameterCount:
             self.matrices * times,
             self.channels * times,
             self.rest * times,
-            self.split * times,
-            self.keys * times,
+            self.sharded * times,
+            self.kv * times,
         )
 
 
@@ -72,7 +72,7 @@ def _attention(s: ConfigReader, family: Family) -> ParameterCount:
     hidden, q, kv = s.integer("hidden_size"), s.heads * s.head_dim, s.kv_heads * s.head_dim
     bias = s.flag_or_constant(family.qkv_bias)
     keys = _columns(hidden, 2 * kv, bias=bias)
-    count = _columns(hidden, q, bias=bias) + replace(keys, split=0, keys=keys.split)
+    count = _columns(hidden, q, bias=bias) + replace(keys, sharded=0, kv=keys.sharded)
     count += _rows(q, hidden, bias=s.flag_or_constant(family.out_bias))
     if family.qk_norm and (not family.qk_norm_if or s.flag(family.qk_norm_if)):
         count += ParameterCount(rest=2 * s.head_dim if family.qk_norm == "head" else q + kv)

@@ -62,14 +62,14 @@ class ModelShape:
     layer_channels: int  # output rows of those matrices: one scale each when quantized
     # Of a checkpoint in int4: scales of groups of columns, the columns of one (0: all of a row's),
     # and columns that a product orders.
-    groups: int
-    group: int
-    orders: int
-    inner: int  # a multiple of it is the inner width of every layer's MLP
-    splits: bool  # False: it is known that ranks cannot share the model
-    # Of the parameters: what ranks split evenly, and what they split by key-value heads.
-    split: int
-    keys: int
+    int4_groups: int
+    int4_group_size: int
+    reordered_columns: int
+    mlp_width_unit: int  # a multiple of it is the inner width of every layer's MLP
+    shardable: bool  # False: it is known that ranks cannot share the model
+    # Of the parameters: what ranks divide evenly, and what they divide by key-value heads.
+    sharded_parameters: int
+    kv_parameters: int
 
     @property
     def kv_width(self) -> int:
@@ -105,7 +105,7 @@ class ModelShape:
         tied = s.flag("tie_word_embeddings")
         counts = [count_layer(s, family, i) for i in range(layers)]
         body = sum((c for c, _, _ in counts), ParameterCount())
-        queries, inners = s.heads * s.head_dim, [inner for _, _, inner in counts]
+        q, inners = s.heads * s.head_dim, [inner for _, _, inner in counts]
         outside = vocab * hidden * (1 if tied else 2)
         outside += s.integer("max_position_embeddings") * hidden if family.positions else 0
         outside += hidden * (2 if family.norm_bias else 1)
@@ -132,13 +132,13 @@ class ModelShape:
             layer_matrices=body.matrices,
             largest_layer=max(c.matrices for c, _, _ in counts),
             layer_channels=body.channels,
-            groups=stored.groups(body.matrices, body.channels, (hidden, queries, *inners)),
-            group=stored.group,
-            orders=stored.ordered * (layers * (2 * hidden + queries) + sum(inners)),
-            inner=math.gcd(*inners),
-            splits=family.splits and not has_flat_norm(s, family),
-            split=body.split,
-            keys=body.keys,
+            int4_groups=stored.int4_groups(body.matrices, body.channels, (hidden, q, *inners)),
+            int4_group_size=stored.int4_group_size,
+            reordered_columns=stored.ordered * (layers * (2 * hidden + q) + sum(inners)),
+            mlp_width_unit=math.gcd(*inners),
+            shardable=family.shardable and not has_flat_norm(s, family),
+            sharded_parameters=body.sharded,
+            kv_parameters=body.kv,
         )
 
     @classmethod
@@ -199,14 +199,14 @@ class ModelShape:
             layer_matrices=in_layers,
             largest_layer=_largest_layer(matrices),
             layer_channels=channels,
-            groups=stored.groups(in_layers, channels, {d[-1] for _, d in matrices}),
-            group=stored.group,
+            int4_groups=stored.int4_groups(in_layers, channels, {d[-1] for _, d in matrices}),
+            int4_group_size=stored.int4_group_size,
             # Matrices that share their input may share one.
-            orders=stored.ordered * sum(d[-1] for _, d in matrices),
-            inner=inner,
-            splits=True,  # the plan of the loaded model decides
-            split=in_layers - keys,
-            keys=keys,
+            reordered_columns=stored.ordered * sum(d[-1] for _, d in matrices),
+            mlp_width_unit=inner,
+            shardable=True,  # the plan of the loaded model decides
+            sharded_parameters=in_layers - keys,
+            kv_parameters=keys,
         )
 
 

@@ -37,7 +37,7 @@ class Published:
     ``quantization`` that serves them, "" for plain ones; ``weight``: the name of the tensor that
     holds the numbers of a matrix, several of them in each element if there are ``packed`` in one.
 
-    ``group``: so many neighbours in a row share a scale of int4, 0: all. ``ordered``: which do is
+    ``int4_group_size``: so many neighbours in a row share a scale, 0: all. ``ordered``: which do is
     said column by column.
     """
 
@@ -45,7 +45,7 @@ class Published:
     weight: str = "weight"
     packed: int = 1
     layout: Layout = "rows"
-    group: int = 0
+    int4_group_size: int = 0
     ordered: bool = False
 
     @property
@@ -79,17 +79,17 @@ class Published:
             first, last = last, first * self.packed
         return f"{module}.weight", (*before, first, last)
 
-    def groups(self, matrices: int, channels: int, widths: Iterable[int]) -> int:
+    def int4_groups(self, matrices: int, channels: int, widths: Iterable[int]) -> int:
         """How many scales int4 matrices of so many elements and rows have; else 0. Raises
         QuantizedError where the groups do not divide one of ``widths``, the matrices' columns.
         """
         if self.format != "int4":
             return 0
         for width in widths:
-            if width % (self.group or 8):
+            if width % (self.int4_group_size or 8):
                 served = f"sizes that divide the model's width {width} are served"
-                raise refusal("group_size", self.group or -1, served)
-        return matrices // self.group if self.group else channels
+                raise refusal("group_size", self.int4_group_size or -1, served)
+        return matrices // self.int4_group_size if self.int4_group_size else channels
 
 
 def refusal(key: str, value: object, served: str) -> QuantizedError:

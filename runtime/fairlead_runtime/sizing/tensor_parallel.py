@@ -22,12 +22,12 @@ def reason_against(shape: ModelShape, count: int) -> str:
     """Why they cannot; "" when they can."""
     if count == 1:
         return ""
-    if shape.orders:
+    if shape.reordered_columns:
         return (
             "the columns of its int4 weights are in an order of their own (desc_act, actorder), in "
             "which ranks have no whole groups"
         )
-    if not shape.splits:
+    if not shape.shardable:
         return f"transformers has no plan to split {shape.model_type!r}"
     if shape.heads % count:
         return f"the model's {shape.heads} attention heads are not a multiple of it"
@@ -36,12 +36,12 @@ def reason_against(shape: ModelShape, count: int) -> str:
             f"the model's {shape.kv_heads} key-value heads are neither a multiple nor a divisor "
             "of it"
         )
-    if shape.inner % count:
-        return f"the inner width of the model's MLP, {shape.inner}, is not a multiple of it"
+    if (inner := shape.mlp_width_unit) % count:
+        return f"the inner width of the model's MLP, {inner}, is not a multiple of it"
     if shape.quantized != "int4":
         return ""
-    size = shape.group or 2  # a byte has two columns
-    for width in (shape.heads * shape.head_dim, shape.inner):
+    size = shape.int4_group_size or 2  # a byte has two columns
+    for width in (shape.heads * shape.head_dim, inner):
         if width // count % size:
             return (
                 f"its int4 weights are held {size} columns at a time, and a rank would have "

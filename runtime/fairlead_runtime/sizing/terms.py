@@ -296,18 +296,18 @@ def weights(shape: ModelShape, config: EngineConfig, tp: int, kind: str) -> int:
         # group, and the order of columns, if they have one.
         matrices = shape.layer_matrices + 4 * shape.layer_channels
         if config.quantization == "int4":
-            groups = _group_bytes(shape, shape.groups, tp)
-            matrices = shape.layer_matrices // 2 + groups + 4 * shape.orders
+            groups = _group_bytes(shape, shape.int4_groups, tp)
+            matrices = shape.layer_matrices // 2 + groups + 4 * shape.reordered_columns
         return matrices + (shape.parameters - shape.layer_matrices) * element
     head = 0 if shape.tied or shape.vocab % tp else shape.vocab * shape.hidden
-    unsplit = shape.parameters - shape.split - shape.keys - head
-    keys = ceil_div(shape.keys, min(tp, shape.kv_heads))
-    plain = (unsplit + ceil_div(shape.split, tp) + keys + head // tp) * element
+    unsharded = shape.parameters - shape.sharded_parameters - shape.kv_parameters - head
+    keys = ceil_div(shape.kv_parameters, min(tp, shape.kv_heads))
+    plain = (unsharded + ceil_div(shape.sharded_parameters, tp) + keys + head // tp) * element
     if config.quantization == "none":
         return plain
     matrices, channels = _layer_shares(shape, tp)
     if config.quantization == "int4":
-        groups = matrices // shape.group if shape.group else channels
+        groups = matrices // shape.int4_group_size if shape.int4_group_size else channels
         return plain - matrices * element + matrices // 2 + _group_bytes(shape, groups, tp)
     # A byte each and a float32 scale per row.
     return plain - matrices * (element - 1) + 4 * channels
@@ -322,7 +322,7 @@ def packaged(shape: ModelShape, tp: int) -> bool:
     """Whether a package's products take all int4 matrices that one of ``tp`` accelerators has of
     the layers. Else all products are ours, so that the size is known.
     """
-    queries, inner = ceil_div(shape.heads, tp) * shape.head_dim, ceil_div(shape.inner, tp)
+    queries, inner = ceil_div(shape.heads, tp) * shape.head_dim, ceil_div(shape.mlp_width_unit, tp)
     keys = ceil_div(shape.kv_heads, min(tp, shape.kv_heads)) * shape.head_dim
     rows = queries + 2 * keys, shape.hidden, inner
     return takes(rows, (shape.hidden, queries, inner))
@@ -362,11 +362,12 @@ def _widened(shape: ModelShape, config: EngineConfig, kind: str, tokens: int) ->
     if config.quantization == "none" or kind == "cpu":
         return 0
     projections = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
-    widest = ceil_div(max(2 * shape.inner, projections), config.tensor_parallel)
+    widest = ceil_div(max(2 * shape.mlp_width_unit, projections), config.tensor_parallel)
     largest, element = shape.hidden * widest, bytes_of(shape, config)
     if config.quantization != "int4":
         return largest * element
-    columns = max(shape.hidden, shape.heads * shape.head_dim, shape.inner) if shape.orders else 0
+    widths = shape.hidden, shape.heads * shape.head_dim, shape.mlp_width_unit
+    columns = max(widths) if shape.reordered_columns else 0
     return largest * element + largest // 2 + tokens * columns * element
 
 

@@ -168,7 +168,7 @@ def test_a_package_holds_four_bits_as_they_are_planned_and_moves_no_logits_furth
         said = "; 4-bit products by humming stand-in"
         assert served.choice.reason.endswith(said) == package
         planned = weights(loaded.shape, EngineConfig(quantization="int4"), 1, "cuda")
-        surplus = 0 if package else loaded.shape.groups * (OWN_PAIR - PAIR) // 2
+        surplus = 0 if package else loaded.shape.int4_groups * (OWN_PAIR - PAIR) // 2
         rotary = sum(x.nbytes for x in loaded.model.buffers())
         assert served.model.weight_bytes - rotary == planned + surplus
         deltas.append(result.delta)

@@ -49,18 +49,18 @@ def held(model: Any) -> int:
 def test_the_table_of_families_says_which_have_a_plan(family: str) -> None:
     model = tiny.build(family)
     shape = shape_of(model)
-    assert bool(reason_against(shape, 2)) is not FAMILIES[family].splits
-    if shape.splits:
+    assert bool(reason_against(shape, 2)) is not FAMILIES[family].shardable
+    if shape.shardable:
         assert shards.plan_of(model, shape, 2)
     else:
         with pytest.raises(ConfigError, match="cannot be split"):
-            shards.plan_of(model, replace(shape, splits=True), 2)
+            shards.plan_of(model, replace(shape, shardable=True), 2)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize(
     "family",
-    [name for name in sorted(FAMILIES) if FAMILIES[name].splits and not FAMILIES[name].experts],
+    [name for name in sorted(FAMILIES) if FAMILIES[name].shardable and not FAMILIES[name].experts],
 )
 def test_a_rank_holds_what_is_planned_with_int8_weights(family: str, ranks: int) -> None:
     model = tiny.build(family)
@@ -142,7 +142,7 @@ def test_a_whole_model_computes_with_rounded_weights_for_a_while() -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("family", [name for name in sorted(FAMILIES) if FAMILIES[name].splits])
+@pytest.mark.parametrize("family", [name for name in sorted(FAMILIES) if FAMILIES[name].shardable])
 def test_a_rank_holds_what_is_planned(family: str, ranks: int) -> None:
     for rank in (0, ranks - 1):
         model = tiny.build(family)

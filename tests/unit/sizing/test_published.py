@@ -255,8 +255,8 @@ def test_the_order_of_what_attention_returns_is_as_wide_as_its_heads_are() -> No
         ModelShape.from_config(config),
         ModelShape.from_config(config | {"head_dim": 64}),
     )
-    assert common.orders == 32 * (3 * 4096 + 11008)
-    assert common.orders - wider.orders == 32 * 32 * (128 - 64)
+    assert common.reordered_columns == 32 * (3 * 4096 + 11008)
+    assert common.reordered_columns - wider.reordered_columns == 32 * 32 * (128 - 64)
 
 
 def test_int4_is_no_format_to_round_to() -> None:

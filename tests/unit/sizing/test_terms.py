@@ -54,7 +54,9 @@ def test_the_weights_of_a_gpu_split_their_matrices_only() -> None:
 
 def test_ranks_get_whole_groups_and_bytes_of_int4_columns() -> None:
     def against(size: int, width: int) -> str:
-        return ranks.reason_against(replace(SHAPE, quantized="int4", group=size, inner=width), 2)
+        return ranks.reason_against(
+            replace(SHAPE, quantized="int4", int4_group_size=size, mlp_width_unit=width), 2
+        )
 
     assert against(128, 4096) == against(0, 4096) == ""
     assert "held 128 columns at a time, and a rank would have 2112 of 4224" in against(128, 4224)
@@ -110,10 +112,10 @@ def test_host_memory_has_a_compiler_of_4_bit_products_while_a_gpus_process_start
         ({}, 1, True),
         ({}, 8, True),
         ({"hidden": 1088}, 1, False),
-        ({"inner": 2880}, 1, False),
-        ({"inner": 2816}, 1, True),
-        ({"inner": 2816}, 2, True),
-        ({"inner": 2816}, 4, False),
+        ({"mlp_width_unit": 2880}, 1, False),
+        ({"mlp_width_unit": 2816}, 1, True),
+        ({"mlp_width_unit": 2816}, 2, True),
+        ({"mlp_width_unit": 2816}, 4, False),
         ({"heads": 7, "kv_heads": 1, "head_dim": 64}, 1, False),
         ({"heads": 8, "kv_heads": 1, "head_dim": 64}, 1, True),
         ({"heads": 8, "kv_heads": 1, "head_dim": 32}, 8, False),
