@@ -1235,23 +1235,24 @@ BUGS = (
     PackageBug(
         "ranks that share a key-value head take the others in turn",
         "fairlead_runtime.device.ranks.shards:_share_of",
-        "group.rank * shape.kv_heads // group.size, shape.kv_heads",
-        "group.rank % shape.kv_heads, shape.kv_heads",
+        "ranks.rank * shape.kv_heads // ranks.size, shape.kv_heads",
+        "ranks.rank % shape.kv_heads, shape.kv_heads",
         ("unit/device/test_shards.py",),
     ),
     PackageBug(
         "the parts of a rank's results are not summed",
-        "fairlead_runtime.device.model.row_parallel:RowSplit.forward",
-        "out = self._group.sum(self._part(x))",
-        "out = self._part(x)",
+        "fairlead_runtime.device.model.row_parallel:RowParallel.forward",
+        "out = self._ranks.sum(self._multiply(x))",
+        "out = self._multiply(x)",
         (RANKS,),
     ),
     PackageBug(
         "every rank adds the bias before the sum",
-        "fairlead_runtime.device.model.row_parallel:RowSplit.forward",
-        """        out = self._group.sum(self._part(x))
+        "fairlead_runtime.device.model.row_parallel:RowParallel.forward",
+        """        out = self._ranks.sum(self._multiply(x))
         return out if self.bias is None else out + self.bias""",
-        "        return self._group.sum(self._part(x) + (0 if self.bias is None else self.bias))",
+        "        bias = 0 if self.bias is None else self.bias\n"
+        "        return self._ranks.sum(self._multiply(x) + bias)",
         (RANKS,),
     ),
     PackageBug(
@@ -1357,9 +1358,9 @@ BUGS = (
     ),
     PackageBug(
         "a rank rounds its columns of a matrix with scales of their own",
-        "fairlead_runtime.device.ranks.shards:_split_rows",
-        "quantize(weight_part, to, largest_of_rows(weight))",
-        "quantize(weight_part, to)",
+        "fairlead_runtime.device.ranks.shards:_shard_rows",
+        "quantize(columns, to, largest_of_rows(weight))",
+        "quantize(columns, to)",
         ("unit/device/test_shards.py",),
     ),
     PackageBug(
@@ -1399,23 +1400,23 @@ BUGS = (
     ),
     PackageBug(
         "the experts of a rank are not summed",
-        "fairlead_runtime.device.ranks.shards:split",
-        "modules[name].register_forward_hook(lambda _module, _args, out: group.sum(out))",
+        "fairlead_runtime.device.ranks.shards:shard",
+        "modules[name].register_forward_hook(lambda _module, _args, out: ranks.sum(out))",
         "pass",
         (RANKS,),
     ),
     PackageBug(
         "one rank has the gates of all experts, the other the rest",
-        "fairlead_runtime.device.ranks.shards:_part_of_experts",
+        "fairlead_runtime.device.ranks.shards:_shard_of_experts",
         "tensor.chunk(2 if style == PACKED else 1, dim=-2)",
         "tensor.chunk(1, dim=-2)",
         (RANKS,),
     ),
     PackageBug(
         "each rank has the same rows of a tied head",
-        "fairlead_runtime.device.ranks.shards:split",
-        ".tensor_split(group.size)[group.rank]",
-        ".tensor_split(group.size)[0]",
+        "fairlead_runtime.device.ranks.shards:shard",
+        ".tensor_split(ranks.size)[ranks.rank]",
+        ".tensor_split(ranks.size)[0]",
         (RANKS,),
     ),
     PackageBug(
@@ -1926,15 +1927,15 @@ BUGS = (
     ),
     PackageBug(
         "a rank holds a stored matrix after it has its part",
-        "fairlead_runtime.device.ranks.shards:split",
-        "_split_columns(modules.pop(name), part",
-        "_split_columns(modules[name], part",
+        "fairlead_runtime.device.ranks.shards:shard",
+        "_shard_columns(modules.pop(name), share",
+        "_shard_columns(modules[name], share",
         (SHARD_TESTS,),
     ),
     PackageBug(
         "stored weights are unpacked before a rank takes its part",
         "fairlead_runtime.models.published:finish",
-        "        if split:\n",
+        "        if sharded:\n",
         "        if False:\n",
         (SHARD_TESTS,),
     ),
@@ -2078,8 +2079,8 @@ BUGS = (
     PackageBug(
         "another rank computes what the host knows of ids in flight",
         "fairlead_runtime.device.ranks.rank_messages:follow",
-        "            batch = replace(batch, input_ids=group.broadcast(ids))\n",
-        "            group.broadcast(ids.clone())\n",
+        "            batch = replace(batch, input_ids=ranks.broadcast(ids))\n",
+        "            ranks.broadcast(ids.clone())\n",
         ("unit/device/test_rank_messages.py",),
     ),
     PackageBug(

@@ -318,7 +318,7 @@ class Rig:
         group = None if pair is None else pair.group
         if pair is not None and group is not None:
             pair.hold(kernels, odd=odd, **self._described)
-            rank_pair.split(self.model, group, QUANTIZED.get(kernels))
+            rank_pair.shard(self.model, group, QUANTIZED.get(kernels))
         self.fusion = fuse(self.model, operations_of(self.model, kernels), group)
         use_experts(self.model, kernels)
         self.groups: tuple[LayerGroup, ...] = group_layers(self.model.windows)

@@ -54,10 +54,10 @@ def shape_of(model: Any) -> ModelShape:
     return architecture.check(config, weights={"model.safetensors": Header(tensors, b"", 0, 0)})
 
 
-def split(model: PagedModel, group: RankGroup, quantize_to: Format | None = None) -> PagedModel:
+def shard(model: PagedModel, group: RankGroup, quantize_to: Format | None = None) -> PagedModel:
     """The same with this rank's part of its weights."""
     shape = shape_of(model.model)
-    shards.split(model.model, shape, group, CPU, quantize_to)
+    shards.shard(model.model, shape, group, CPU, quantize_to)
     model.probe_again()
     shards.check_heads(model.heads, shape, group.size)
     return model
@@ -231,7 +231,7 @@ def _loaded(described: Any, kernels: str, odd: int | None, group: RankGroup) -> 
     if odd is not None:
         mlp: Any = model.model.get_submodule(f"model.layers.{odd}.mlp")
         mlp.act_fn = nn.Sequential(mlp.act_fn, _Times())
-    split(model, group, QUANTIZED.get(kernels))
+    shard(model, group, QUANTIZED.get(kernels))
     fuse(model, operations_of(model, kernels), group)
     use_experts(model, kernels)
     return model

@@ -135,7 +135,7 @@ def _with_engine(
     measured = parts.measured if ranks is None else ranks.sync(parts.measured)
     if device.kind == "cpu":
         measured = {**measured, "process": process_bytes}
-    choice = DecodePlan.choose(config, model, parts.attention, split=ranks is not None)
+    choice = DecodePlan.choose(config, model, parts.attention, sharded=ranks is not None)
     resident, host_batch = choice.state_on_device, measured["batch"]
     measured = {**measured, "graphs": 0}
     if resident:

@@ -114,8 +114,8 @@ def load(
     size = inspected.files.weight_bytes / 2**30
     log.info("loading %.2f GiB of weights as %s", size, str(inspected.dtype).removeprefix("torch."))
     tokenizer = load_tokenizer(inspected.files.path)
-    split = settings.tensor_parallel > 1
-    model = _load_weights(inspected, torch.device(device), split=split)
+    sharded = settings.tensor_parallel > 1
+    model = _load_weights(inspected, torch.device(device), sharded=sharded)
     model.requires_grad_(False).eval()
     log.info("loaded %.2f GiB in %.1f s", size, time.monotonic() - started)
     # RoPE is pinned to the longest sequence, so for some models that length decides the keys.
@@ -152,10 +152,10 @@ def eos_ids(
 
 
 def _load_weights(
-    inspected: InspectedModel, device: torch.device, *, split: bool
+    inspected: InspectedModel, device: torch.device, *, sharded: bool
 ) -> PreTrainedModel:
     try:
-        return _read_weights(inspected, split=split).to(device)
+        return _read_weights(inspected, sharded=sharded).to(device)
     except (MemoryError, RuntimeError, OSError) as error:
         if not _out_of_memory(error):
             raise
@@ -176,7 +176,7 @@ def _out_of_memory(error: BaseException) -> bool:
     )
 
 
-def _read_weights(inspected: InspectedModel, *, split: bool) -> PreTrainedModel:
+def _read_weights(inspected: InspectedModel, *, sharded: bool) -> PreTrainedModel:
     path, stored = inspected.files.path, stored_format(inspected.config_json)
     factory: Any = AutoModelForCausalLM  # transformers' classes are untyped
     try:
@@ -211,7 +211,7 @@ def _read_weights(inspected: InspectedModel, *, split: bool) -> PreTrainedModel:
             "fetch the model again",
         )
     published.check_biases(model, info["unexpected_keys"], path, inspected.files.weights)
-    published.finish(model, split=split)
+    published.finish(model, sharded=sharded)
     if info["unexpected_keys"]:
         log.warning(
             "ignored %d tensors that the architecture does not have", len(info["unexpected_keys"])

@@ -190,8 +190,8 @@ def check_biases(
                     )
 
 
-def finish(model: PreTrainedModel, *, split: bool) -> None:
-    """Make the loaded tensors the layers' weights; of a model that will be ``split`` they stay as
+def finish(model: PreTrainedModel, *, sharded: bool) -> None:
+    """Make the loaded tensors the layers' weights; of a model that will be ``sharded`` they stay as
     they are, pages of a file that all ranks share, until each has its part. Raises ModelError for
     tensors that do not fit their layer.
     """
@@ -202,7 +202,7 @@ def finish(model: PreTrainedModel, *, split: bool) -> None:
     for name, module in list(model.named_modules()):
         if not isinstance(module, StoredLinear):
             continue
-        if split:
+        if sharded:
             module.keep_bits()
         else:
             model.set_submodule(name, module.quantized())

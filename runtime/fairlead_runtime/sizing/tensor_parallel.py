@@ -8,7 +8,7 @@ from fairlead_runtime.settings.engine_config import ConfigError
 from fairlead_runtime.sizing.shape import ModelShape
 
 COUNTS = (1, 2, 4, 8)
-UNSPLIT = 0.02  # the largest share of the layers' matrices that may stay whole: routers
+UNSHARDED = 0.02  # the largest share of the layers' matrices that may stay whole: routers
 
 
 def refuse(shape: ModelShape, count: int) -> None:

@@ -199,7 +199,7 @@ def test_an_order_that_only_the_index_of_a_matrix_tells_is_refused_by_name(
     quantized, _ = publish(saved, tmp_path, settings | {"desc_act": False}, store)
     loaded = rank_pair.load(quantized)
     with pytest.raises(ConfigError, match=r"tensor-parallel: .*in an order of their own"):
-        shards.split(loaded.model, loaded.shape, RankGroup(1, 2, "", lambda: None), rank_pair.CPU)
+        shards.shard(loaded.model, loaded.shape, RankGroup(1, 2, "", lambda: None), rank_pair.CPU)
 
 
 def test_a_published_fp8_checkpoint_in_16_bits_is_served_by_two_ranks_bit_for_bit(
@@ -256,7 +256,7 @@ def test_the_plan_of_an_accelerator_counts_its_part(form: Any, tmp_path: Path, p
         idep = pod.resource("4Gi", resources=resources, engine={"tensorParallel": ranks})
         found.append(plan_of(config, idep).terms["weights"])
     loaded = rank_pair.load(quantized)
-    shards.split(loaded.model, loaded.shape, RankGroup(1, 2, "", lambda: None), rank_pair.CPU)
+    shards.shard(loaded.model, loaded.shape, RankGroup(1, 2, "", lambda: None), rank_pair.CPU)
     held = {p.untyped_storage().data_ptr(): p.untyped_storage() for p in loaded.model.parameters()}
     assert found[1] == sum(storage.nbytes() for storage in held.values())
     assert found[1] < found[0]

@@ -9,7 +9,7 @@ from fairlead_kernels.plain.torch_operations import TorchOperations
 from fairlead_runtime.device.conversion.fusion import fuse
 from fairlead_runtime.device.model.rank_group import RankGroup
 from support.engine_rig import paged
-from support.rank_pair import split
+from support.rank_pair import shard
 
 
 class Other(RankGroup):
@@ -37,14 +37,14 @@ class Other(RankGroup):
 
 def test_a_layer_is_fused_where_both_ranks_say_that_it_fits_and_gives_the_same() -> None:
     group = Other(yes=True)
-    fused = fuse(split(paged("llama"), group), reference, group)
+    fused = fuse(shard(paged("llama"), group), reference, group)
     assert str(fused) == "fused 3/3 layers"
     assert group.answers == [True] * 6
 
 
 def test_a_layer_is_not_fused_where_the_other_rank_says_no() -> None:
     group = Other(yes=False)
-    model = split(paged("llama"), group)
+    model = shard(paged("llama"), group)
     before = model.weight_bytes
     fused = fuse(model, reference, group)
     assert str(fused) == "fused 0/3 layers (layer 0: it does not fit on another rank)"
@@ -54,7 +54,7 @@ def test_a_layer_is_not_fused_where_the_other_rank_says_no() -> None:
 
 def test_the_other_rank_hears_of_a_layer_that_does_not_fit_here() -> None:
     group = Other(yes=True)
-    fused = fuse(split(paged("mixtral"), group), reference, group)
+    fused = fuse(shard(paged("mixtral"), group), reference, group)
     assert fused.fused == 0
     assert group.answers == [False] * 3
 
@@ -64,10 +64,10 @@ def test_a_layer_is_fused_around_an_own_mlp_where_the_other_rank_does_so_too(
     family: str, apart: bool
 ) -> None:
     group = Other(yes=True, apart=apart)
-    fused = fuse(split(paged(family), group), TorchOperations(), group)
+    fused = fuse(shard(paged(family), group), TorchOperations(), group)
     assert (fused.fused, fused.around_mlp) == ((3, 0) if apart else (0, 3))
     group = Other(yes=True, apart=not apart)
-    model = split(paged(family), group)
+    model = shard(paged(family), group)
     before = model.weight_bytes
     fused = fuse(model, TorchOperations(), group)
     assert str(fused) == "fused 0/3 layers (layer 0: it does not fit on another rank)"

@@ -65,7 +65,7 @@ def test_the_table_of_families_says_which_have_a_plan(family: str) -> None:
 def test_a_rank_holds_what_is_planned_with_int8_weights(family: str, ranks: int) -> None:
     model = tiny.build(family)
     shape = shape_of(model)
-    shards.split(model, shape, Alone(ranks - 1, ranks), CPU, "int8")
+    shards.shard(model, shape, Alone(ranks - 1, ranks), CPU, "int8")
     assert held(model) == weights(shape, replace(CONFIG, quantization="int8"), ranks, "cpu")
 
 
@@ -73,7 +73,7 @@ def test_the_parts_of_int8_weights_are_those_of_the_whole_rounded_matrices() -> 
     whole = tiny.build("llama").model.layers[0]
     for rank in (0, 1):
         model = tiny.build("llama")
-        shards.split(model, shape_of(model), Alone(rank, 2), CPU, "int8")
+        shards.shard(model, shape_of(model), Alone(rank, 2), CPU, "int8")
         part = model.model.layers[0]
         up, down = quantize(whole.mlp.up_proj.weight), quantize(whole.mlp.down_proj.weight)
         assert torch.equal(part.mlp.up_proj.weight.bits, up.bits.chunk(2)[rank])
@@ -93,7 +93,7 @@ def test_the_parts_of_stored_weights_are_those_of_the_whole_matrices(
     saved = tiny.save(tiny.build("qwen2"), tmp_path / "model")
     quantized, plain = publish(saved, tmp_path, *form)
     loaded = loading.load(quantized, config=EngineConfig(tensor_parallel=2))
-    shards.split(loaded.model, loaded.shape, Alone(rank, 2), CPU)
+    shards.shard(loaded.model, loaded.shape, Alone(rank, 2), CPU)
     whole: Any = loading.load(plain).model
     for part, layer in zip(loaded.model.model.layers, whole.model.layers, strict=True):
         for name in ("k_proj", "v_proj", "q_proj"):
@@ -120,7 +120,7 @@ def test_stored_weights_stay_in_their_file_until_a_rank_takes_its_part(
         return read(self)
 
     monkeypatch.setattr(StoredLinear, "quantized", spy)
-    shards.split(loaded.model, loaded.shape, Alone(0, 2), CPU)
+    shards.shard(loaded.model, loaded.shape, Alone(0, 2), CPU)
     assert len(before) == 7 * 3
 
 
@@ -147,7 +147,7 @@ def test_a_rank_holds_what_is_planned(family: str, ranks: int) -> None:
     for rank in (0, ranks - 1):
         model = tiny.build(family)
         shape = shape_of(model)
-        shards.split(model, shape, Alone(rank, ranks), CPU)
+        shards.shard(model, shape, Alone(rank, ranks), CPU)
         assert held(model) == weights(shape, CONFIG, ranks, "cpu")
 
 
@@ -157,7 +157,7 @@ def test_a_head_that_is_the_embedding_or_does_not_divide_takes_what_is_planned(
 ) -> None:
     model = tiny.build("llama", **changes)
     shape = shape_of(model)
-    shards.split(model, shape, Alone(1, 2), CPU)
+    shards.shard(model, shape, Alone(1, 2), CPU)
     assert held(model) == weights(shape, CONFIG, 2, "cpu")
     rows = model.get_output_embeddings().weight.shape[0]
     assert rows == (shape.vocab if shape.vocab % 2 else shape.vocab // 2)
@@ -168,7 +168,7 @@ def test_ranks_that_share_a_key_value_head_have_the_one_of_their_queries() -> No
     attention = whole.model.layers[0].self_attn
     for rank in range(4):
         model = tiny.build("llama")
-        shards.split(model, shape_of(model), Alone(rank, 4), CPU)
+        shards.shard(model, shape_of(model), Alone(rank, 4), CPU)
         part = model.model.layers[0].self_attn
         query, key = (
             slice(16 * rank, 16 * rank + 16),
@@ -193,7 +193,7 @@ def test_what_does_not_divide_is_refused_with_the_number_that_does(
 ) -> None:
     model = tiny.build("llama", head_dim=16, hidden_size=96, **changes)
     with pytest.raises(ConfigError, match=problem) as refused:
-        shards.split(model, shape_of(model), Alone(0, ranks), CPU)
+        shards.shard(model, shape_of(model), Alone(0, ranks), CPU)
     assert (refused.value.field, refused.value.hint) == ("tensor_parallel", fix)
 
 
@@ -201,7 +201,7 @@ def test_what_does_not_divide_is_refused_with_the_number_that_does(
 def test_a_judged_family_without_a_plan_for_its_layers_is_refused(family: str) -> None:
     model = tiny.build(family)
     with pytest.raises(ConfigError, match="cannot be split: transformers") as refused:
-        shards.split(model, shape_of(model), Alone(0, 2), CPU)
+        shards.shard(model, shape_of(model), Alone(0, 2), CPU)
     assert refused.value.hint == "use 1"
 
 

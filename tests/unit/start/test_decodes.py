@@ -50,38 +50,40 @@ REASONS = [
 ]
 
 
-@pytest.mark.parametrize(("settings", "attention", "split", "reason", "resident"), REASONS)
+@pytest.mark.parametrize(("settings", "attention", "sharded", "reason", "resident"), REASONS)
 def test_auto_says_why_no_graph_is_captured_on_a_gpu(
-    settings: dict[str, Any], attention: Any, *, split: bool, reason: str, resident: bool
+    settings: dict[str, Any], attention: Any, *, sharded: bool, reason: str, resident: bool
 ) -> None:
-    choice = DecodePlan.choose(EngineConfig(**settings), ON_GPU, attention(), split=split)
+    choice = DecodePlan.choose(EngineConfig(**settings), ON_GPU, attention(), sharded=sharded)
     assert (choice.graphs_off_because, choice.attention is not None) == (reason, resident)
     if reason and not settings.get("cuda_graphs"):
         with pytest.raises(ConfigError) as error:
             DecodePlan.choose(
-                EngineConfig(**settings, cuda_graphs="on"), ON_GPU, attention(), split=split
+                EngineConfig(**settings, cuda_graphs="on"), ON_GPU, attention(), sharded=sharded
             )
         assert error.value.field == "cuda_graphs"
         assert reason in str(error.value)
 
 
-@pytest.mark.parametrize(("_settings", "attention", "split", "_reason", "resident"), REASONS)
+@pytest.mark.parametrize(("_settings", "attention", "sharded", "_reason", "resident"), REASONS)
 def test_steps_are_launched_ahead_wherever_the_device_keeps_what_sampling_needs(
-    _settings: Any, attention: Any, _reason: Any, *, split: bool, resident: bool
+    _settings: Any, attention: Any, _reason: Any, *, sharded: bool, resident: bool
 ) -> None:
     """On the first of several ranks, too, which captures no graph."""
-    resident |= split
-    auto = DecodePlan.choose(EngineConfig(), ON_GPU, attention(), split=split)
+    resident |= sharded
+    auto = DecodePlan.choose(EngineConfig(), ON_GPU, attention(), sharded=sharded)
     assert (auto.sync_because == "") is auto.state_on_device is resident
-    off = DecodePlan.choose(EngineConfig(async_batching="off"), ON_GPU, attention(), split=split)
+    off = DecodePlan.choose(
+        EngineConfig(async_batching="off"), ON_GPU, attention(), sharded=sharded
+    )
     assert off.sync_because == "--async-batching is off"
-    assert off.state_on_device is (resident and not split)
+    assert off.state_on_device is (resident and not sharded)
     on = EngineConfig(async_batching="on")
     if resident:
-        assert DecodePlan.choose(on, ON_GPU, attention(), split=split).sync_because == ""
+        assert DecodePlan.choose(on, ON_GPU, attention(), sharded=sharded).sync_because == ""
         return
     with pytest.raises(ConfigError) as error:
-        DecodePlan.choose(on, ON_GPU, attention(), split=split)
+        DecodePlan.choose(on, ON_GPU, attention(), sharded=sharded)
     assert error.value.field == "async_batching"
     assert auto.sync_because in str(error.value)
 
@@ -89,16 +91,16 @@ def test_steps_are_launched_ahead_wherever_the_device_keeps_what_sampling_needs(
 def test_on_a_cpu_steps_wait_for_each_other_and_on_is_refused() -> None:
     model = rig("llama").model
     assert (
-        DecodePlan.choose(CONFIG, model, flashinfer(), split=False).sync_because
+        DecodePlan.choose(CONFIG, model, flashinfer(), sharded=False).sync_because
         == "the model runs on cpu"
     )
     with pytest.raises(ConfigError, match="--async-batching: the model runs on cpu"):
-        DecodePlan.choose(EngineConfig(async_batching="on"), model, flashinfer(), split=False)
+        DecodePlan.choose(EngineConfig(async_batching="on"), model, flashinfer(), sharded=False)
 
 
 def test_on_a_cpu_decodes_run_as_all_steps() -> None:
     model = rig("llama").model
-    choice = DecodePlan.choose(CONFIG, model, flashinfer(), split=False)
+    choice = DecodePlan.choose(CONFIG, model, flashinfer(), sharded=False)
     assert (choice.graphs_off_because, choice.attention) == ("the model runs on cpu", None)
     assert (choice.measure(LONGEST), choice.steps(cache_of(model), LONGEST)) == (0, None)
     assert choice.capture(None) is None

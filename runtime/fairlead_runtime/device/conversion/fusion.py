@@ -182,7 +182,7 @@ def fuse(
 
     ``settle`` gives each matrix the layout in which it is served, once its layer is proven.
 
-    With ``group`` the model is one rank's part of a split one (``shards.split``), and every rank
+    With ``group`` the model is one rank's part of a split one (``shards.shard``), and every rank
     must call this with the same kind of operations: a layer is fused on all of them or on none, and
     what lies around the layers stays as it is.
     """

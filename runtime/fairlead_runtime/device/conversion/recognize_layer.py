@@ -29,7 +29,7 @@ from fairlead_kernels.interface.layer import (
 )
 from fairlead_runtime.device.model.fused_layers import UnfusedMlp, halves_of
 from fairlead_runtime.device.model.paged_attention import AttentionCall
-from fairlead_runtime.device.model.row_parallel import RowSplit
+from fairlead_runtime.device.model.row_parallel import RowParallel
 from fairlead_runtime.models.published import StoredLinear
 from fairlead_runtime.models.quantized import QuantizedLinear
 
@@ -148,7 +148,7 @@ class LayerParts:
         apart.
         """
         last = [self.out] if isinstance(self.mlp, UnfusedMlp) else [self.out, self.mlp.down]
-        return all(isinstance(x.module, RowSplit) for x in last)
+        return all(isinstance(x.module, RowParallel) for x in last)
 
     def pack(
         self, operations: LayerOperations, dtype: torch.dtype = torch.float32
@@ -336,7 +336,7 @@ def matrix_of(call: ModuleCall, x: Tensor) -> Matrix | None:
     if not close(call.input.reshape(-1, call.input.shape[-1]), x):
         return None
     weights, bias = _weights_of(call.module)
-    if isinstance(call.module, RowSplit):  # what it returns is the sum of all ranks' products
+    if isinstance(call.module, RowParallel):  # it returns the sum of all ranks' products
         return Matrix(call.module, call.module.stored, call.module.stored, bias)
     result = call.output.reshape(x.shape[0], -1)
     for weight in weights:
@@ -358,7 +358,7 @@ def _weights_of(module: nn.Module) -> tuple[Sequence[Tensor | Quantized], Tensor
     """The matrices [N, K] that a module may multiply by, none or those that it may store, and the
     bias.
     """
-    if isinstance(module, RowSplit):
+    if isinstance(module, RowParallel):
         return [module.stored], None if module.bias is None else module.bias.data
     if isinstance(module, StoredLinear):
         module = module.quantized()

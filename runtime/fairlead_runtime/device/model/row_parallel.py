@@ -12,16 +12,16 @@ from fairlead_kernels.formats.quantize import Quantized, StoredFormat
 from fairlead_runtime.device.model.rank_group import RankGroup
 
 
-class RowSplit(nn.Module):
+class RowParallel(nn.Module):
     """A linear layer of which each rank has the columns for its share of the inputs: the ranks'
     results are summed, then the bias is added once.
     """
 
-    def __init__(self, weight: Tensor, bias: nn.Parameter | None, group: RankGroup) -> None:
+    def __init__(self, weight: Tensor, bias: nn.Parameter | None, ranks: RankGroup) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.bias = bias
-        self._group = group
+        self._ranks = ranks
 
     @property
     def stored(self) -> Tensor | Quantized:
@@ -30,20 +30,20 @@ class RowSplit(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """X [..., inputs / ranks] → [..., outputs], equal on every rank."""
-        out = self._group.sum(self._part(x))
+        out = self._ranks.sum(self._multiply(x))
         return out if self.bias is None else out + self.bias
 
-    def _part(self, x: Tensor) -> Tensor:
+    def _multiply(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight)
 
 
-class QuantizedRowSplit(RowSplit):
+class QuantizedRowParallel(RowParallel):
     """The same on quantized weights, whose scales are those of the whole rows or of groups of
     columns.
     """
 
-    def __init__(self, weight: Quantized, bias: nn.Parameter | None, group: RankGroup) -> None:
-        super().__init__(weight.bits, bias, group)
+    def __init__(self, weight: Quantized, bias: nn.Parameter | None, ranks: RankGroup) -> None:
+        super().__init__(weight.bits, bias, ranks)
         self._format: StoredFormat = weight.format
         self.scales = nn.Parameter(weight.scales, requires_grad=False)
         self.zeros: nn.Parameter | None = None
@@ -57,5 +57,5 @@ class QuantizedRowSplit(RowSplit):
             return Quantized(self._format, bits, scales)
         return Grouped(self._format, bits, scales, self.zeros.data)
 
-    def _part(self, x: Tensor) -> Tensor:
+    def _multiply(self, x: Tensor) -> Tensor:
         return F.linear(x, self.stored.dequantize().to(x.dtype))

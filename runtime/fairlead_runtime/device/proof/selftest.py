@@ -347,7 +347,7 @@ def prepare_rank(
             if group.rank == 0:
                 rounds = nullcontext() if to is None else shards.quantized(model.model, plan, to)
                 reference = _ReferenceLogits.of(model, loaded, to, rounds)
-        shards.split(loaded.model, loaded.shape, group, device, to)
+        shards.shard(loaded.model, loaded.shape, group, device, to)
         group.connect(device)
         model.probe_again()
         shards.check_heads(model.heads, loaded.shape, group.size)

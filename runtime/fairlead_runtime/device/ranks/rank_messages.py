@@ -43,7 +43,7 @@ def follow(
     model: PagedModel,
     cache: CacheStorage,
     attention: AttentionBackend,
-    group: RankGroup,
+    ranks: RankGroup,
 ) -> None:
     """Do what a message of the leader says. On a GPU the work is queued, and nobody waits for it:
     the leader may be a step ahead.
@@ -56,23 +56,23 @@ def follow(
             batch = _batch(tensors, cache.groups, cache.block_size, pinned=pinned)
             if ahead:
                 ids = batch.input_ids.to(model.device, non_blocking=True)
-                batch = replace(batch, input_ids=group.broadcast(ids))
+                batch = replace(batch, input_ids=ranks.broadcast(ids))
             model.forward(batch, cache, attention)
 
 
 def _batch(
-    parts: Sequence[bytes], groups: Sequence[LayerGroup], block_size: int, *, pinned: bool
+    buffers: Sequence[bytes], groups: Sequence[LayerGroup], block_size: int, *, pinned: bool
 ) -> Batch:
     """``pinned``: a large copy to a device waits for what runs there unless its source is."""
 
-    def sent(part: bytes) -> Tensor:
-        tensor = _tensor(part, torch.int64)
+    def sent(raw: bytes) -> Tensor:
+        tensor = _tensor(raw, torch.int64)
         return tensor.pin_memory() if pinned else tensor
 
-    ids, positions, indices = map(sent, parts[:3])
-    starts, lens = (_tensor(part, torch.int32) for part in parts[3:5])
-    slots = tuple(map(sent, parts[5 : 5 + len(groups)]))
-    tables = [_tensor(part, torch.int32).view(len(lens), -1) for part in parts[5 + len(groups) :]]
+    ids, positions, indices = map(sent, buffers[:3])
+    starts, lens = (_tensor(raw, torch.int32) for raw in buffers[3:5])
+    slots = tuple(map(sent, buffers[5 : 5 + len(groups)]))
+    tables = [_tensor(raw, torch.int32).view(len(lens), -1) for raw in buffers[5 + len(groups) :]]
     ragged = tuple(
         RaggedRows(starts, lens, table, block_size, group.window, group.index)
         for table, group in zip(tables, groups, strict=True)
@@ -80,5 +80,5 @@ def _batch(
     return Batch(ids, positions, slots, ragged, indices, [])
 
 
-def _tensor(part: bytes, dtype: torch.dtype) -> Tensor:
-    return torch.frombuffer(bytearray(part), dtype=dtype) if part else torch.empty(0, dtype=dtype)
+def _tensor(raw: bytes, dtype: torch.dtype) -> Tensor:
+    return torch.frombuffer(bytearray(raw), dtype=dtype) if raw else torch.empty(0, dtype=dtype)

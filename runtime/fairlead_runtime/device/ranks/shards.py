@@ -27,12 +27,12 @@ from fairlead_kernels.formats.quantize import Format, largest_of_rows, quantize
 from fairlead_kernels.interface.attention import Heads
 from fairlead_runtime.device.conversion.float32_view import has_weights
 from fairlead_runtime.device.model.rank_group import RankGroup
-from fairlead_runtime.device.model.row_parallel import QuantizedRowSplit, RowSplit
+from fairlead_runtime.device.model.row_parallel import QuantizedRowParallel, RowParallel
 from fairlead_runtime.models.published import StoredLinear
 from fairlead_runtime.models.quantized import QuantizedLinear
 from fairlead_runtime.settings.engine_config import ConfigError
 from fairlead_runtime.sizing.shape import ModelShape
-from fairlead_runtime.sizing.tensor_parallel import UNSPLIT, refuse
+from fairlead_runtime.sizing.tensor_parallel import UNSHARDED, refuse
 
 KEYS = ("k_proj", "v_proj")  # the names by which transformers' plans know keys and values
 COLUMNS, ROWS, PACKED, EXPERTS = "colwise", "rowwise", "packed_colwise", "moe_tp_experts"
@@ -41,46 +41,46 @@ REPLICATED = ("replicated_with_grad_allreduce", "replicate")
 ADMITTED = (COLUMNS, ROWS, PACKED, EXPERTS, *REPLICATED)
 
 
-def split(
+def shard(
     model: PreTrainedModel,
     shape: ModelShape,
-    group: RankGroup,
+    ranks: RankGroup,
     device: torch.device,
     quantize_to: Format | None = None,
 ) -> None:
-    """Leave this rank's part of a whole model, on ``device``, its layers' matrices rounded to
+    """Leave this rank's shard of a whole model, on ``device``, its layers' matrices rounded to
     numbers that they would have in the whole model if they are to be quantized; those of a
-    quantized checkpoint are as they are. Nothing may be computed until ``group`` has met. Raises
+    quantized checkpoint are as they are. Nothing may be computed until ``ranks`` has met. Raises
     ConfigError for a model that cannot be split: before it changes anything where config.json
     tells, in the midst of it where only the weights do.
     """
-    plan = plan_of(model, shape, group.size)
-    modules, ends = dict(model.named_modules()), _ends(model)
+    plan = plan_of(model, shape, ranks.size)
+    modules, (embeddings, head) = dict(model.named_modules()), _embeddings_and_head(model)
     for name, style in plan.items():
         parent_name, _, leaf = name.rpartition(".")
         parent: Any = modules[parent_name]
         if style == EXPERTS:
-            modules[name].register_forward_hook(lambda _module, _args, out: group.sum(out))
+            modules[name].register_forward_hook(lambda _module, _args, out: ranks.sum(out))
         elif name not in modules:
             tensor = getattr(parent, leaf)
-            tensor.data = _part_of_experts(tensor.data, style, group).to(device)
+            tensor.data = _shard_of_experts(tensor.data, style, ranks).to(device)
         elif style == COLUMNS:
-            part = _share_of(leaf, shape, group)
-            # Nobody else holds the whole matrix once its part has its place.
-            setattr(parent, leaf, _split_columns(modules.pop(name), part, device, quantize_to))
+            share = _share_of(leaf, shape, ranks)
+            # Nobody else holds the whole matrix once its shard has its place.
+            setattr(parent, leaf, _shard_columns(modules.pop(name), share, device, quantize_to))
         elif style == ROWS:
-            setattr(parent, leaf, _split_rows(modules.pop(name), group, device, quantize_to))
-    tied = ends[0].weight is ends[1].weight
-    divides = shape.vocab % group.size == 0 and ends[1].weight.shape[0] == shape.vocab
+            setattr(parent, leaf, _shard_rows(modules.pop(name), ranks, device, quantize_to))
+    tied = embeddings.weight is head.weight
+    divides = shape.vocab % ranks.size == 0 and head.weight.shape[0] == shape.vocab
     if divides and not tied:
-        for parameter in ends[1].parameters(recurse=False):
-            parameter.data = _part(parameter.data, 0, group.rank, group.size).to(device)
+        for parameter in head.parameters(recurse=False):
+            parameter.data = _shard_of(parameter.data, 0, ranks.rank, ranks.size).to(device)
     model.to(device)
     if divides and tied:  # the rows of the embeddings, which every rank has
-        rows = ends[0].weight.data.tensor_split(group.size)[group.rank]
-        ends[1].weight = nn.Parameter(rows, requires_grad=False)
+        rows = embeddings.weight.data.tensor_split(ranks.size)[ranks.rank]
+        head.weight = nn.Parameter(rows, requires_grad=False)
     if divides:
-        ends[1].register_forward_hook(lambda _module, _args, out: group.gather(out))
+        head.register_forward_hook(lambda _module, _args, out: ranks.gather(out))
 
 
 def plan_of(model: PreTrainedModel, shape: ModelShape, count: int) -> Mapping[str, str]:
@@ -89,12 +89,12 @@ def plan_of(model: PreTrainedModel, shape: ModelShape, count: int) -> Mapping[st
     """
     refuse(shape, count)
     rules: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
-    ends = _ends(model)
+    outer = _embeddings_and_head(model)
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     plan = {
         name: rules[key]
         for name in (*modules, *parameters)
-        if (key := re.sub(r"\.\d+(?=\.|$)", ".*", name)) in rules and modules.get(name) not in ends
+        if (key := re.sub(r"\.\d+(?=\.|$)", ".*", name)) in rules and modules.get(name) not in outer
     }
     for name, style in plan.items():
         linear = isinstance(modules.get(name), nn.Linear | StoredLinear)
@@ -102,12 +102,12 @@ def plan_of(model: PreTrainedModel, shape: ModelShape, count: int) -> Mapping[st
         if style not in ADMITTED or not (fits or name in parameters):
             raise _refused(shape, f"transformers' plan for it has {style} for {name}")
     layers = {n: p for n, p in parameters.items() if p.dim() > 1 and re.search(r"\.\d+\.", n)}
-    unsplit = [
+    unsharded = [
         p.numel() for n, p in layers.items() if plan.get(n, plan.get(n.rpartition(".")[0])) is None
     ]
     total = sum(p.numel() for p in layers.values())
-    if not plan or sum(unsplit) > UNSPLIT * total:
-        share = f"{sum(unsplit) / total:.0%} of its layers' weights"
+    if not plan or sum(unsharded) > UNSHARDED * total:
+        share = f"{sum(unsharded) / total:.0%} of its layers' weights"
         raise _refused(shape, f"transformers has no plan for {share if plan else 'it'}")
     return plan
 
@@ -126,12 +126,12 @@ def check_heads(heads: Heads, shape: ModelShape, count: int) -> None:
 
 @contextmanager
 def quantized(model: PreTrainedModel, plan: Mapping[str, str], to: Format) -> Iterator[None]:
-    """Inside the ``with`` block a whole model multiplies by what the quantized weights of its parts
-    stand for. They are rounded whenever a matrix is used: none is held twice.
+    """Inside the ``with`` block a whole model multiplies by what the quantized weights of its
+    shards stand for. They are rounded whenever a matrix is used: none is held twice.
     """
     modules: dict[str, Any] = dict(model.named_modules())
-    split_as = {name: style for name, style in plan.items() if name in modules}
-    matrices = [modules[name] for name, style in split_as.items() if style in (COLUMNS, ROWS)]
+    module_styles = {name: style for name, style in plan.items() if name in modules}
+    matrices = [modules[name] for name, style in module_styles.items() if style in (COLUMNS, ROWS)]
     for matrix in matrices:
         matrix.forward = partial(_multiplied, matrix, to)
     try:
@@ -184,76 +184,76 @@ def _lent(module: nn.Module, device: torch.device) -> list[Any]:
     ]
 
 
-def _split_rows(module: Any, group: RankGroup, device: torch.device, to: Format | None) -> RowSplit:
+def _shard_rows(
+    module: Any, ranks: RankGroup, device: torch.device, to: Format | None
+) -> RowParallel:
     if isinstance(module, StoredLinear):
         stored = module.quantized().weight
-        part = _range(stored.shape[1], group.rank, group.size)
+        span = _range(stored.shape[1], ranks.rank, ranks.size)
         try:
-            columns = stored.columns(part)
+            stored = stored.columns(span)
         except ValueError as error:  # config.json says nothing of it
-            problem = f"a rank cannot have {part.stop - part.start} columns of a matrix: {error}"
+            problem = f"a rank cannot have {span.stop - span.start} columns of a matrix: {error}"
             raise ConfigError("tensor_parallel", problem, "use 1") from error
-        return QuantizedRowSplit(columns.clone().to(device), module.bias, group)
+        return QuantizedRowParallel(stored.clone().to(device), module.bias, ranks)
     weight = module.weight.data
-    weight_part = _part(weight, -1, group.rank, group.size).to(device)
+    columns = _shard_of(weight, -1, ranks.rank, ranks.size).to(device)
     if to is None:
-        return RowSplit(weight_part, module.bias, group)
-    # A scale for the part alone would round it to other numbers than those of the whole row.
-    return QuantizedRowSplit(quantize(weight_part, to, largest_of_rows(weight)), module.bias, group)
+        return RowParallel(columns, module.bias, ranks)
+    # A scale for these columns alone would round it to other numbers than those of the whole row.
+    return QuantizedRowParallel(quantize(columns, to, largest_of_rows(weight)), module.bias, ranks)
 
 
-def _share_of(leaf: str, shape: ModelShape, group: RankGroup) -> tuple[int, int]:
-    """Which of how many parts of its outputs this rank has of a matrix: whole heads of keys and
-    values.
-    """
-    if leaf in KEYS and shape.kv_heads < group.size:
-        return group.rank * shape.kv_heads // group.size, shape.kv_heads
-    return group.rank, group.size
+def _share_of(leaf: str, shape: ModelShape, ranks: RankGroup) -> tuple[int, int]:
+    """Which share of a matrix's outputs a rank has, of how many: whole heads of keys and values."""
+    if leaf in KEYS and shape.kv_heads < ranks.size:
+        return ranks.rank * shape.kv_heads // ranks.size, shape.kv_heads
+    return ranks.rank, ranks.size
 
 
-def _split_columns(
-    module: Any, part: tuple[int, int], device: torch.device, to: Format | None
+def _shard_columns(
+    module: Any, share: tuple[int, int], device: torch.device, to: Format | None
 ) -> nn.Module:
-    """The module with this part of its outputs."""
+    """The module with this share of its outputs."""
     if module.bias is not None:
-        module.bias.data = _part(module.bias.data, 0, *part).to(device)
+        module.bias.data = _shard_of(module.bias.data, 0, *share).to(device)
     if isinstance(module, StoredLinear):
         stored = module.quantized().weight
-        rows = stored.rows(_range(stored.shape[0], *part))
+        rows = stored.rows(_range(stored.shape[0], *share))
         return QuantizedLinear(rows.clone().to(device), module.bias)
-    module.weight.data = _part(module.weight.data, 0, *part).to(device)
+    module.weight.data = _shard_of(module.weight.data, 0, *share).to(device)
     module.out_features = module.weight.shape[0]
     if to is None:
         return module  # type: ignore[no-any-return]  # it is one
     return QuantizedLinear(quantize(module.weight.data, to), module.bias)
 
 
-def _part_of_experts(tensor: Tensor, style: str, group: RankGroup) -> Tensor:
+def _shard_of_experts(tensor: Tensor, style: str, ranks: RankGroup) -> Tensor:
     """Of the matrices of all experts [experts, outputs, inputs]. Packed outputs are two matrices
     one after the other: gate and up.
     """
     if style == ROWS:
-        return _part(tensor, -1, group.rank, group.size)
+        return _shard_of(tensor, -1, ranks.rank, ranks.size)
     halves = tensor.chunk(2 if style == PACKED else 1, dim=-2)
-    return torch.cat([_part(half, -2, group.rank, group.size) for half in halves], dim=-2)
+    return torch.cat([_shard_of(half, -2, ranks.rank, ranks.size) for half in halves], dim=-2)
 
 
-def _part(tensor: Tensor, dim: int, index: int, count: int) -> Tensor:
-    """A copy of one of ``count`` equal parts, which keeps no byte of the others."""
-    part = _range(tensor.shape[dim], index, count)
-    view = tensor.narrow(dim, part.start, part.stop - part.start)
+def _shard_of(tensor: Tensor, dim: int, index: int, count: int) -> Tensor:
+    """A copy of one of ``count`` equal shards, which keeps no byte of the others."""
+    span = _range(tensor.shape[dim], index, count)
+    view = tensor.narrow(dim, span.start, span.stop - span.start)
     return view.clone(memory_format=torch.contiguous_format)
 
 
 def _range(size: int, index: int, count: int) -> slice:
-    """One of ``count`` equal parts of so many rows or columns."""
+    """One of ``count`` equal shares of so many rows or columns."""
     if size % count:
         problem = f"a matrix of {size} rows or columns has no {count} equal parts"
         raise ConfigError("tensor_parallel", problem, "use 1")
     return slice(size // count * index, size // count * (index + 1))
 
 
-def _ends(model: PreTrainedModel) -> tuple[Any, Any]:
+def _embeddings_and_head(model: PreTrainedModel) -> tuple[Any, Any]:
     return model.get_input_embeddings(), model.get_output_embeddings()
 
 

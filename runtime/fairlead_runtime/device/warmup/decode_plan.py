@@ -53,7 +53,7 @@ class DecodePlan:
 
     @classmethod
     def choose(
-        cls, config: EngineConfig, model: PagedModel, attention: AttentionBackend, *, split: bool
+        cls, config: EngineConfig, model: PagedModel, attention: AttentionBackend, *, sharded: bool
     ) -> "DecodePlan":
         """Raises ConfigError where graphs or asynchronous steps are asked for and cannot be."""
         on_device: DecodeAttention | None = None
@@ -62,10 +62,10 @@ class DecodePlan:
             elsewhere = f"the model runs on {model.device.type}"
         elif not isinstance(attention, DecodeAttention):
             elsewhere = f"attention runs on {attention.name}, whose work depends on the lengths"
-        elif not split:
+        elif not sharded:
             on_device = attention
         graphs_off_because = elsewhere
-        if split and not elsewhere:
+        if sharded and not elsewhere:
             graphs_off_because = "the ranks of a split model get each step from their first"
         if config.cuda_graphs == "off":
             graphs_off_because = "--cuda-graphs is off"
