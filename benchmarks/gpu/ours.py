@@ -68,7 +68,7 @@ class Ours:
                 },
             )
         self.cold["the rest"] = time.perf_counter() - began - sum(self.cold.values())
-        self._vocabulary = self._llm.parts.facts.vocab_size
+        self._vocabulary = self._llm.built_engine.facts.vocab_size
 
     def close(self) -> None:
         self._llm.shutdown()
@@ -98,7 +98,7 @@ class Ours:
 
     def prefill(self, rows: int, length: int) -> float:
         """Seconds until ``rows`` prompts of ``length`` tokens have their first token."""
-        engine, left = self._llm.parts.engine, rows
+        engine, left = self._llm.built_engine.engine, rows
         for _ in range(rows):
             self._submit(length, SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))
         wait(self.device)
@@ -113,7 +113,7 @@ class Ours:
         self, rows: int, context: int, steps: int, params: dict[str, Any]
     ) -> Iterator[Callable[[], None]]:
         """All rows are prefilled and have decoded some steps; what it yields runs one more."""
-        engine = self._llm.parts.engine
+        engine = self._llm.built_engine.engine
         most = new_tokens(rows, context, steps)
         wanted = SamplingParams(max_tokens=most, ignore_eos=True, **params)
         ids = [self._submit(context, wanted) for _ in range(rows)]
@@ -139,7 +139,7 @@ class Ours:
 
     def _submit(self, length: int, params: SamplingParams) -> str:
         prompt = [self._random.randrange(self._vocabulary) for _ in range(length)]
-        parts = self._llm.parts
+        parts = self._llm.built_engine
         request = parts.intake.request(Submission(prompt=prompt, params=params))
         parts.engine.submit(request)
         return request.id

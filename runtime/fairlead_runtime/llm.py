@@ -67,8 +67,8 @@ class LLM:
         settings = EngineConfig.from_mapping(engine_config)
         # A batch has no client that waits for an answer: requests may queue for any time.
         path = resolve_with_bar(model, settings)
-        self._parts: BuiltEngine | None = build(path, settings, queue_timeout=math.inf)
-        self._grammars = Checker(self._parts.grammar_facts)
+        self._built_engine: BuiltEngine | None = build(path, settings, queue_timeout=math.inf)
+        self._grammars = Checker(self._built_engine.grammar_facts)
 
     def generate(
         self,
@@ -115,10 +115,10 @@ class LLM:
 
         Closing the iterator early aborts the running requests. Raises as ``generate`` does.
         """
-        parts = self._require_parts()
-        engine = parts.engine
+        built_engine = self._require_engine()
+        engine, intake = built_engine.engine, built_engine.intake
         submissions = [self._with_bad_word_ids(submission) for submission in submissions]
-        requests = [self._checked(parts.intake.request(submission)) for submission in submissions]
+        requests = [self._checked(intake.request(submission)) for submission in submissions]
         waiting = deque(enumerate(requests))
         live: dict[str, tuple[int, dict[int, ChoiceText]]] = {}
         try:
@@ -153,16 +153,16 @@ class LLM:
         submissions: Sequence[Submission],
     ) -> None:
         """Submit as many requests as the queue has room for."""
-        parts = self._require_parts()
+        built_engine = self._require_engine()
         while waiting:
             number, request = waiting[0]
             try:
-                parts.engine.submit(request)
+                built_engine.engine.submit(request)
             except QueueFull:
                 return
             waiting.popleft()
             choices = {
-                i: ChoiceText(i, submissions[number], parts.vocabulary)
+                i: ChoiceText(i, submissions[number], built_engine.vocabulary)
                 for i in range(request.params.n)
             }
             live[request.id] = number, choices
@@ -178,7 +178,7 @@ class LLM:
             if not choice.finished:
                 output, stopped_early = choice.take([event])
                 if stopped_early:
-                    self._require_parts().engine.finish(event.request_id, event.choice)
+                    self._require_engine().engine.finish(event.request_id, event.choice)
                 if all(text.finished for text in choices.values()):
                     del live[event.request_id]
                 yield number, output
@@ -187,34 +187,34 @@ class LLM:
         words = submission.params.bad_words
         if not words:
             return submission
-        ids = chat.bad_word_ids(self._require_parts().tokenizer, words)
+        ids = chat.bad_word_ids(self._require_engine().tokenizer, words)
         return replace(submission, params=replace(submission.params, bad_words=ids))
 
     def _token_ids(self, prompt: Prompt) -> tuple[int, ...]:
         if isinstance(prompt, str):
-            return tuple(chat.encode(self._require_parts().tokenizer, prompt))
+            return tuple(chat.encode(self._require_engine().tokenizer, prompt))
         ids: object = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
         if not isinstance(ids, list | tuple) or any(type(i) is not int for i in ids):
             raise RequestError("prompt", "must be a text or {'prompt_token_ids': [integers]}")
         return tuple(ids)
 
-    def _require_parts(self) -> BuiltEngine:
-        if self._parts is None:
+    def _require_engine(self) -> BuiltEngine:
+        if self._built_engine is None:
             raise RuntimeError("this LLM is shut down: create a new one")
-        return self._parts
+        return self._built_engine
 
     @property
-    def parts(self) -> BuiltEngine:
-        """The engine and its parts, for the command line and for tests."""
-        return self._require_parts()
+    def built_engine(self) -> BuiltEngine:
+        """The engine and what it is built of, for the command line and for tests."""
+        return self._require_engine()
 
     def shutdown(self) -> None:
         """Free the model and the cache. Later calls of ``generate`` fail; a second ``shutdown``
         does nothing.
         """
-        if self._parts is not None:
-            self._parts.close()
-        self._parts = None
+        if self._built_engine is not None:
+            self._built_engine.close()
+        self._built_engine = None
         self._grammars.close()
         gc.collect()
         if torch.cuda.is_available():

@@ -347,8 +347,8 @@ BUGS = (
     PackageBug(
         "each part of a weight that is rounded takes memory of its own",
         "fairlead_kernels.formats.quantize:quantize",
-        "scaled = room[: part.stop - part.start].copy_(weight[part])",
-        "scaled = room[: part.stop - part.start].clone().copy_(weight[part])",
+        "scaled = room[: chunk.stop - chunk.start].copy_(weight[chunk])",
+        "scaled = room[: chunk.stop - chunk.start].clone().copy_(weight[chunk])",
         ("unit/kernels/test_quantize.py",),
     ),
     PackageBug(
@@ -1533,8 +1533,8 @@ BUGS = (
     PackageBug(
         "a row that may take no token gets one",
         "fairlead_kernels.sampling.sample_rows:choose",
-        "parts.append(chosen.masked_fill(~torch.isfinite(highest), NOTHING_LEFT))",
-        "parts.append(chosen)",
+        "choices.append(chosen.masked_fill(~torch.isfinite(highest), NOTHING_LEFT))",
+        "choices.append(chosen)",
         ON_LOGIT_EDITS,
     ),
     PackageBug(

@@ -129,8 +129,8 @@ BUGS = (
     ),
     PackageBug(
         "a transfer lies in two parts of registered memory",
-        "fairlead_runtime.device.memory.host_memory:within_parts",
-        "until = min(end, (begin // PART + 1) * PART)",
+        "fairlead_runtime.device.memory.host_memory:within_segments",
+        "until = min(end, (begin // SEGMENT + 1) * SEGMENT)",
         "until = end",
         ("unit/device/test_offload.py",),
         quick="test_no_transfer_lies_in_two_parts_of_host_memory[1000]",
@@ -138,8 +138,8 @@ BUGS = (
     PackageBug(
         "the last part of pinned memory is registered beyond its end",
         "fairlead_runtime.device.memory.host_memory:_register",
-        "min(PART, size - at)",
-        "PART",
+        "min(SEGMENT, size - at)",
+        "SEGMENT",
         PINNED_TESTS,
         quick="test_large_memory_is_registered_in_parts_without_a_gap",
     ),
@@ -359,8 +359,8 @@ BUGS = (
     PackageBug(
         "a choice that a stop text ended runs on",
         "fairlead_runtime.llm:LLM._outputs",
-        "                    self._require_parts().engine.finish(event.request_id, event.choice)\n",
-        "                    pass\n",
+        "self._require_engine().engine.finish(event.request_id, event.choice)",
+        "pass",
         ("unit/start/test_llm.py",),
     ),
     PackageBug(
@@ -436,7 +436,7 @@ BUGS = (
     PackageBug(
         "wide block tables are profiled as narrow ones",
         "fairlead_runtime.device.warmup.profiling:_batch",
-        "builder.nbytes + builder.table_nbytes * (width - part) // part",
+        "builder.nbytes + builder.table_nbytes * (width - columns) // columns",
         "builder.nbytes",
         ("unit/device/test_profiling.py",),
     ),
@@ -541,8 +541,8 @@ BUGS = (
     PackageBug(
         "offloaded keys of an fp8 cache are widened",
         "fairlead_runtime.device.memory.offloading:OffloadAtOnce.__init__",
-        "torch.zeros((part.shape[0], host_units, *part.shape[2:]), dtype=part.dtype)",
-        "torch.zeros((part.shape[0], host_units, *part.shape[2:]))",
+        "torch.zeros((tensor.shape[0], host_units, *tensor.shape[2:]), dtype=tensor.dtype)",
+        "torch.zeros((tensor.shape[0], host_units, *tensor.shape[2:]))",
         ("unit/device/test_kv_cache.py",),
         quick="test_an_fp8_cache_and_its_host_memory_take_a_byte_an_element",
     ),
@@ -640,14 +640,14 @@ BUGS = (
     PackageBug(
         "the head that is rounded beside the loaded one is not planned",
         "fairlead_runtime.sizing.load_peak:_peak_beside_weights",
-        "max(4 * widened + layer, head, ends) + PARTS",
-        "max(4 * widened + layer, ends) + PARTS",
+        "max(4 * widened + layer, head, vocab_matrices) + CHUNK_TEMPORARIES",
+        "max(4 * widened + layer, vocab_matrices) + CHUNK_TEMPORARIES",
         ("unit/sizing/test_loading.py",),
     ),
     PackageBug(
         "the plan forgets that embeddings are widened beside the head",
         "fairlead_runtime.sizing.load_peak:_peak_beside_weights",
-        "    ends *= 1 if shape.tied else 2\n",
+        "    vocab_matrices *= 1 if shape.tied else 2\n",
         "",
         ("unit/sizing/test_loading.py",),
     ),
@@ -1394,8 +1394,8 @@ BUGS = (
     PackageBug(
         "the largest weight of a row is its largest positive one",
         "fairlead_kernels.formats.quantize:largest_of_rows",
-        "norm(weight[part].float(), torch.inf, dim=1)",
-        "weight[part].float().amax(dim=1)",
+        "norm(weight[chunk].float(), torch.inf, dim=1)",
+        "weight[chunk].float().amax(dim=1)",
         ("unit/kernels/test_quantize.py",),
     ),
     PackageBug(
@@ -1921,8 +1921,8 @@ BUGS = (
     PackageBug(
         "a rank has the scales of the first groups, whichever its columns are",
         "fairlead_kernels.formats.int4:Grouped.columns",
-        "group_span = slice(part.start // size, part.stop // size)",
-        "group_span = slice(0, (part.stop - part.start) // size)",
+        "group_span = slice(span.start // size, span.stop // size)",
+        "group_span = slice(0, (span.stop - span.start) // size)",
         (SHARD_TESTS, "unit/kernels/test_grouped.py"),
     ),
     PackageBug(
@@ -1991,7 +1991,7 @@ BUGS = (
     PackageBug(
         "a byte of two int4 columns is cut apart",
         "fairlead_kernels.formats.int4:Grouped.columns",
-        "if part.start % 2 or part.stop % 2:",
+        "if span.start % 2 or span.stop % 2:",
         "if False:",
         ("unit/kernels/test_grouped.py",),
     ),

@@ -232,7 +232,7 @@ def test_a_launch_waits_for_nothing_and_comes_before_the_last_tokens(
 
 def test_what_graphs_take_was_measured(folder: Path) -> None:
     with LLM(str(folder), cuda_graphs="on", **SETTINGS) as llm:
-        report = {term.name: term for term in llm.parts.memory.terms}["graphs"]
+        report = {term.name: term for term in llm.built_engine.memory.terms}["graphs"]
     print(f"planned {report.planned}, measured {report.measured}")
     assert report.measured
 

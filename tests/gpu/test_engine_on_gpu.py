@@ -50,7 +50,7 @@ def test_greedy_output_equals_transformers_under_preemption(
     params = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True)
     with LLM(str(folder), **PREEMPTING, cpu_offload_space=offload) as llm:
         results = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], params, use_tqdm=False)
-        statistics = llm.parts.engine.snapshot().scheduler
+        statistics = llm.built_engine.engine.snapshot().scheduler
     assert [r.outputs[0].token_ids for r in results] == [expected(family, p) for p in PROMPTS]
     assert statistics.preemptions > 0
     assert (statistics.offloads > 0) is (offload > 0)
@@ -68,7 +68,7 @@ def test_an_fp8_cache_gives_the_text_of_transformers_with_rounded_keys_and_value
     params = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True)
     with LLM(str(folder), **PREEMPTING, cache_dtype="fp8", cpu_offload_space=0.01) as llm:
         results = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], params, use_tqdm=False)
-        statistics = llm.parts.engine.snapshot().scheduler
+        statistics = llm.built_engine.engine.snapshot().scheduler
     on_gpu = model.to("cuda")
     wanted = [greedy_text(on_gpu, prompt, OUTPUT) for prompt in PROMPTS]
     others = [r for r, want in zip(results, wanted, strict=True) if r.outputs[0].token_ids != want]

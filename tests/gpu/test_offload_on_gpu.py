@@ -177,8 +177,8 @@ def test_greedy_output_equals_transformers_with_late_streams(
     with caplog.at_level(logging.INFO), LLM(str(folder), **PREEMPTING) as llm:
         prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
         results = llm.generate(prompts, params, use_tqdm=False)
-        statistics = llm.parts.engine.snapshot().scheduler
-        report = llm.parts.memory
+        statistics = llm.built_engine.engine.snapshot().scheduler
+        report = llm.built_engine.memory
     on_gpu = model.to(CUDA)
     for prompt, result in zip(PROMPTS, results, strict=True):
         assert result.outputs[0].token_ids == greedy(on_gpu, prompt, OUTPUT), late
@@ -207,7 +207,7 @@ def test_steps_in_flight_and_graphs_give_the_same_text_with_and_without_offload(
         ) as llm:
             prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
             results = llm.generate(prompts, params, use_tqdm=False)
-            offloads = llm.parts.engine.snapshot().scheduler.offloads
+            offloads = llm.built_engine.engine.snapshot().scheduler.offloads
         texts.append([result.outputs[0].token_ids for result in results])
     assert offloads > 0
     same = sum(a == b for a, b in zip(*texts, strict=True))

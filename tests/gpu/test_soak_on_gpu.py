@@ -45,7 +45,7 @@ def test_eight_minutes_of_mixed_load_leave_nothing_behind(tmp_path: Path) -> Non
         cpu_offload_space=0.05,
     ) as llm:
         run = soak.Soak(
-            llm.parts.engine,
+            llm.built_engine.engine,
             soak.maker(llm),
             kinds,
             tiny.VOCAB,
@@ -54,5 +54,5 @@ def test_eight_minutes_of_mixed_load_leave_nothing_behind(tmp_path: Path) -> Non
             concurrency=64,
         )
         report = run.run(seconds_left(), per_round=256, least=9)
-        soak.check(report, llm.parts.engine, kinds)
-        assert llm.parts.engine.snapshot().scheduler.offloads > 0
+        soak.check(report, llm.built_engine.engine, kinds)
+        assert llm.built_engine.engine.snapshot().scheduler.offloads > 0

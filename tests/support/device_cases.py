@@ -103,9 +103,9 @@ def check_deterministic(folder: Path, device: torch.device, dtype: str, **settin
     with LLM(str(folder), device=device.type, deterministic=True, **few) as llm:
         pairs = zip(prompts, params, strict=True)
         alone = [texts(llm.generate([a], b, use_tqdm=False)) for a, b in pairs]
-        before = llm.parts.engine.snapshot().scheduler.preemptions
+        before = llm.built_engine.engine.snapshot().scheduler.preemptions
         crowd = texts(llm.generate(prompts, params, use_tqdm=False))
-        preempted = llm.parts.engine.snapshot().scheduler.preemptions - before
+        preempted = llm.built_engine.engine.snapshot().scheduler.preemptions - before
     assert [one for (one,) in alone] == crowd
     return preempted
 

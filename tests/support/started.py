@@ -50,7 +50,7 @@ def start_engine(
     monkeypatch.setattr(build_engine, "resident_bytes", lambda: process)
     llm = LLM(str(model), **dataclasses.asdict(config))
     try:
-        resolved = llm._parts.resolved  # type: ignore[union-attr]
+        resolved = llm._built_engine.resolved  # type: ignore[union-attr]
         if resolved.capacity < 2:
             return resolved
         params = SamplingParams(max_tokens=1, ignore_eos=True)

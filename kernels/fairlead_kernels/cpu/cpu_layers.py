@@ -140,7 +140,7 @@ class LayerChain:
                 )
         angles = self._rotate(ropes)
         slots = [slot.contiguous() for slot in slots]
-        if any(part.shape[0] != count for part in (*(cos for cos, _ in angles), *slots)):
+        if any(tensor.shape[0] != count for tensor in (*(cos for cos, _ in angles), *slots)):
             raise ValueError(f"ropes and slots: not for the {count} tokens of x")
         rope_structs = (library.RopeStruct * len(angles))(
             *(library.RopeStruct(c.data_ptr(), s.data_ptr(), c.shape[1]) for c, s in angles)

@@ -23,7 +23,7 @@ from fairlead_kernels.cpu.cpu_arguments import (
 from fairlead_kernels.cpu.cpu_attention import CpuAttention
 from fairlead_kernels.cpu.cpu_layers import LayerChain
 from fairlead_kernels.formats.quantize import Quantized, as_quantized
-from fairlead_kernels.formats.row_chunks import row_parts
+from fairlead_kernels.formats.row_chunks import row_chunks
 from fairlead_kernels.interface.attention import Heads, LayerSpec
 from fairlead_kernels.interface.layer import Activation, Layer, Norm, Packed
 
@@ -72,7 +72,7 @@ class CpuOperations:
     ) -> Packed:
         """``LayerOperations.pack``. Rows are padded with zeros to a multiple of 8, 16 or 32.
 
-        ``releases``: the weights are given back (``give_back``) a part of their rows after the
+        ``releases``: the weights are given back (``give_back``) a chunk of their rows after the
         other as they are packed, so that little is held twice; ``unpack`` has them still.
         """
         quantized = as_quantized(weights)
@@ -102,21 +102,21 @@ class CpuOperations:
             data[-1].zero_()
         first = 0
         for matrix in matrices:
-            for part in row_parts(matrix.shape[0], columns, self._panel):
-                part_rows = matrix[part]
-                dense_rows = part_rows if part_rows.stride(1) == 1 else part_rows.contiguous()
+            for chunk in row_chunks(matrix.shape[0], columns, self._panel):
+                chunk_rows = matrix[chunk]
+                dense_rows = chunk_rows if chunk_rows.stride(1) == 1 else chunk_rows.contiguous()
                 pack_rows(
                     data.data_ptr(),
                     dense_rows.data_ptr(),
-                    part_rows.shape[0],
+                    chunk_rows.shape[0],
                     columns,
                     dense_rows.stride(0),
                     first,
                     torch.get_num_threads(),
                 )
-                first += part_rows.shape[0]
+                first += chunk_rows.shape[0]
                 if releases:
-                    self.give_back(part_rows)
+                    self.give_back(chunk_rows)
         scales = None
         if quantized is not None:
             scales = torch.cat([x.scales for x in quantized]).mul_(factor)
@@ -168,7 +168,7 @@ class CpuOperations:
         x = dense(x, "x", weight.columns)
         count, threads = x.shape[0], torch.get_num_threads()
         values, columns = torch.empty(count), torch.empty(count, dtype=torch.int64)
-        parts = torch.empty(threads * count * self._likeliest_part)
+        candidates = torch.empty(threads * count * self._likeliest_part)
         digits = self._digits(x, weight)
         self.library.likeliest(
             x.data_ptr(),
@@ -178,7 +178,7 @@ class CpuOperations:
             ctypes.byref(weight_struct(weight, bias, "bias")),
             values.data_ptr(),
             columns.data_ptr(),
-            parts.data_ptr(),
+            candidates.data_ptr(),
             threads,
         )
         return values, columns

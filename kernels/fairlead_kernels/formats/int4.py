@@ -33,7 +33,7 @@ class Grouped(Quantized):
         return self.bits
 
     @property
-    def _parts(self) -> tuple[Tensor, Tensor, Tensor]:
+    def _tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.bits, self.scales, self.zeros
 
     @property
@@ -42,36 +42,36 @@ class Grouped(Quantized):
 
     def rows(self, order: Tensor | slice) -> Self:
         """A matrix of these rows in this order."""
-        bits, scales, zeros = (x[order] for x in self._parts)
+        bits, scales, zeros = (x[order] for x in self._tensors)
         return type(self)(self.format, bits, scales, zeros, self.order)
 
-    def columns(self, part: slice) -> Self:
+    def columns(self, span: slice) -> Self:
         """A matrix of the columns start:stop. Raises ValueError where these are no whole groups
         or bytes, or not neighbours.
         """
         if self.order is not None:
-            raise ValueError("part: the columns are held in an order of their own")
-        if part.start % 2 or part.stop % 2:
-            raise ValueError(f"part: {part.start} to {part.stop} would cut a byte, which has two")
+            raise ValueError("span: the columns are held in an order of their own")
+        if span.start % 2 or span.stop % 2:
+            raise ValueError(f"span: {span.start} to {span.stop} would cut a byte, which has two")
         groups = self.scales.shape[1]
         group_span = slice(None)
         if groups > 1:
             size = self.shape[1] // groups
-            if part.start % size or part.stop % size:
-                raise ValueError(f"part: {part.start} to {part.stop} are no whole groups of {size}")
-            group_span = slice(part.start // size, part.stop // size)
-        bits = self.bits[:, part.start // 2 : part.stop // 2]
+            if span.start % size or span.stop % size:
+                raise ValueError(f"span: {span.start} to {span.stop} are no whole groups of {size}")
+            group_span = slice(span.start // size, span.stop // size)
+        bits = self.bits[:, span.start // 2 : span.stop // 2]
         return type(self)(self.format, bits, self.scales[:, group_span], self.zeros[:, group_span])
 
     def clone(self) -> Self:
         """A copy in memory of its own."""
         order = None if self.order is None else self.order.clone()
         contiguous = torch.contiguous_format
-        bits, scales, zeros = (x.clone(memory_format=contiguous) for x in self._parts)
+        bits, scales, zeros = (x.clone(memory_format=contiguous) for x in self._tensors)
         return type(self)(self.format, bits, scales, zeros, order)
 
     def to(self, device: torch.device) -> Self:
-        bits, scales, zeros = (x.to(device) for x in self._parts)
+        bits, scales, zeros = (x.to(device) for x in self._tensors)
         order = None if self.order is None else self.order.to(device)
         return type(self)(self.format, bits, scales, zeros, order)
 

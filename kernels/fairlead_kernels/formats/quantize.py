@@ -13,7 +13,7 @@ from typing import Literal, Self
 import torch
 from torch import Tensor
 
-from fairlead_kernels.formats.row_chunks import row_parts
+from fairlead_kernels.formats.row_chunks import row_chunks
 
 Format = Literal["int8", "fp8"]  # what weights are rounded to
 StoredFormat = Format | Literal["int4"]  # and what only checkpoints bring: ``grouped``
@@ -48,9 +48,9 @@ class Quantized:
         """A matrix of these rows in this order."""
         return type(self)(self.format, self.bits[order], self.scales[order])
 
-    def columns(self, part: slice) -> Self:
+    def columns(self, span: slice) -> Self:
         """A matrix of the columns start:stop."""
-        return type(self)(self.format, self.bits[:, part], self.scales)
+        return type(self)(self.format, self.bits[:, span], self.scales)
 
     def clone(self) -> Self:
         """A copy in memory of its own."""
@@ -79,25 +79,25 @@ def quantize(weight: Tensor, to: Format = "int8", row_largest: Tensor | None = N
     largest = largest_of_rows(weight) if row_largest is None else row_largest.to(weight.device)
     smallest = torch.finfo(torch.float32).tiny  # a row of zeros has a scale too
     scales = (largest / LARGEST[to]).clamp_(min=smallest)
-    parts = list(row_parts(*weight.shape))
-    # One room for all parts: malloc may keep each one that is freed.
-    room = torch.empty_like(weight[parts[0]], dtype=torch.float32)
-    for part in parts:
-        scaled = room[: part.stop - part.start].copy_(weight[part]).div_(scales[part, None])
+    chunks = list(row_chunks(*weight.shape))
+    # One room for all chunks: malloc may keep each one that is freed.
+    room = torch.empty_like(weight[chunks[0]], dtype=torch.float32)
+    for chunk in chunks:
+        scaled = room[: chunk.stop - chunk.start].copy_(weight[chunk]).div_(scales[chunk, None])
         if to == "int8":
-            bits[part] = scaled.round_()
+            bits[chunk] = scaled.round_()
         else:
             # Rounding may carry a row's largest weight past the largest number, which has no
             # successor.
-            bits[part] = scaled.clamp_(-LARGEST[to], LARGEST[to]).to(FP8).view(torch.int8)
+            bits[chunk] = scaled.clamp_(-LARGEST[to], LARGEST[to]).to(FP8).view(torch.int8)
     return Quantized(to, bits, scales)
 
 
 def largest_of_rows(weight: Tensor) -> Tensor:
     """The size of the largest weight of each row of [N, K], float32 [N]."""
-    parts = row_parts(*weight.shape)
+    chunks = row_chunks(*weight.shape)
     norm = torch.linalg.vector_norm  # makes no tensor of absolute values
-    return torch.cat([norm(weight[part].float(), torch.inf, dim=1) for part in parts])
+    return torch.cat([norm(weight[chunk].float(), torch.inf, dim=1) for chunk in chunks])
 
 
 def as_quantized(weights: Sequence[Tensor | Quantized]) -> list[Quantized] | None:

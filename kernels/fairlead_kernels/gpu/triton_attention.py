@@ -184,15 +184,15 @@ class TritonAttention:
         queries = np.minimum(tile_queries, counts[row] - first)
         prefills = np.stack([row, starts[row] + first, lens[row] - counts[row] + first, queries])
         tables = ragged.tables[:, : -(-int(lens.max()) // ragged.block_size)]
-        parts = tables, torch.from_numpy(decodes), torch.from_numpy(prefills)
-        packet = torch.cat([part.reshape(-1).to(torch.int32) for part in parts])
+        fields = tables, torch.from_numpy(decodes), torch.from_numpy(prefills)
+        packet = torch.cat([field.reshape(-1).to(torch.int32) for field in fields])
         if self._device.type == "cuda":
             # The copy of a large pageable one waits for the kernels before it.
             packet = packet.pin_memory()
         sent = packet.to(self._device, non_blocking=True)
-        sizes = [part.numel() for part in parts]
+        sizes = [field.numel() for field in fields]
         tables, decode_pieces, prefill_pieces = (
-            x.view(part.shape) for x, part in zip(torch.split(sent, sizes), parts, strict=True)
+            x.view(field.shape) for x, field in zip(torch.split(sent, sizes), fields, strict=True)
         )
         partial = self._room(len(single))
         return TritonPlan(

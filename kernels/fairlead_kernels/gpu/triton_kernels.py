@@ -317,12 +317,12 @@ def multiply_int4(
         low = (pairs & 15).to(tl.int32) - zero
         high = (pairs >> 4).to(tl.int32) - zero
         if WIDE:
-            part = tl.dot(x_even.to(tl.float32), low.to(tl.float32), input_precision="ieee")
-            part += tl.dot(x_odd.to(tl.float32), high.to(tl.float32), input_precision="ieee")
+            product = tl.dot(x_even.to(tl.float32), low.to(tl.float32), input_precision="ieee")
+            product += tl.dot(x_odd.to(tl.float32), high.to(tl.float32), input_precision="ieee")
         else:
-            part = tl.dot(x_even, low.to(x_even.dtype))
-            part += tl.dot(x_odd, high.to(x_odd.dtype))
-        total += part * tl.load(scales + group, mask=row < rows, other=0.0)
+            product = tl.dot(x_even, low.to(x_even.dtype))
+            product += tl.dot(x_odd, high.to(x_odd.dtype))
+        total += product * tl.load(scales + group, mask=row < rows, other=0.0)
     if BIAS:
         total += tl.load(bias + row, mask=row < rows, other=0.0).to(tl.float32)
     tl.store(out + token * stride + row, total, mask=(token < count) & (row < rows))

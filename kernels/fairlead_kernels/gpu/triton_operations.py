@@ -95,10 +95,10 @@ class TritonOperations(TorchOperations):
         tokens = self.few_tokens if count <= self.few_tokens else MANY_TOKENS
         first = 0
         # One launch, unless rows differ in the order of their columns.
-        for part, order in groups.orders:
-            span = slice(first, first + part)
-            first += part
-            self._kernels.multiply_int4[(-(-count // tokens), -(-part // PRODUCT_ROWS))](
+        for length, order in groups.orders:
+            span = slice(first, first + length)
+            first += length
+            self._kernels.multiply_int4[(-(-count // tokens), -(-length // PRODUCT_ROWS))](
                 x,
                 weight.data[span],
                 scales[:, span],
@@ -107,7 +107,7 @@ class TritonOperations(TorchOperations):
                 scales if bias is None else bias[span],
                 out[:, span],
                 count,
-                part,
+                length,
                 weight.columns,
                 size,
                 rows,

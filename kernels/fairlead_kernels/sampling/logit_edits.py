@@ -37,8 +37,8 @@ class LogitEdits(NamedTuple):
     only: Tensor
     early: Tensor
 
-    def rows(self, part: slice) -> "LogitEdits":
-        return LogitEdits(*(column[part] for column in self))
+    def rows(self, span: slice) -> "LogitEdits":
+        return LogitEdits(*(column[span] for column in self))
 
 
 def change(logits: Tensor, edits: LogitEdits) -> Tensor:

@@ -96,34 +96,34 @@ def choose(
     top, best = ops.likeliest(logits)
     tokens = best
     if rows is not None or changes is not None or masks is not None:
-        parts = []
-        for part in _chunks(logits):
-            part_rows = None if rows is None else RowParameters(*(column[part] for column in rows))
+        choices = []
+        for span in _chunks(logits):
+            span_rows = None if rows is None else RowParameters(*(column[span] for column in rows))
             if changes is None and masks is None:
-                parts.append(
-                    _chosen(logits[part], top[part], best[part], part_rows, hashes, filters)
+                choices.append(
+                    _chosen(logits[span], top[span], best[span], span_rows, hashes, filters)
                 )
             else:
-                changed = _changed(logits, changes, masks, part)
+                changed = _changed(logits, changes, masks, span)
                 highest, likeliest = ops.likeliest(changed)
-                chosen = _chosen(changed, highest, likeliest, part_rows, hashes, filters)
-                parts.append(chosen.masked_fill(~torch.isfinite(highest), NOTHING_LEFT))
-        tokens = parts[0] if len(parts) == 1 else torch.cat(parts)
+                chosen = _chosen(changed, highest, likeliest, span_rows, hashes, filters)
+                choices.append(chosen.masked_fill(~torch.isfinite(highest), NOTHING_LEFT))
+        tokens = choices[0] if len(choices) == 1 else torch.cat(choices)
     return tokens.masked_fill(~torch.isfinite(top), NOT_FINITE)
 
 
 def _changed(
-    logits: Tensor, changes: logit_edits.LogitEdits | None, masks: RowMasks | None, part: slice
+    logits: Tensor, changes: logit_edits.LogitEdits | None, masks: RowMasks | None, span: slice
 ) -> Tensor:
-    """A float32 copy of the rows ``part`` [R, V] without what they must not take. A mask may come
+    """A float32 copy of the rows ``span`` [R, V] without what they must not take. A mask may come
     last: no change gives a forbidden token a finite logit.
     """
     if changes is None:
-        changed = logit_edits.copy(logits[part])[:, : logits.shape[1]]
+        changed = logit_edits.copy(logits[span])[:, : logits.shape[1]]
     else:
-        changed = logit_edits.change(logits[part], changes.rows(part))
+        changed = logit_edits.change(logits[span], changes.rows(span))
     if masks is not None:
-        ops.forbid_unset(changed, masks.words[masks.places[part]])
+        ops.forbid_unset(changed, masks.words[masks.places[span]])
     return changed
 
 
@@ -138,8 +138,8 @@ def logprobs(logits: Tensor, tokens: Tensor, count: int) -> RowLogprobs:
     Works in chunks of rows.
     """
     values, numbers = list[Tensor](), list[Tensor]()
-    for part in _chunks(logits):
-        chosen, rank, ids, top = ops.logprobs(logits[part].float(), tokens[part], count)
+    for span in _chunks(logits):
+        chosen, rank, ids, top = ops.logprobs(logits[span].float(), tokens[span], count)
         values.append(torch.cat([chosen[:, None], top], dim=1))
         numbers.append(torch.cat([rank[:, None], ids], dim=1))
     return RowLogprobs(torch.cat(values), torch.cat(numbers))

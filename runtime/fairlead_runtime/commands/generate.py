@@ -67,7 +67,7 @@ def _generate(options: argparse.Namespace) -> None:
     )
     config = EngineConfig.from_namespace(options)
     with LLM(options.model, **dataclasses.asdict(config)) as llm:
-        tokenizer = llm.parts.tokenizer
+        tokenizer = llm.built_engine.tokenizer
         if options.chat:
             text = chat.render_chat(tokenizer, [{"role": "user", "content": options.prompt}])
             ids = chat.encode_chat(tokenizer, text)

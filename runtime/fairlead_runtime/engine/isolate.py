@@ -13,7 +13,7 @@ from fairlead_runtime.scheduling.plan import DeviceLostError, Result, Row, Work
 
 
 class Executor(Protocol):
-    """The part of the device that the engine needs."""
+    """The operations of a device that the engine needs."""
 
     def copy(self, work: Work) -> None:
         """Offload, restore and copy-on-write copies of the step, once and in this order. Raises
@@ -50,9 +50,9 @@ def run_isolated(executor: Executor, work: Work) -> Outcome:
     pending: list[list[Row]] = [work.rows]
     while pending:
         rows = pending.pop()
-        part = work if rows is work.rows else work.subset(rows)
+        subset = work if rows is work.rows else work.subset(rows)
         try:
-            results.update(executor.execute(part))
+            results.update(executor.execute(subset))
         except DeviceLostError:
             raise
         except Exception as error:  # noqa: BLE001 - no error may end the other requests

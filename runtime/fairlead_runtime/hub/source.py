@@ -137,14 +137,9 @@ def _repository(text: str, name: str) -> str:
 
 
 def _file_path(text: str) -> str:
-    parts = urlsplit(text)
-    path = unquote(parts.path)
-    if (
-        parts.netloc not in {"", "localhost"}
-        or not path.startswith("/")
-        or parts.query
-        or parts.fragment
-    ):
+    url = urlsplit(text)
+    path = unquote(url.path)
+    if url.netloc not in {"", "localhost"} or not path.startswith("/") or url.query or url.fragment:
         raise _invalid(text, "a file address has three slashes: file:///models/mine")
     return path
 

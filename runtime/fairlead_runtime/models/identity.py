@@ -41,9 +41,9 @@ def identity(files: ModelFiles, *traits: str) -> bytes:
     return digest.digest()
 
 
-def _add(digest: "hashlib._Hash", part: bytes) -> None:
-    # With its length, so that two lists of parts never give the same bytes.
-    digest.update(len(part).to_bytes(8, "little") + part)
+def _add(digest: "hashlib._Hash", field: bytes) -> None:
+    # With its length, so that two lists of fields never give the same bytes.
+    digest.update(len(field).to_bytes(8, "little") + field)
 
 
 def _sampled_tensors(tensors: Mapping[str, TensorEntry]) -> list[TensorEntry]:

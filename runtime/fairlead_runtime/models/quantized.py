@@ -2,8 +2,8 @@
 compute.
 
 Owns the modules that stand in a transformers model for those with a plain weight. The linear layer
-is slow, since it dequantizes its weight in each pass, a part after the other; fused layers take the
-weight out of it (``device/conversion/fusion.py``).
+is slow, since it dequantizes its weight in each pass, a chunk after the other; fused layers take
+the weight out of it (``device/conversion/fusion.py``).
 """
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fairlead_kernels.formats.int4 import Grouped
 from fairlead_kernels.formats.quantize import Quantized, StoredFormat
-from fairlead_kernels.formats.row_chunks import row_parts
+from fairlead_kernels.formats.row_chunks import row_chunks
 
 
 class QuantizedLinear(nn.Module):
@@ -39,11 +39,11 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         # A head's plain weights are as large as all quantized ones of a small model.
-        return torch.cat([self._rows(x, part) for part in row_parts(*self.weight.shape)], dim=-1)
+        return torch.cat([self._rows(x, chunk) for chunk in row_chunks(*self.weight.shape)], dim=-1)
 
-    def _rows(self, x: Tensor, part: slice) -> Tensor:
-        bias = None if self.bias is None else self.bias[part]
-        return F.linear(x, self.weight.rows(part).dequantize().to(x.dtype), bias)
+    def _rows(self, x: Tensor, chunk: slice) -> Tensor:
+        bias = None if self.bias is None else self.bias[chunk]
+        return F.linear(x, self.weight.rows(chunk).dequantize().to(x.dtype), bias)
 
 
 def _freeze(tensor: Tensor) -> nn.Parameter:

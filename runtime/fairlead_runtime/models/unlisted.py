@@ -55,7 +55,7 @@ def _check_counts(config: Mapping[str, Any]) -> None:
         if (
             isinstance(value, int)
             and value > LARGEST_COUNT
-            and any(part in key.split("_") for part in COUNT_WORDS)
+            and any(word in key.split("_") for word in COUNT_WORDS)
         ):
             raise ModelError(
                 "UnsupportedModel",

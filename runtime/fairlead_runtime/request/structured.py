@@ -62,12 +62,12 @@ class StructuredOutputs:
     compiled_bytes: int = 0  # memory that the compiled form takes; known once it was checked
 
     def __post_init__(self) -> None:
-        parts = [name for name in KINDS if getattr(self, name) not in (None, False)]
-        if len(parts) != 1:
+        kinds = [name for name in KINDS if getattr(self, name) not in (None, False)]
+        if len(kinds) != 1:
             raise StructuredOutputsError(
-                "", f"set exactly one of {', '.join(KINDS)}, not {len(parts)} of them"
+                "", f"set exactly one of {', '.join(KINDS)}, not {len(kinds)} of them"
             )
-        _CHECKS[parts[0]](self)
+        _CHECKS[kinds[0]](self)
 
     @classmethod
     def of(cls, value: Any) -> Self:
@@ -79,11 +79,11 @@ class StructuredOutputs:
         if not isinstance(value, Mapping):
             raise StructuredOutputsError("", f"must be an object with one of {', '.join(KINDS)}")
         known = {field.name for field in fields(cls)}
-        parts = {name: part for name, part in value.items() if part not in (None, False)}
-        for name in parts:
+        kinds = {name: kind for name, kind in value.items() if kind not in (None, False)}
+        for name in kinds:
             if name not in known:
                 raise StructuredOutputsError(str(name)[:64], "is not supported: leave it out")
-        return cls(**parts)
+        return cls(**kinds)
 
     @property
     def kind(self) -> Kind:

@@ -82,8 +82,8 @@ def _check_pool(state: State) -> None:
     referenced = {unit for unit, refs in enumerate(pool.refs) if refs}
     free, cached = set(pool.free), set(pool.cached)
     if len(pool.free) + len(pool.cached) + len(referenced) != pool.units:
-        parts = f"{len(pool.free)} free + {len(pool.cached)} cached + {len(referenced)} referenced"
-        raise InvariantViolation("I1", f"{parts} do not add up to {pool.units}")
+        counts = f"{len(pool.free)} free + {len(pool.cached)} cached + {len(referenced)} referenced"
+        raise InvariantViolation("I1", f"{counts} do not add up to {pool.units}")
     if len(free) != len(pool.free) or free & referenced or cached & referenced or free & cached:
         raise InvariantViolation("I3", "a unit is in the free list twice, or free and in use")
 

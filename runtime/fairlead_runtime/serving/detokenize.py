@@ -91,7 +91,7 @@ def _decoder_kinds(backend: Tokenizer) -> list[str]:
     if backend.decoder is None:
         return []
     state = json.loads(backend.decoder.__getstate__())
-    return [part["type"] for part in state.get("decoders", [state])]
+    return [decoder["type"] for decoder in state.get("decoders", [state])]
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -66,8 +66,8 @@ def graph_bytes(
     sizes = step_sizes(config)
     graphs = min(config.max_cached_graphs, WAYS * len(sizes))
     plans = plan_bytes(config, groups) + groups * sizes[-1] * blocks * BLOCK_BYTES
-    parts = split_bytes(shape.heads, shape.kv_heads, shape.head_dim, sizes[-1])
+    partials = split_bytes(shape.heads, shape.kv_heads, shape.head_dim, sizes[-1])
     # In the workspace of all steps, which is no term of the plan, or in one of their own.
-    workspace = parts if parts > WORKSPACE_BYTES else 0
+    workspace = partials if partials > WORKSPACE_BYTES else 0
     logits = sizes[-1] * shape.vocab * element
     return step + logits + graphs * GRAPH_BYTES + plans + workspace

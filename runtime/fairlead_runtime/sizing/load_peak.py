@@ -19,14 +19,14 @@ from fairlead_runtime.sizing.terms import (
 # Rows of logits in float32, in which comparisons keep what is expected, with plain and with
 # quantized weights, what the kernels give, and differences in float64.
 TESTED_ROWS = 192
-# Temporaries of a matrix that is rounded or widened a part after the other.
-PARTS = 16 << 20
+# Temporaries of a matrix that is rounded or widened a chunk after the other.
+CHUNK_TEMPORARIES = 16 << 20
 
 
 def loading_bytes(shape: ModelShape, config: EngineConfig, kind: str) -> int:
     """The most bytes that the accelerator, or a CPU's pod with its process, takes while it loads;
     0 where that is known to be less than what it takes afterwards. Ranks of a split model leave the
-    weights in their files until each has its part.
+    weights in their files until each has its shard.
 
     Weights count as if they were read into memory. Those that are served in the type of the
     checkpoint are mapped from its file, which takes less: their pages may be dropped at any time.
@@ -53,20 +53,20 @@ def _peak_beside_weights(shape: ModelShape, config: EngineConfig, *, rounds: boo
     """
     element, layer = bytes_of(shape, config), shape.largest_layer
     packs = packs_on_cpu(shape, config)
-    ends = 4 * shape.vocab * shape.hidden if packs and element < 4 else 0
-    parts = PARTS if ends else 0
+    vocab_matrices = 4 * shape.vocab * shape.hidden if packs and element < 4 else 0
+    temporaries = CHUNK_TEMPORARIES if vocab_matrices else 0
     if shape.experts:
-        return max(2 * layer * element, ends + parts)
+        return max(2 * layer * element, vocab_matrices + temporaries)
     if not packs:
         return 0
-    ends *= 1 if shape.tied else 2
+    vocab_matrices *= 1 if shape.tied else 2
     # Rows of queries, keys and values may be packed in another order.
     widened = layer if element < 4 else 0
     ordered = (shape.heads + 2 * shape.kv_heads) * shape.head_dim * shape.hidden
     if not rounds:
         packed = 1 if shape.quantized else element
         ordered *= 1 if shape.quantized else 4
-        return max(4 * widened + packed * layer + ordered, ends) + parts
+        return max(4 * widened + packed * layer + ordered, vocab_matrices) + temporaries
     # By the time the head is rounded the layers take a quarter of what they were loaded with.
     head = shape.vocab * shape.hidden - 3 * shape.layer_matrices if element == 4 else 0
-    return max(4 * widened + layer, head, ends) + PARTS
+    return max(4 * widened + layer, head, vocab_matrices) + CHUNK_TEMPORARIES

@@ -81,18 +81,18 @@ def _attention(s: ConfigReader, family: Family) -> ParameterCount:
 
 def _mlp(s: ConfigReader, family: Family, index: int) -> tuple[ParameterCount, int, int]:
     hidden = s.integer("hidden_size")
-    parts = 2 if family.gated else 1
+    projections = 2 if family.gated else 1
     if not _sparse(s, family, index):
         inner, bias = (
             s.optional("intermediate_size") or 4 * hidden,
             s.flag_or_constant(family.mlp_bias),
         )
-        count = _columns(hidden, parts * inner, bias=bias) + _rows(inner, hidden, bias=bias)
+        count = _columns(hidden, projections * inner, bias=bias) + _rows(inner, hidden, bias=bias)
         return count, family.mlp_copies * inner, inner
     inner, experts, chosen = (
         s.integer(k) for k in (family.experts, "num_local_experts", "num_experts_per_tok")
     )
-    expert = _columns(hidden, parts * inner, bias=family.expert_bias)
+    expert = _columns(hidden, projections * inner, bias=family.expert_bias)
     expert += _rows(inner, hidden, bias=family.expert_bias)
     # The router is never quantized.
     router = ParameterCount(rest=hidden * experts + (experts if family.expert_bias else 0))

@@ -170,7 +170,7 @@ class ModelShape:
         width = family.mlp_copies * inner
         sizes = list(tensors)
         matrices = [
-            (n, d) for n, d in sizes if len(d) > 1 and any(part.isdigit() for part in n.split("."))
+            (n, d) for n, d in sizes if len(d) > 1 and any(word.isdigit() for word in n.split("."))
         ]
         in_layers = sum(math.prod(dimensions) for _, dimensions in matrices)
         channels = sum(math.prod(dimensions[:-1]) for _, dimensions in matrices)
@@ -214,7 +214,7 @@ def _largest_layer(matrices: Iterable[tuple[str, tuple[int, ...]]]) -> int:
     """The most elements of a layer's matrices, of which a name's first number is the layer's."""
     layers = Counter[str]()
     for name, dimensions in matrices:
-        number = next(part for part in name.split(".") if part.isdigit())
+        number = next(word for word in name.split(".") if word.isdigit())
         layers[number] += math.prod(dimensions)
     return max(layers.values(), default=0)
 

@@ -87,9 +87,9 @@ class MemoryPlan:
     def formula(self) -> str:
         """The equation with its numbers, for logs and messages."""
         share = f"{self.budget / max(1, self.total):.3g} * {gib(self.total)} GiB"
-        parts = " + ".join(f"{name} {gib(size)}" for name, size in self.terms.items())
+        summands = " + ".join(f"{name} {gib(size)}" for name, size in self.terms.items())
         blocks = f"{self.num_blocks} blocks * {self.block_bytes} bytes"
-        return f"{share} = {gib(self.budget)} ≥ {parts} ({blocks})"
+        return f"{share} = {gib(self.budget)} ≥ {summands} ({blocks})"
 
 
 def sequence_units(groups: Sequence[LayerGroup], length: int, block_size: int) -> int:

@@ -75,7 +75,9 @@ def test_every_prompt_gets_its_result_in_order(llm: LLM) -> None:
         assert choice.finish_reason is FinishReason.LENGTH
         assert str(choice.finish_reason) == "length"
         assert choice.logprobs is None
-        assert choice.text == llm.parts.tokenizer.decode(choice.token_ids, skip_special_tokens=True)
+        assert choice.text == llm.built_engine.tokenizer.decode(
+            choice.token_ids, skip_special_tokens=True
+        )
 
 
 def test_a_long_prompt_beside_a_decode_is_computed_in_parts_with_the_same_text(
@@ -167,7 +169,7 @@ def test_the_same_request_gives_the_same_text_alone_in_any_batch_and_after_preem
             model, num_blocks=24, block_size=4, safety_margin=0.0, max_batch_tokens=16, **settings
         ) as scarce:
             assert tokens_of(generate(scarce, prompt_list, params)) == alone
-            stats = scarce.parts.engine.snapshot().scheduler
+            stats = scarce.built_engine.engine.snapshot().scheduler
             assert stats.preemptions > count // 20
             assert (stats.offloads > 0) == bool(settings)
             assert stats.used == 0
@@ -190,7 +192,7 @@ def test_logprobs_come_in_vllms_shape(llm: LLM) -> None:
         assert len(entries) == 3
         assert entries[token].rank == 1
         assert max(entry.logprob for entry in entries.values()) == entries[token].logprob < 0
-        assert entries[token].decoded_token == llm.parts.tokenizer.decode([token])
+        assert entries[token].decoded_token == llm.built_engine.tokenizer.decode([token])
 
 
 def test_stop_ids_end_a_choice(llm: LLM) -> None:
@@ -206,7 +208,7 @@ def test_stop_ids_end_a_choice(llm: LLM) -> None:
 
 
 def test_bad_prompts_and_parameters_are_refused_before_anything_runs(llm: LLM) -> None:
-    steps = llm.parts.engine.counters.steps
+    steps = llm.built_engine.engine.counters.steps
     for prompt, message in (
         ({"prompt_token_ids": []}, "empty"),
         ({"prompt_token_ids": [10**6]}, "token ids must be from 0"),
@@ -220,7 +222,7 @@ def test_bad_prompts_and_parameters_are_refused_before_anything_runs(llm: LLM) -
         generate(llm, ["one"], [SamplingParams(), SamplingParams()])
     with pytest.raises(RequestError, match=r"max_tokens.*2000"):
         generate(llm, "hello", SamplingParams(max_tokens=2000))
-    assert llm.parts.engine.counters.steps == steps
+    assert llm.built_engine.engine.counters.steps == steps
 
 
 def test_leaving_a_stream_early_frees_its_blocks(llm: LLM) -> None:
@@ -228,7 +230,7 @@ def test_leaving_a_stream_early_frees_its_blocks(llm: LLM) -> None:
     for _ in llm.stream([Submission(prompt=(1, 2, 3), params=params)]):
         break
     assert generate(llm, "hello", SamplingParams(max_tokens=1))
-    assert llm.parts.engine.snapshot().scheduler.used == 0
+    assert llm.built_engine.engine.snapshot().scheduler.used == 0
 
 
 def test_leaving_a_stream_when_one_of_two_choices_has_ended_frees_the_other(llm: LLM) -> None:
@@ -239,12 +241,12 @@ def test_leaving_a_stream_when_one_of_two_choices_has_ended_frees_the_other(llm:
         max_tokens=100, ignore_eos=True, n=2, seed=3, stop_token_ids=(first[0],)
     )
     for _, output in llm.stream(
-        [Submission(prompt=tuple(llm.parts.tokenizer.encode("hello")), params=stopping)]
+        [Submission(prompt=tuple(llm.built_engine.tokenizer.encode("hello")), params=stopping)]
     ):
         if output.finish_reason is not None:
             break
     assert generate(llm, "hello", SamplingParams(max_tokens=1))
-    assert llm.parts.engine.snapshot().scheduler.used == 0
+    assert llm.built_engine.engine.snapshot().scheduler.used == 0
 
 
 def test_settings_have_the_names_of_flags_and_an_unknown_one_names_the_nearest(model: str) -> None:
@@ -282,7 +284,7 @@ def test_the_package_exports_llm_and_no_unknown_name() -> None:
 
 def test_the_memory_report_says_what_int8_weights_cost_a_text(model: str) -> None:
     with LLM(model, **SMALL, quantization="int8") as rounded:
-        terms = {term["name"]: term for term in rounded.parts.memory.as_dict()["terms"]}
+        terms = {term["name"]: term for term in rounded.built_engine.memory.as_dict()["terms"]}
     assert re.match(
         r"int8 weights move logits by 0\.\d+ of 0\.7 allowed, .*"
         r"; perplexity of a text \S+ before and \S+ after$",
@@ -366,7 +368,7 @@ def test_steps_launched_ahead_on_two_ranks_give_the_text_of_one(
             monkeypatch.setattr(DecodePlan, "choose", choose)
         with LLM(model, **SMALL, max_batch_tokens=16, tensor_parallel=ranks) as llm:
             found.append(tokens_of(generate(llm, texts, greedy)))
-            launched = llm.parts.engine.counters.steps_launched
+            launched = llm.built_engine.engine.counters.steps_launched
         assert (launched > 10) == (ranks == 2)
     assert found[0] == found[1]
 

@@ -76,9 +76,9 @@ def test_the_whole_engine_serves_an_fp8_cache_on_a_cpu_under_preemption(
         safety_margin=0.0,
     ) as llm:
         results = llm.generate([{"prompt_token_ids": p} for p in asked], params, use_tqdm=False)
-        statistics = llm.parts.engine.snapshot().scheduler
-        memory = {term.name: term for term in llm.parts.memory.terms}
-        assert llm.parts.resolved.cache_dtype == "float8_e4m3fn"
+        statistics = llm.built_engine.engine.snapshot().scheduler
+        memory = {term.name: term for term in llm.built_engine.memory.terms}
+        assert llm.built_engine.resolved.cache_dtype == "float8_e4m3fn"
     assert [r.outputs[0].token_ids for r in results] == [greedy_text(model, p, 40) for p in asked]
     assert statistics.preemptions > 0
     assert (statistics.offloads > 0) is (offload > 0)

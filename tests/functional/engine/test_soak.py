@@ -47,13 +47,13 @@ def settings() -> dict[str, Any]:
 
 def load(llm: LLM) -> soak.Soak:
     make = soak.maker(llm)
-    return soak.Soak(llm.parts.engine, make, BOTH, tiny.VOCAB, longest=80, output=24)
+    return soak.Soak(llm.built_engine.engine, make, BOTH, tiny.VOCAB, longest=80, output=24)
 
 
 def test_the_engine_holds_nothing_after_mixed_load(llm: LLM) -> None:
     report = load(llm).run(SECONDS, per_round=ROUND)
-    soak.check(report, llm.parts.engine, BOTH)
-    assert llm.parts.engine.snapshot().scheduler.offloads > 0
+    soak.check(report, llm.built_engine.engine, BOTH)
+    assert llm.built_engine.engine.snapshot().scheduler.offloads > 0
 
 
 def test_a_file_that_each_request_leaves_open_is_found(llm: LLM, tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def test_an_unlisted_family_is_served_from_its_files(tmp_path: Path) -> None:
         params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
         [result] = llm.generate([{"prompt_token_ids": list(prompt)}], params)
         assert list(result.outputs[0].token_ids)[:4] == rig("smollm3").reference(prompt, 16)[:4]
-        report = llm.parts.memory.as_dict()
+        report = llm.built_engine.memory.as_dict()
     weights = next(term for term in report["terms"] if term["name"] == "weights")
     # The tables of the rotary embedding are not in the files.
     padding = rows_beyond_the_plan(built.config.vocab_size) * built.config.hidden_size * 4

@@ -177,7 +177,7 @@ def test_a_pass_that_differs_is_not_taken(
 
 
 def model_of(llm: LLM) -> PagedModel:
-    runner: Any = llm.parts.engine._executor
+    runner: Any = llm.built_engine.engine._executor
     model: PagedModel = runner._model
     return model
 

@@ -25,7 +25,7 @@ def first_difference(got: list[int], want: list[int]) -> int | None:
 
 def test_the_answers_are_those_of_generate(llm: LLM) -> None:
     expected = Answer.read()
-    tokenizer = llm.parts.tokenizer
+    tokenizer = llm.built_engine.tokenizer
     prompts = [real_answers.prompt_of(tokenizer, each) for each in real_answers.conversations()]
     assert prompts == [answer.prompt for answer in expected]
     params = SamplingParams(temperature=0, max_tokens=TOKENS)
@@ -43,13 +43,13 @@ def test_the_answers_are_those_of_generate(llm: LLM) -> None:
             assert answer.margins[at] <= TIE, (number, at, choice.text)
             ties.append((number, at))
     assert len(ties) <= TIES, ties
-    seen = llm.parts.engine.snapshot().scheduler
+    seen = llm.built_engine.engine.snapshot().scheduler
     assert min(seen.preemptions, seen.prefix_hits) > 0, seen
 
 
 def test_a_conversation_of_ten_turns_goes_on_as_with_generate(llm: LLM) -> None:
     """Each turn finds the one before it in the cache; its text shows nothing of the template."""
-    tokenizer = llm.parts.tokenizer
+    tokenizer = llm.built_engine.tokenizer
     params = SamplingParams(temperature=0, max_tokens=real_answers.TURN)
     said: list[dict[str, str]] = []
     found = []
@@ -57,9 +57,9 @@ def test_a_conversation_of_ten_turns_goes_on_as_with_generate(llm: LLM) -> None:
         said.append({"role": "user", "content": question})
         prompt = real_answers.prompt_of(tokenizer, said)
         assert prompt == turn.prompt
-        before = llm.parts.engine.snapshot().scheduler.prefix_hits
+        before = llm.built_engine.engine.snapshot().scheduler.prefix_hits
         (result,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
-        found.append(llm.parts.engine.snapshot().scheduler.prefix_hits - before)
+        found.append(llm.built_engine.engine.snapshot().scheduler.prefix_hits - before)
         (choice,) = result.outputs
         expected = real_answers.text_of(tokenizer, turn)
         at = first_difference(choice.token_ids, turn.tokens)

@@ -54,7 +54,7 @@ def schemas() -> list[dict[str, Any]]:
 
 def ids_of(llm: LLM, text: str) -> dict[str, list[int]]:
     messages = [{"role": "user", "content": text}]
-    return {"prompt_token_ids": real_answers.prompt_of(llm.parts.tokenizer, messages)}
+    return {"prompt_token_ids": real_answers.prompt_of(llm.built_engine.tokenizer, messages)}
 
 
 def test_thirty_schemas_are_kept(llm: LLM) -> None:
@@ -79,7 +79,7 @@ def test_thirty_schemas_are_kept(llm: LLM) -> None:
 
 
 def test_an_answer_ends_before_its_stop_text(llm: LLM) -> None:
-    tokenizer = llm.parts.tokenizer
+    tokenizer = llm.built_engine.tokenizer
     answers = [answer for answer in Answer.read() if len(answer.tokens) > 16][:10]
     texts = [tokenizer.decode(answer.tokens[:16]) for answer in answers]
     stops = [tokenizer.decode(answer.tokens[8:11]) for answer in answers]

@@ -94,7 +94,7 @@ def test_no_transfer_lies_in_two_parts_of_host_memory(
     part: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """CUDA registers them one by one: also a unit may lie in two."""
-    monkeypatch.setattr(host_memory, "PART", part)
+    monkeypatch.setattr(host_memory, "SEGMENT", part)
     cache, written = storage(first, piece_units=4), random.Random(1)
     offload = cache._offload
     assert isinstance(offload, Offload)

@@ -54,7 +54,7 @@ def test_exactly_the_bytes_that_were_planned_are_pinned_from_the_start_of_a_page
 def test_large_memory_is_registered_in_parts_without_a_gap(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(host_memory, "PART", 2 * mmap.PAGESIZE)
+    monkeypatch.setattr(host_memory, "SEGMENT", 2 * mmap.PAGESIZE)
     pinning = FakePinning()
     memory = HostMemory(5 * mmap.PAGESIZE + 1, pinning)
     end = memory.data.data_ptr()
@@ -78,7 +78,7 @@ def test_pinned_memory_is_given_back_after_the_last_transfer() -> None:
 def test_memory_that_cannot_be_pinned_is_used_as_it_is_and_the_log_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(host_memory, "PART", mmap.PAGESIZE)
+    monkeypatch.setattr(host_memory, "SEGMENT", mmap.PAGESIZE)
     pinning = FakePinning(most=2)
     memory = HostMemory(4 * mmap.PAGESIZE, pinning)
     assert memory.refused == "out of memory"

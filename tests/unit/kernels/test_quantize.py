@@ -107,10 +107,10 @@ def test_rounding_in_parts_takes_memory_for_one_of_them(monkeypatch: pytest.Monk
 
 
 def test_parts_have_all_rows_and_at_least_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert list(row_chunks.row_parts(5, 1 << 30)) == [slice(i, i + 1) for i in range(5)]
+    assert list(row_chunks.row_chunks(5, 1 << 30)) == [slice(i, i + 1) for i in range(5)]
     monkeypatch.setattr(row_chunks, "ELEMENTS", 100)
-    assert list(row_chunks.row_parts(70, 3, 16)) == [slice(0, 32), slice(32, 64), slice(64, 70)]
-    assert list(row_chunks.row_parts(0, 3)) == []
+    assert list(row_chunks.row_chunks(70, 3, 16)) == [slice(0, 32), slice(32, 64), slice(64, 70)]
+    assert list(row_chunks.row_chunks(0, 3)) == []
 
 
 def test_rows_in_another_order_keep_their_scales() -> None:

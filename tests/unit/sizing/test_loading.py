@@ -7,7 +7,7 @@ import pytest
 
 from fairlead_runtime.build.resolve import resolve
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
-from fairlead_runtime.sizing.load_peak import PARTS, TESTED_ROWS, loading_bytes
+from fairlead_runtime.sizing.load_peak import CHUNK_TEMPORARIES, TESTED_ROWS, loading_bytes
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.terms import GIB, PROCESS, DeviceFacts
 from fairlead_runtime.sizing.verdict import plan_memory
@@ -42,7 +42,7 @@ def beside(shape: ModelShape, element: int, **settings: Any) -> int:
 def test_a_layer_is_packed_beside_all_weights_and_the_head_is_not() -> None:
     assert shape_of("float32").largest_layer == LAYER
     assert beside(shape_of("float32"), 4) == 4 * (LAYER + PROJECTIONS)
-    assert beside(shape_of("bfloat16"), 2) == (4 + 2) * LAYER + 4 * PROJECTIONS + PARTS
+    assert beside(shape_of("bfloat16"), 2) == (4 + 2) * LAYER + 4 * PROJECTIONS + CHUNK_TEMPORARIES
     for settings in ({"kernels": "torch"}, {"cache_dtype": "fp8"}):
         assert beside(shape_of("float32"), 4, **settings) == 0
 
@@ -54,20 +54,20 @@ def test_the_largest_layer_counts_where_layers_differ() -> None:
 
 
 def test_layers_are_rounded_beside_plain_weights_and_so_is_a_large_head() -> None:
-    assert beside(shape_of("float32"), 4, quantization="int8") == LAYER + PARTS
-    assert beside(shape_of("bfloat16"), 2, quantization="int8") == 5 * LAYER + PARTS
+    assert beside(shape_of("float32"), 4, quantization="int8") == LAYER + CHUNK_TEMPORARIES
+    assert beside(shape_of("bfloat16"), 2, quantization="int8") == 5 * LAYER + CHUNK_TEMPORARIES
     wide = shape_of("float32", vocab_size=320_000)
-    assert beside(wide, 4, quantization="int8") == 100 * HEAD - 3 * 2 * LAYER + PARTS
+    assert beside(wide, 4, quantization="int8") == 100 * HEAD - 3 * 2 * LAYER + CHUNK_TEMPORARIES
     half = shape_of("bfloat16", vocab_size=320_000)
-    assert beside(half, 2, quantization="int8") == 4 * 100 * HEAD + PARTS
+    assert beside(half, 2, quantization="int8") == 4 * 100 * HEAD + CHUNK_TEMPORARIES
 
 
 def test_a_large_head_in_bfloat16_is_widened_with_the_embeddings() -> None:
     tied, own = (
         shape_of("bfloat16", vocab_size=320_000, tie_word_embeddings=tied) for tied in (True, False)
     )
-    assert beside(tied, 2) == 4 * 100 * HEAD + PARTS
-    assert beside(own, 2) == 2 * 4 * 100 * HEAD + PARTS
+    assert beside(tied, 2) == 4 * 100 * HEAD + CHUNK_TEMPORARIES
+    assert beside(own, 2) == 2 * 4 * 100 * HEAD + CHUNK_TEMPORARIES
     assert beside(own, 2, kernels="torch") == 0
 
 

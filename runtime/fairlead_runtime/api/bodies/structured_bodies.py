@@ -60,9 +60,9 @@ def structured_outputs(body: StructuredBody) -> tuple[Mapping[str, Any] | None, 
         raise invalid(conflicts[0], f"cannot be combined with {name}; send one of them")
     if name == PARAM:
         return constraints[name], {}
-    parts = [PARAM, *(f"{PARAM}.{kind}" for kind in KINDS)]
+    params = [PARAM, *(f"{PARAM}.{kind}" for kind in KINDS)]
     sent = "response_format.json_schema.schema" if "json" in constraints[name] else name
-    return constraints[name], dict.fromkeys(parts, sent if name == "response_format" else name)
+    return constraints[name], dict.fromkeys(params, sent if name == "response_format" else name)
 
 
 def _of_format(form: ResponseFormat | None) -> Mapping[str, Any] | None:

@@ -215,18 +215,18 @@ def _answer_bytes(prepared: PreparedRequest, max_model_len: int, *, buffered: bo
     ApiError.
     """
     params, prompts = prepared.request.params, prepared.prompts
-    parts: list[LogprobBytes] = []
+    chunks: list[LogprobBytes] = []
     if buffered and params.logprobs is not None:
         longest = max(0, max_model_len - min(map(len, prompts)))
         tokens, choices = min(params.max_tokens or longest, longest), len(prompts) * params.n
         words = f"{choices} choices * {tokens} max_tokens"
-        parts.append(LogprobBytes("logprobs", words, choices * tokens, params.logprobs))
+        chunks.append(LogprobBytes("logprobs", words, choices * tokens, params.logprobs))
     if params.prompt_logprobs is not None:
         tokens = sum(map(len, prompts))
         words = f"{tokens} prompt tokens"
-        parts.append(LogprobBytes("prompt_logprobs", words, tokens, params.prompt_logprobs))
+        chunks.append(LogprobBytes("prompt_logprobs", words, tokens, params.prompt_logprobs))
     try:
-        return answer_bytes(parts)
+        return answer_bytes(chunks)
     except errors.ApiError as error:
         raise error.renamed(prepared.request.sent_names) from None
 
@@ -317,21 +317,21 @@ class _JsonAnswer:
             async for index, output in outputs:
                 choices[index].add(output)
         await send({"type": "http.response.start", "status": 200, "headers": _JSON})
-        parts = self._encoder.body_pieces(choices, self._generation.usage)
+        chunks = self._encoder.body_pieces(choices, self._generation.usage)
         if not any(choice.logprobs or choice.prompt_logprobs for choice in choices):
-            return b"".join(parts)
-        piece = await self._pool.encode(_next_piece, parts)
-        while following := await self._pool.encode(_next_piece, parts):
+            return b"".join(chunks)
+        piece = await self._pool.encode(_next_piece, chunks)
+        while following := await self._pool.encode(_next_piece, chunks):
             await send({"type": "http.response.body", "body": piece, "more_body": True})
             piece = following
         return piece
 
 
-def _next_piece(parts: Iterator[bytes]) -> bytes:
+def _next_piece(chunks: Iterator[bytes]) -> bytes:
     """At least PIECE bytes of them; less at the end."""
     piece = bytearray()
-    for part in parts:
-        piece += part
+    for chunk in chunks:
+        piece += chunk
         if len(piece) >= PIECE:
             break
     return bytes(piece)

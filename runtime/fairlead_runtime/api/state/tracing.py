@@ -129,10 +129,10 @@ class Tracing:
                 "fairlead.prompt.index": number,
             }
             for name, began, until, more in _phases(times, ended):
-                part = self._tracer.start_span(
+                phase = self._tracer.start_span(
                     name, context=below, start_time=at(began), attributes=attributes | more
                 )
-                part.end(at(until))
+                phase.end(at(until))
         span.end(at(ended))
 
     def _attributes(self, trace: Trace) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from fairlead_kernels.cpu.cpu_operations import CpuOperations
 from fairlead_kernels.formats.quantize import Quantized
-from fairlead_kernels.formats.row_chunks import row_parts
+from fairlead_kernels.formats.row_chunks import row_chunks
 from fairlead_kernels.interface import reference
 from fairlead_kernels.interface.layer import Norm
 from fairlead_runtime.device.conversion.float32_view import has_weights
@@ -173,7 +173,7 @@ class FusedModel:
         """Give the head, and embeddings that share it, their weights back."""
         stored = ends.head.stored
         numbers = stored.numbers if isinstance(stored, Quantized) else stored
-        for part in row_parts(*numbers.shape):
+        for part in row_chunks(*numbers.shape):
             loaded = numbers[part]
             packed = self._operations.unpack(self._head, part.start, len(loaded)).to(loaded.dtype)
             # Those that are mapped from a file are what they were, and need no copy.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
-from fairlead_kernels.formats.row_chunks import row_parts
+from fairlead_kernels.formats.row_chunks import row_chunks
 from fairlead_runtime.device.conversion import recognize_ends
 from fairlead_runtime.device.conversion.float32_view import has_weights, widened_to_float32
 from fairlead_runtime.device.conversion.recognize_layer import (
@@ -216,7 +216,7 @@ def modules_in_float32(model: nn.Module) -> Iterator[None]:
 
 def _product_in_float32(module: nn.Linear, x: Tensor) -> Tensor:
     x, weight, bias = x.float(), module.weight, module.bias
-    parts = [x @ weight[part].float().T for part in row_parts(*weight.shape)]
+    parts = [x @ weight[part].float().T for part in row_chunks(*weight.shape)]
     product = torch.cat(parts, dim=-1)
     return product if bias is None else product + bias.float()
 

@@ -19,7 +19,7 @@ log = logging.getLogger("fairlead.offload")
 
 # Registered at a time: the driver keeps a table of each call's pages, of less than 2 GiB, which is
 # that of 512 GiB in pages of 4 KiB.
-PART = 32 << 30
+SEGMENT = 32 << 30
 
 
 class Pinning(Protocol):
@@ -86,22 +86,22 @@ class HostMemory:
         return self.data.nbytes
 
 
-def within_parts(begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """The bytes ``begin``:``end`` of a HostMemory, cut where a part ends: CUDA wants the memory of
-    a transfer registered as a whole.
+def within_segments(begin: int, end: int) -> Iterator[tuple[int, int]]:
+    """The bytes ``begin``:``end`` of a HostMemory, cut where a segment ends: CUDA wants the memory
+    of a transfer registered as a whole.
     """
     while begin < end:
-        until = min(end, (begin // PART + 1) * PART)
+        until = min(end, (begin // SEGMENT + 1) * SEGMENT)
         yield begin, until
         begin = until
 
 
 def _register(pinning: Pinning, data: torch.Tensor, registered: list[int]) -> str:
-    """Pin all of ``data`` or nothing, and add the addresses of its parts. Says which it was."""
+    """Pin all of ``data`` or nothing, and add the addresses of its segments. Says which it was."""
     began, size = time.monotonic(), data.nbytes
-    for at in range(0, size, PART):
+    for at in range(0, size, SEGMENT):
         address = data.data_ptr() + at
-        if refused := pinning.register(address, min(PART, size - at)):
+        if refused := pinning.register(address, min(SEGMENT, size - at)):
             _unregister(pinning, registered)
             log.warning(
                 "offload: %.2f GiB of host memory cannot be pinned (%s): it is used as it is, and "

@@ -15,12 +15,12 @@ from typing import NamedTuple
 import torch
 
 from fairlead_kernels.plain.copy_blocks import copy_blocks, gather_blocks, indices, scatter_blocks
-from fairlead_runtime.device.memory.host_memory import HostMemory, Pinning, within_parts
+from fairlead_runtime.device.memory.host_memory import HostMemory, Pinning, within_segments
 from fairlead_runtime.device.memory.streams import Event, Streams
 from fairlead_runtime.sizing.offload_space import Staging
 
 Pairs = Sequence[tuple[int, int]]
-Parts = tuple[torch.Tensor, torch.Tensor]  # of keys and of values
+KeyValue = tuple[torch.Tensor, torch.Tensor]  # of keys and of values
 
 
 class _Units(NamedTuple):
@@ -32,11 +32,11 @@ class _Units(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Piece:
-    """``parts`` [units, slots, bytes] each of the staging buffer. ``free``: the event after which
+    """``tensors`` [units, slots, bytes] each of the staging buffer. ``free``: the event after which
     they may be written again.
     """
 
-    parts: Parts
+    tensors: KeyValue
     free: Event = None
 
 
@@ -50,21 +50,21 @@ class Offload:
     """
 
     def __init__(
-        self, cache: Parts, host_units: int, streams: Streams, pinning: Pinning | None
+        self, cache: KeyValue, host_units: int, streams: Streams, pinning: Pinning | None
     ) -> None:
         self._cache = cache
         self._device = cache[0].device
         self._streams = streams
-        sizes = [part[:, 0].nbytes for part in cache]  # of a unit
-        shapes = [(part.shape[0], n // part.shape[0]) for part, n in zip(cache, sizes, strict=True)]
+        sizes = [x[:, 0].nbytes for x in cache]  # of a unit
+        shapes = [(x.shape[0], n // x.shape[0]) for x, n in zip(cache, sizes, strict=True)]
         staging = Staging.of(host_units, sum(sizes))
         self._units = staging.units  # of a piece
         pieces = [
             torch.empty((*staging, *shape), dtype=torch.uint8, device=self._device)
             for shape in shapes
         ]
-        self.staging_nbytes = sum(part.nbytes for part in pieces)
-        self._pieces = [_Piece(parts) for parts in zip(*pieces, strict=True)]
+        self.staging_nbytes = sum(tensor.nbytes for tensor in pieces)
+        self._pieces = [_Piece(tensors) for tensors in zip(*pieces, strict=True)]
         self._turn = 0
         self._memory = HostMemory(host_units * sum(sizes), pinning)
         self.not_pinned = self._memory.refused
@@ -78,12 +78,12 @@ class Offload:
         steps, side = self._streams
         units = indices([unit for unit, _ in pairs], self._device)
         for at, piece in self._turns(len(pairs)):
-            part = slice(at, at + self._units)
+            span = slice(at, at + self._units)
             if piece.free is not None:
                 steps.wait(piece.free)
-            steps.run(partial(self._gather, units[part], piece))
+            steps.run(partial(self._gather, units[span], piece))
             side.wait(steps.record())
-            runs = list(_runs((host, place) for place, (_, host) in enumerate(pairs[part])))
+            runs = list(_runs((host, place) for place, (_, host) in enumerate(pairs[span])))
             side.run(partial(self._cross, runs, piece, leaves=True))
             piece.free = side.record()
 
@@ -94,38 +94,38 @@ class Offload:
         steps, side = self._streams
         units = indices([unit for _, unit in pairs], self._device)
         for at, piece in self._turns(len(pairs)):
-            part = slice(at, at + self._units)
+            span = slice(at, at + self._units)
             if piece.free is not None:
                 side.wait(piece.free)
-            runs = list(_runs((host, place) for place, (host, _) in enumerate(pairs[part])))
+            runs = list(_runs((host, place) for place, (host, _) in enumerate(pairs[span])))
             side.run(partial(self._cross, runs, piece, leaves=False))
             steps.wait(side.record())
-            steps.run(partial(self._scatter, piece, units[part]))
+            steps.run(partial(self._scatter, piece, units[span]))
             piece.free = steps.record()
 
     def _turns(self, count: int) -> Iterator[tuple[int, _Piece]]:
-        """The piece for each part of ``count`` units, with the part's first."""
+        """The piece for each span of ``count`` units, with the span's first."""
         for at in range(0, count, self._units):
             yield at, self._pieces[self._turn]
             self._turn = (self._turn + 1) % len(self._pieces)
 
     def _gather(self, units: torch.Tensor, piece: _Piece) -> None:
-        for cache, staged in zip(self._cache, piece.parts, strict=True):
+        for cache, staged in zip(self._cache, piece.tensors, strict=True):
             gather_blocks(cache, units, staged[: len(units)])
 
     def _scatter(self, piece: _Piece, units: torch.Tensor) -> None:
-        for cache, staged in zip(self._cache, piece.parts, strict=True):
+        for cache, staged in zip(self._cache, piece.tensors, strict=True):
             scatter_blocks(staged[: len(units)], units, cache)
 
     def _cross(self, runs: Sequence["_Run"], piece: _Piece, *, leaves: bool) -> None:
         """Queue a transfer of keys and one of values for each run of host units and their places in
-        the piece; more where a run lies in several parts of host memory.
+        the piece; more where a run lies in several segments of host memory.
         """
-        for units, staged in zip(self._host, piece.parts, strict=True):
+        for units, staged in zip(self._host, piece.tensors, strict=True):
             flat = staged.view(-1)
             for host, place, count in runs:
                 begin, at = units.begin + host * units.size, place * units.size
-                for first, end in within_parts(begin, begin + count * units.size):
+                for first, end in within_segments(begin, begin + count * units.size):
                     host_bytes = self._memory.data[first:end]
                     staged_bytes = flat[at + first - begin : at + end - begin]
                     target, source = (
@@ -142,13 +142,13 @@ class OffloadAtOnce:
     staging_nbytes = 0
     not_pinned = ""
 
-    def __init__(self, cache: Parts, host_units: int) -> None:
+    def __init__(self, cache: KeyValue, host_units: int) -> None:
         self._cache = cache
         keys, values = (
-            torch.zeros((part.shape[0], host_units, *part.shape[2:]), dtype=part.dtype)
-            for part in cache
+            torch.zeros((tensor.shape[0], host_units, *tensor.shape[2:]), dtype=tensor.dtype)
+            for tensor in cache
         )
-        self._host: Parts = keys, values
+        self._host: KeyValue = keys, values
         self.host_nbytes = keys.nbytes + values.nbytes
 
     def offload(self, pairs: Pairs) -> None:

@@ -2,8 +2,8 @@
 memory.
 
 Owns storage and the order of its copies. A *unit* is ``block_size`` tokens in the layers of one
-group; layer i, the s-th of group g, keeps its part of a unit in storage slot s, found through group
-g's tables. Callers name units by id; the scheduler knows which one is free, shared or cached.
+group; layer i, the s-th of group g, keeps its share of a unit in storage slot s, found through
+group g's tables. Callers name units by id; the scheduler knows which one is free, shared or cached.
 """
 
 import math
@@ -59,13 +59,13 @@ class CacheStorage:
         on_cuda = device.type == "cuda"
         self._streams = cuda_streams(device) if on_cuda and host_units else streams
         self._offload: Offload | OffloadAtOnce | None = None
-        parts = self.keys, self.values
+        keys_values = self.keys, self.values
         if host_units and self._streams is not None:
             pinning = CudaPinning(device) if on_cuda else None
-            self._offload = Offload(parts, host_units, self._streams, pinning)
+            self._offload = Offload(keys_values, host_units, self._streams, pinning)
         elif host_units:
-            self._offload = OffloadAtOnce(parts, host_units)
-        self._pages = page_mapper(parts)
+            self._offload = OffloadAtOnce(keys_values, host_units)
+        self._pages = page_mapper(keys_values)
         if self._pages is not None:
             weakref.finalize(self, self._pages.close)
         self._places = {

@@ -94,6 +94,6 @@ class RankGroup:
         if not x.numel():  # no logits in this step
             return x.new_empty(*x.shape[:-1], x.shape[-1] * self.size)
         x = x.contiguous()
-        parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else None
-        dist.gather(x, parts, dst=0)
-        return x if parts is None else torch.cat(parts, dim=-1)
+        shards = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else None
+        dist.gather(x, shards, dst=0)
+        return x if shards is None else torch.cat(shards, dim=-1)

@@ -34,8 +34,8 @@ def replay_error(
     """
     generator = torch.Generator().manual_seed(0)
     units = units_of(cache.groups)
-    for part in (*cache.keys, *cache.values):
-        units_data = part[:units]
+    for tensor in (*cache.keys, *cache.values):
+        units_data = tensor[:units]
         units_data.copy_(torch.randn(units_data.shape, generator=generator))
     longest = min(BLOCKS * cache.block_size, max_model_len)
     rows = [

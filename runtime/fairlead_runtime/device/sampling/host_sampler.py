@@ -240,16 +240,16 @@ def _draw(logits: Tensor, top: Tensor, best: Tensor, draws: Draws) -> Tensor:
     tokens, rows = best.clone(), torch.from_numpy(draws.rows).to(logits.device)
     step = ops.chunk_rows(logits)
     for start in range(0, len(rows), step):
-        part = slice(start, start + step)
-        chosen = rows[part]
-        tokens[chosen] = _draw_chunk(logits[chosen], top[chosen], best[chosen], draws, part)
+        chunk = slice(start, start + step)
+        chosen = rows[chunk]
+        tokens[chosen] = _draw_chunk(logits[chosen], top[chosen], best[chosen], draws, chunk)
     return tokens
 
 
-def _draw_chunk(logits: Tensor, top: Tensor, best: Tensor, draws: Draws, part: slice) -> Tensor:
-    scores = scores_of(logits, top, draws.temperature[part])
-    cut = cut_of(scores, draws.min_cut[part], draws.top_k[part], draws.top_p[part])
-    halves = torch.from_numpy(draws.keys[part].view(np.int32).reshape(-1, 2)).to(logits.device)
+def _draw_chunk(logits: Tensor, top: Tensor, best: Tensor, draws: Draws, chunk: slice) -> Tensor:
+    scores = scores_of(logits, top, draws.temperature[chunk])
+    cut = cut_of(scores, draws.min_cut[chunk], draws.top_k[chunk], draws.top_p[chunk])
+    halves = torch.from_numpy(draws.keys[chunk].view(np.int32).reshape(-1, 2)).to(logits.device)
     return ops.draw_tokens(
         scores, best, cut, halves[:, 0], halves[:, 1], _token_hashes(logits.shape[1], logits.device)
     )
@@ -315,9 +315,9 @@ def logprobs_of(
     Works in chunks of rows, so that temporaries stay small. A negative token's values mean nothing.
     """
     step = ops.chunk_rows(logits)
-    parts = [
+    chunks = [
         ops.logprobs(logits[rows[at : at + step]].float(), tokens[at : at + step], count)
         for at in range(0, len(rows), step)
     ]
-    chosen, ranks, ids, values = (torch.cat(column) for column in zip(*parts, strict=True))
+    chosen, ranks, ids, values = (torch.cat(column) for column in zip(*chunks, strict=True))
     return chosen, ranks, ids, values

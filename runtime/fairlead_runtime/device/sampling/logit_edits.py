@@ -51,28 +51,28 @@ class ChangeList(NamedTuple):
             nothing = np.empty(0, dtype=np.int32)
             return cls(nothing, nothing, nothing.astype(np.float32), 0)
         flags = LISTED | COUNTS * params.penalizes | ONLY * (params.allowed_token_ids is not None)
-        parts = _parts(sequence, notes)
-        if notes.counts is not None and len(parts) == 1 and not len(notes.biases):
-            ((ids, words),) = parts  # the usual case: they are distinct
+        edits = _edits_of(sequence, notes)
+        if notes.counts is not None and len(edits) == 1 and not len(notes.biases):
+            ((ids, words),) = edits  # the usual case: they are distinct
             return cls(ids, words, np.zeros(len(ids), dtype=np.float32), flags)
         empty = np.empty(0, dtype=np.int32)
-        all_ids = np.concatenate([empty, *(ids for ids, _ in parts), notes.bias_ids])
+        all_ids = np.concatenate([empty, *(ids for ids, _ in edits), notes.bias_ids])
         ids, places = np.unique(all_ids, return_inverse=True)
         words, biases = np.zeros(len(ids), np.int32), np.zeros(len(ids), np.float32)
-        entry_words = [np.broadcast_to(word, len(ids)) for ids, word in parts]
+        entry_words = [np.broadcast_to(word, len(ids)) for ids, word in edits]
         of_words, of_biases = np.split(places, [len(places) - len(notes.bias_ids)])
         np.bitwise_or.at(words, of_words, np.concatenate([empty, *entry_words]))
         biases[of_biases] = notes.biases
         return cls(ids.astype(np.int32), words, biases, flags)
 
 
-def _parts(sequence: Sequence, notes: Notes) -> list[tuple[Array, Any]]:
+def _edits_of(sequence: Sequence, notes: Notes) -> list[tuple[Array, Any]]:
     """Ids and what is said of them: a word for each, or one for all."""
     params = sequence.request.params
-    parts: list[tuple[Array, Any]] = []
+    edits: list[tuple[Array, Any]] = []
     if notes.counts is not None:
         ids = notes.counts.follow(sequence.tokens)
-        parts.append((ids, notes.counts.counts.astype(np.int32) | PENALIZED))
+        edits.append((ids, notes.counts.counts.astype(np.int32) | PENALIZED))
     held_back = notes.ends if params.min_tokens else []
     for word, chosen_ids in (
         (END, held_back),
@@ -80,8 +80,8 @@ def _parts(sequence: Sequence, notes: Notes) -> list[tuple[Array, Any]]:
         (ALLOWED, params.allowed_token_ids or ()),
     ):
         if chosen_ids:
-            parts.append((np.array(chosen_ids, dtype=np.int32), np.int32(word)))
-    return parts
+            edits.append((np.array(chosen_ids, dtype=np.int32), np.int32(word)))
+    return edits
 
 
 class ChangeLists:

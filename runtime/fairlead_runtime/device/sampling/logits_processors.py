@@ -23,7 +23,7 @@ from fairlead_runtime.request.sequence import Sequence
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-Part = tuple[int, Array, Array]  # a row's place, ids and their values
+RowEntries = tuple[int, Array, Array]  # a row's place, ids and their values
 
 WORD = 32  # tokens in one word of a mask
 _NO_NOTES = False  # the sequence's parameters change no logit
@@ -120,13 +120,13 @@ class Entries:
     values: Array
 
     @classmethod
-    def of(cls, parts: abc.Sequence[Part]) -> Self | None:
+    def of(cls, entries: abc.Sequence[RowEntries]) -> Self | None:
         """From (row, ids, values) of each row that has any."""
-        if not parts:
+        if not entries:
             return None
-        rows = np.repeat([row for row, _, _ in parts], [len(ids) for _, ids, _ in parts])
-        ids = np.concatenate([ids for _, ids, _ in parts]).astype(np.int64, copy=False)
-        return cls(rows, ids, np.concatenate([values for _, _, values in parts]))
+        rows = np.repeat([row for row, _, _ in entries], [len(ids) for _, ids, _ in entries])
+        ids = np.concatenate([ids for _, ids, _ in entries]).astype(np.int64, copy=False)
+        return cls(rows, ids, np.concatenate([values for _, _, values in entries]))
 
     def on(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The same on the device of ``logits`` [R, V], without ids beyond V."""
@@ -163,9 +163,9 @@ class LogitChanges:
         """
         rows: list[int] = []
         words: list[tuple[int, Array]] = []
-        forbidden: list[Part] = []
-        biases: list[Part] = []
-        counts: list[Part] = []
+        forbidden: list[RowEntries] = []
+        biases: list[RowEntries] = []
+        counts: list[RowEntries] = []
         for row, sequence in enumerate(sequences):
             mask = masks.get(sequence.id) if masks else None
             notes = notes_of(sequence, masked=mask is not None)
@@ -215,11 +215,11 @@ class LogitChanges:
         """Apply the masks in chunks of rows, so that the bits' temporaries stay small."""
         width, step = -(-changed.shape[1] // WORD), ops.chunk_rows(changed)
         for start in range(0, len(self.words), step):
-            part = self.words[start : start + step]
-            words = np.zeros((len(part), width), dtype=np.int32)
-            for row, (_, mask) in zip(words, part, strict=True):
+            chunk = self.words[start : start + step]
+            words = np.zeros((len(chunk), width), dtype=np.int32)
+            for row, (_, mask) in zip(words, chunk, strict=True):
                 row[: len(mask)] = mask[:width]
-            places = _tensor(np.array([place for place, _ in part]), changed)
+            places = _tensor(np.array([place for place, _ in chunk]), changed)
             masked = changed[places]
             ops.forbid_unset(masked, _tensor(words, changed))
             changed[places] = masked

@@ -195,15 +195,15 @@ class SlotTable:
         states[:, LENGTH] = [len(sequence.tokens) for _, sequence in changed]
         lists = self._lists(changed, states)
         places, units = self._growth(grown)
-        parts = (index, rows, states.reshape(-1), places, units, *self.lists.sends(lists))
-        size = sum(map(len, parts))
+        fields = (index, rows, states.reshape(-1), places, units, *self.lists.sends(lists))
+        size = sum(map(len, fields))
         self._packets.reverse()
         if size > len(self._packets[0]):
             self._packets[0] = torch.empty(2 * size, dtype=torch.int64, pin_memory=self._pinned)
         packet = self._packets[0][:size]
-        np.concatenate(parts, out=packet.numpy())
+        np.concatenate(fields, out=packet.numpy())
         sent = packet.to(self._device, non_blocking=True)
-        sizes = [len(part) for part in parts]
+        sizes = [len(field) for field in fields]
         step, rows_, states_, places_, units_, *lists_ = torch.split(sent, sizes)
         into.copy_(step)
         if changed:

@@ -42,7 +42,7 @@ _NOTHING = Result(-1)
 
 class ModelRunner:
     """Executes steps of one model on one cache, on the given attention. ``guides`` makes the masks
-    of sequences with structured output; ``followers`` hold the other parts of a model that is
+    of sequences with structured output; ``followers`` hold the other shards of a model that is
     split. ``decodes`` runs the steps of decodes alone, if not the way of all others. Steps that
     ``row_sampler`` takes can be launched, by default that of ``decodes``.
 
@@ -82,8 +82,7 @@ class ModelRunner:
         self._mixed: MixedSteps | None = None
         self._newest: PendingStep | None = None
         if row_sampler is not None:
-            parts = model, cache, attention, row_sampler, self._batches, followers
-            self._mixed = MixedSteps(*parts)
+            self._mixed = MixedSteps(model, cache, attention, row_sampler, self._batches, followers)
 
     def copy(self, work: Work) -> None:
         """The step's offload, restore and copy-on-write copies: once, before ``execute``, however
@@ -99,7 +98,7 @@ class ModelRunner:
         scores its prompt.
 
         Writes the same keys and values to the same slots when called again with the same rows, or
-        with a part of them. A row whose logits are not finite gets a Result with ``error``; the
+        with some of them. A row whose logits are not finite gets a Result with ``error``; the
         others are unaffected.
         """
         if not work.rows:
@@ -262,23 +261,23 @@ def _chosen(
 
 
 def _passes(rows: abc.Sequence[Row], max_logits: int) -> Iterator[list[Row]]:
-    """The rows in parts of which none needs the logits of more than ``max_logits`` tokens. A row
+    """The rows in chunks of which none needs the logits of more than ``max_logits`` tokens. A row
     that scores its prompt may be spread over several, in order.
     """
-    part = [row for row in rows if not row.sequence.scores_prompt]
-    room = max(1, max_logits - sum(row.samples for row in part))
+    chunk = [row for row in rows if not row.sequence.scores_prompt]
+    room = max(1, max_logits - sum(row.samples for row in chunk))
     for row in rows:
         if not row.sequence.scores_prompt:
             continue
         at, end = row.start, row.start + row.count
         while at < end:
             if not room:
-                yield part
-                part, room = [], max_logits
+                yield chunk
+                chunk, room = [], max_logits
             size = min(end - at, room)
-            part.append(Row(row.sequence, at, size, row.samples and at + size == end))
+            chunk.append(Row(row.sequence, at, size, row.samples and at + size == end))
             at, room = at + size, room - size
-    yield part
+    yield chunk
 
 
 def _prompt_result(logits: Tensor, row: Row, first: int) -> Result:

@@ -176,9 +176,9 @@ def _attention(
         )
         keys = min(visible, CPU_KEYS if on_cpu else CUDA_KEYS)
         # One strip that is not the row's first: it needs a mask, and no strip takes more scratch.
-        part = max(1, min(queries, STRIP, keys - 1))
-        masks = part * keys * element if part > 1 else 0
-        peak = _attend_one(model, backend, group, keys, part) - masks
+        strip = max(1, min(queries, STRIP, keys - 1))
+        masks = strip * keys * element if strip > 1 else 0
+        peak = _attend_one(model, backend, group, keys, strip) - masks
         scratch = max(scratch, max(0, peak) * visible // keys)
         mask_bytes += min(queries * visible, max(KEPT_MASKS, STRIP * visible)) * element
     return scratch + mask_bytes
@@ -217,9 +217,9 @@ def _batch(model: PagedModel, tokens: int, rows: int, max_model_len: int, block_
     groups = group_layers(model.windows)
     builder = BatchBuilder(groups, block_size)
     width = -(-max_model_len // block_size)
-    part = min(width, WIDTH)
-    end = min(part * block_size, max_model_len)
-    ids, table = [0] * end, [0] * part
+    columns = min(width, WIDTH)
+    end = min(columns * block_size, max_model_len)
+    ids, table = [0] * end, [0] * columns
     batch: list[Row] = []
     rest = tokens
     for index in range(rows):
@@ -229,7 +229,7 @@ def _batch(model: PagedModel, tokens: int, rows: int, max_model_len: int, block_
         rest -= count
         batch.append(Row(sequence, end - count, count, samples=True))
     builder.build(batch)
-    return builder.nbytes + builder.table_nbytes * (width - part) // part
+    return builder.nbytes + builder.table_nbytes * (width - columns) // columns
 
 
 def _sequence(index: int, length: int) -> Sequence:
