@@ -270,8 +270,8 @@ BUGS = (
     PackageBug(
         "a copy of 4-bit weights loses their zero points",
         "fairlead_kernels.formats.int4:widened",
-        "groups.sub_(zeros[..., None]).mul_",
-        "groups.mul_",
+        "column_groups.sub_(zeros[..., None]).mul_",
+        "column_groups.mul_",
         GPU_OPERATIONS,
     ),
     PackageBug(

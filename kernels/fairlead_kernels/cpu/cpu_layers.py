@@ -151,12 +151,12 @@ class LayerChain:
                 for plan, slot in zip(plans, slots, strict=True)
             )
         )
-        ends = slab_ends(self._library, self._heads, plans, count, slab)
-        largest = max(end - begin for begin, end in itertools.pairwise([0, *ends]))
+        boundaries = slab_ends(self._library, self._heads, plans, count, slab)
+        largest = max(end - begin for begin, end in itertools.pairwise([0, *boundaries]))
         normed, normed_digits, shared = (torch.empty(largest * n) for n in self._floats)
         parts = torch.empty(max(plan.part_floats for plan in plans))
         begin = shared.data_ptr()
-        end_numbers = (library.Int * len(ends))(*ends)
+        end_numbers = (library.Int * len(boundaries))(*boundaries)
         kept_tokens = None if keep is None else _ascending(keep, count)
         step = library.StepStruct(
             count,
@@ -176,7 +176,7 @@ class LayerChain:
             normed_digits.data_ptr(),
             begin,
             ctypes.addressof(end_numbers),
-            len(ends),
+            len(boundaries),
             None if kept_tokens is None else kept_tokens.data_ptr(),
             -1 if kept_tokens is None else len(kept_tokens),
         )
@@ -217,13 +217,13 @@ def slab_ends(
     """The ends of a step's slabs, of ``count`` tokens, which no layer group's tasks cross."""
     if count <= slab:
         return [count]
-    ends = (library.Int * count)()
+    boundaries = (library.Int * count)()
     heads = library.HeadsStruct(h.query, h.kv, h.dim, h.dim)
     rows = (ctypes.POINTER(library.RowsStruct) * len(plans))(
         *(ctypes.pointer(plan.rows) for plan in plans)
     )
-    slab_count = functions.slabs(ctypes.byref(heads), rows, len(plans), slab, ends)
-    return ends[:slab_count]
+    slab_count = functions.slabs(ctypes.byref(heads), rows, len(plans), slab, boundaries)
+    return boundaries[:slab_count]
 
 
 def _ascending(keep: Tensor, count: int) -> Tensor:

@@ -93,8 +93,8 @@ def widened(bits: Tensor, scales: Tensor, zeros: Tensor, dtype: torch.dtype) -> 
     pairs = torch.empty(rows, half, 2, dtype=dtype, device=bits.device)
     pairs[..., 0] = bits & 15
     pairs[..., 1] = bits >> 4
-    groups = pairs.view(rows, scales.shape[1], -1)
-    groups.sub_(zeros[..., None]).mul_(scales[..., None])
+    column_groups = pairs.view(rows, scales.shape[1], -1)
+    column_groups.sub_(zeros[..., None]).mul_(scales[..., None])
     return pairs.view(rows, 2 * half)
 
 

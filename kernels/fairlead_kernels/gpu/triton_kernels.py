@@ -312,8 +312,8 @@ def multiply_int4(
         x_even = tl.load(x + token * columns + even, mask=valid, other=0.0)
         x_odd = tl.load(x + token * columns + odd, mask=valid, other=0.0)
         pairs = tl.load(weight + row * half + down, mask=(row < rows) & (down < half), other=0)
-        group = (2 * first // size) * stride + row
-        zero = tl.load(zeros + group, mask=row < rows, other=0).to(tl.int32)
+        scale_at = (2 * first // size) * stride + row
+        zero = tl.load(zeros + scale_at, mask=row < rows, other=0).to(tl.int32)
         low = (pairs & 15).to(tl.int32) - zero
         high = (pairs >> 4).to(tl.int32) - zero
         if WIDE:
@@ -322,7 +322,7 @@ def multiply_int4(
         else:
             product = tl.dot(x_even, low.to(x_even.dtype))
             product += tl.dot(x_odd, high.to(x_odd.dtype))
-        total += product * tl.load(scales + group, mask=row < rows, other=0.0)
+        total += product * tl.load(scales + scale_at, mask=row < rows, other=0.0)
     if BIAS:
         total += tl.load(bias + row, mask=row < rows, other=0.0).to(tl.float32)
     tl.store(out + token * stride + row, total, mask=(token < count) & (row < rows))

@@ -18,7 +18,7 @@ EMPTY = -1  # the id of an entry that is not used yet: those behind it are not u
 COUNT = (1 << 24) - 1
 PENALIZED = 1 << 24  # the repetition penalty applies: it was in the prompt or in the output
 FORBIDDEN = 1 << 25
-END = 1 << 26  # forbidden as long as ends are held back
+END = 1 << 26  # forbidden as long as stop ids are held back
 ALLOWED = 1 << 27  # one of those that a row with ``only`` may take
 
 
@@ -27,7 +27,7 @@ class LogitEdits(NamedTuple):
     ``words`` int32 [R, K]; ``biases`` float32 [R, K].
 
     ``penalties`` float32 [R, 3]: repetition, frequency, presence. ``only`` bool [R]: an id without
-    ALLOWED is forbidden, listed or not; ``early`` bool [R]: ends are held back.
+    ALLOWED is forbidden, listed or not; ``early`` bool [R]: stop ids are held back.
     """
 
     ids: Tensor

@@ -110,8 +110,8 @@ def _serve(
                 running.append(_fork(tokenizer, ids, limits, *waiting.pop(0), channel.connection))
                 selector.register(running[-1].verdict, selectors.EVENT_READ, running[-1])
             now = time.monotonic()
-            ends = min((fork.deadline for fork in running), default=None)
-            for key, _ in selector.select(None if ends is None else max(0.0, ends - now)):
+            deadline = min((fork.deadline for fork in running), default=None)
+            for key, _ in selector.select(None if deadline is None else max(0.0, deadline - now)):
                 if key.data is not None:
                     selector.unregister(key.fileobj)
                     running.remove(key.data)

@@ -19,8 +19,8 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from fairlead_kernels.formats.quantize import FP8, STORED, Format, Quantized
-from fairlead_runtime.models.grouped import grouped
 from fairlead_runtime.models.headers import Header, TensorEntry
+from fairlead_runtime.models.int4 import matrix_of
 from fairlead_runtime.models.model_error import ModelError
 from fairlead_runtime.models.quantized import QuantizedLinear
 from fairlead_runtime.sizing.stored import SCALE, ZERO, Published
@@ -119,7 +119,7 @@ class StoredLinear(nn.Module):
         if self._stored.format == "int4":
             tensors = {leaf: x.data for leaf, x in self.named_parameters() if leaf != "bias"}
             try:
-                return QuantizedLinear(grouped(self._stored, tensors, *self._shape), self.bias)
+                return QuantizedLinear(matrix_of(self._stored, tensors, *self._shape), self.bias)
             except ValueError as error:
                 raise ValueError(f"{self.name[:100]}: {error}") from None
         numbers, scales = getattr(self, self._stored.weight).data, getattr(self, SCALE).data

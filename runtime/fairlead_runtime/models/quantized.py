@@ -23,10 +23,10 @@ class QuantizedLinear(nn.Module):
     def __init__(self, weight: Quantized, bias: Tensor | None) -> None:
         super().__init__()
         self._format: StoredFormat = weight.format
-        groups = weight if isinstance(weight, Grouped) else None
+        int4 = weight if isinstance(weight, Grouped) else None
         self.bits, self.scales = _freeze(weight.bits), _freeze(weight.scales)
-        self.zeros = None if groups is None else _freeze(groups.zeros)
-        self.order = None if groups is None or groups.order is None else _freeze(groups.order)
+        self.zeros = None if int4 is None else _freeze(int4.zeros)
+        self.order = None if int4 is None or int4.order is None else _freeze(int4.order)
         self.bias = None if bias is None else _freeze(bias)
 
     @property

@@ -104,8 +104,8 @@ class Scheduler:
             raise RequestError("id", f"{request.id!r} is already in use: choose another id")
         params = request.params
         # A grammar's end is marked by an end-of-sequence token.
-        ends = not params.ignore_eos or params.guided is not None
-        stops = frozenset(params.stop_token_ids) | (request.eos_ids if ends else frozenset())
+        eos_stops = not params.ignore_eos or params.guided is not None
+        stops = frozenset(params.stop_token_ids) | (request.eos_ids if eos_stops else frozenset())
         siblings: list[Sequence] = []
         prompt = cast("array[int]", request.prompt)  # of all choices until they start
         self.state.siblings[request.id] = siblings

@@ -452,7 +452,7 @@ def base_type(name: str) -> type:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """One flag per field, with its help line, unit and default."""
-    group = parser.add_argument_group("engine")
+    section = parser.add_argument_group("engine")
     for f in dataclasses.fields(EngineConfig):
         meta, kind = f.metadata, base_type(f.name)
         unit = f", {meta['unit']}" if meta["unit"] else ""
@@ -465,11 +465,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
         text = f"{meta['help']} (default: {default}{unit})".replace("%", "%%")
         if kind is bool:
-            group.add_argument(
+            section.add_argument(
                 flag_of(f.name), action=argparse.BooleanOptionalAction, default=f.default, help=text
             )
         else:
-            group.add_argument(
+            section.add_argument(
                 flag_of(f.name),
                 type=kind,
                 default=f.default,

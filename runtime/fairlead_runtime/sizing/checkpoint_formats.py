@@ -106,17 +106,17 @@ def _compressed_tensors(config: Mapping[str, Any], settings: Mapping[str, Any]) 
         raise refusal("sparsity_config.format", sparsity["format"], "dense weights are served")
     if _object(_object(settings, "transform_config"), "config_groups"):
         raise refusal("transform_config", "set", "weights as they multiply are served")
-    groups = _object(settings, "config_groups")
-    if len(groups) != 1:
-        raise refusal("config_groups", f"{len(groups)} groups", "one for all layers is served")
-    group = _object(groups, next(iter(groups)))
-    if group.get("targets") != ["Linear"]:
-        raise refusal("targets", group.get("targets"), '["Linear"] is served')
+    schemes = _object(settings, "config_groups")
+    if len(schemes) != 1:
+        raise refusal("config_groups", f"{len(schemes)} groups", "one for all layers is served")
+    scheme = _object(schemes, next(iter(schemes)))
+    if scheme.get("targets") != ["Linear"]:
+        raise refusal("targets", scheme.get("targets"), '["Linear"] is served')
     _check_ignored(config, settings)
-    if group.get("output_activations") is not None:
+    if scheme.get("output_activations") is not None:
         raise refusal("output_activations", "set", "rounded outputs are not served")
-    weights = _object(group, "weights")
-    stored = group.get("format") or settings.get("format")
+    weights = _object(scheme, "weights")
+    stored = scheme.get("format") or settings.get("format")
     if weights.get("num_bits") == 4:
         return _four_bits(weights, stored)
     _check_weights(weights)

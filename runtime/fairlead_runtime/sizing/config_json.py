@@ -60,7 +60,7 @@ class ConfigReader:
         self.heads = self.integer("num_attention_heads")
         kv_heads, head_dim = (
             (self.optional(k) for k in ("num_key_value_heads", "head_dim"))
-            if family.grouped
+            if family.reads_kv_heads
             else (None, None)
         )
         self.kv_heads = kv_heads or self.heads

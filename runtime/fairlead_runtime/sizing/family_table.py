@@ -25,7 +25,7 @@ class Family:
     # Tensors of the MLP's inner width alive at once; measured, see the profiling run.
     mlp_copies: int = 3
     logit_copies: int = 1  # the same for logits: 2 where they are scaled or capped afterwards
-    grouped: bool = True  # whether num_key_value_heads and head_dim are read at all
+    reads_kv_heads: bool = True  # whether num_key_value_heads and head_dim are read at all
     norms: int = 2  # normalisations of the hidden state in one layer
     norm_bias: bool = False  # LayerNorm with a bias instead of RMSNorm
     qk_norm: str = ""  # "head": one weight per head_dim; "flat": one per projected element
@@ -200,7 +200,7 @@ FAMILIES: Mapping[str, Family] = {
         mlp_bias=True,
         gated=False,
         mlp_copies=5,  # its activation is written out in five operations
-        grouped=False,
+        reads_kv_heads=False,
         norm_bias=True,
         positions=True,
     ),
@@ -209,7 +209,7 @@ FAMILIES: Mapping[str, Family] = {
         mlp_bias=True,
         gated=False,
         mlp_copies=2,
-        grouped=False,
+        reads_kv_heads=False,
         norm_bias=True,
         **_ATTENTION_BIAS,
     ),

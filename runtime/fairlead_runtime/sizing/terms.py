@@ -296,8 +296,8 @@ def weights(shape: ModelShape, config: EngineConfig, tp: int, kind: str) -> int:
         # group, and the order of columns, if they have one.
         matrices = shape.layer_matrices + 4 * shape.layer_channels
         if config.quantization == "int4":
-            groups = _group_bytes(shape, shape.int4_groups, tp)
-            matrices = shape.layer_matrices // 2 + groups + 4 * shape.reordered_columns
+            scales = _scale_bytes(shape, shape.int4_groups, tp)
+            matrices = shape.layer_matrices // 2 + scales + 4 * shape.reordered_columns
         return matrices + (shape.parameters - shape.layer_matrices) * element
     head = 0 if shape.tied or shape.vocab % tp else shape.vocab * shape.hidden
     unsharded = shape.parameters - shape.sharded_parameters - shape.kv_parameters - head
@@ -307,15 +307,15 @@ def weights(shape: ModelShape, config: EngineConfig, tp: int, kind: str) -> int:
         return plain
     matrices, channels = _layer_shares(shape, tp)
     if config.quantization == "int4":
-        groups = matrices // shape.int4_group_size if shape.int4_group_size else channels
-        return plain - matrices * element + matrices // 2 + _group_bytes(shape, groups, tp)
+        scales = matrices // shape.int4_group_size if shape.int4_group_size else channels
+        return plain - matrices * element + matrices // 2 + _scale_bytes(shape, scales, tp)
     # A byte each and a float32 scale per row.
     return plain - matrices * (element - 1) + 4 * channels
 
 
-def _group_bytes(shape: ModelShape, groups: int, tp: int) -> int:
-    """Bytes of scales and zero points of so many groups of int4 weights."""
-    return groups * (PAIR if packaged(shape, tp) else OWN_PAIR) // 2
+def _scale_bytes(shape: ModelShape, scales: int, tp: int) -> int:
+    """Bytes of so many scales of int4 weights, and of their zero points."""
+    return scales * (PAIR if packaged(shape, tp) else OWN_PAIR) // 2
 
 
 def packaged(shape: ModelShape, tp: int) -> bool:

@@ -166,8 +166,8 @@ class BatchBuilder:
     def _build(self, rows: abc.Sequence[Row], *, ahead: bool) -> tuple[Batch, "_Arrays"]:
         starts = np.array([row.start for row in rows])
         counts = np.array([row.count for row in rows])
-        ends = counts.cumsum()
-        total = int(ends[-1])
+        row_ends = counts.cumsum()
+        total = int(row_ends[-1])
         row_of = np.repeat(np.arange(len(rows)), counts)
 
         ids, input_ids = self._ids.take(total)
@@ -175,9 +175,9 @@ class BatchBuilder:
         tokens = (part or (UNKNOWN,) for part in known) if ahead else known
         ids[:] = np.fromiter(chain.from_iterable(tokens), np.int64, total)
         at, positions = self._positions.take(total)
-        at[:] = np.arange(total) + (starts - ends + counts)[row_of]
+        at[:] = np.arange(total) + (starts - row_ends + counts)[row_of]
         query, query_starts = self._starts.take(len(rows) + 1)
-        query[0], query[1:] = 0, ends
+        query[0], query[1:] = 0, row_ends
         lens, kv_lens = self._lens.take(len(rows))
         lens[:] = starts + counts
 
@@ -202,7 +202,7 @@ class BatchBuilder:
 
         samples = np.array([row.samples for row in rows])
         places, index = self._samples.take(int(samples.sum()))
-        places[:] = ends[samples] - 1
+        places[:] = row_ends[samples] - 1
         sampling = [row.sequence for row in rows if row.samples]
         batch = Batch(input_ids, positions, tuple(slots), tuple(ragged), index, sampling)
         return batch, arrays

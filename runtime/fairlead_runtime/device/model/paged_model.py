@@ -61,8 +61,8 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) ->
     Without window, cap and sinks: enough where both sides of a comparison use it.
     """
     q, k, v = (x.transpose(0, 1) for x in (query, key, value))
-    group = query.shape[1] // key.shape[1]
-    k, v = (x.repeat_interleave(group, dim=0) for x in (k, v))
+    heads_per_kv = query.shape[1] // key.shape[1]
+    k, v = (x.repeat_interleave(heads_per_kv, dim=0) for x in (k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale).transpose(0, 1)
 
 
@@ -112,8 +112,8 @@ class PagedModel:
         self.windows = tuple(windows)
         self._fp8_cache = fp8_cache
         self.device: torch.device = device or model.device
-        ends: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
-        widths = [int(end.weight.shape[0]) for end in ends]
+        vocab_matrices: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
+        widths = [int(matrix.weight.shape[0]) for matrix in vocab_matrices]
         self.vocabulary, self.logits_width = min(widths), widths[1]
         self.selects_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._select_logits()
@@ -121,8 +121,8 @@ class PagedModel:
             if isinstance(module, PreTrainedModel):
                 module.warn_if_padding_and_no_attention_mask = _nothing
         # transformers picks grouped_mm where the model and torch support it, else eager.
-        self._grouped: str = getattr(model.config, "_experts_implementation", None) or "eager"
-        self._experts = self._grouped
+        self._fast_experts: str = getattr(model.config, "_experts_implementation", None) or "eager"
+        self._experts = self._fast_experts
         self.heads = self._probe()
 
     def _select_logits(self) -> None:
@@ -242,7 +242,7 @@ class PagedModel:
         """
         if self.packed:
             raise RuntimeError("transformers cannot compute layers whose weights are packed")
-        self._set("eager", "eager" if experts else self._grouped)
+        self._set("eager", "eager" if experts else self._fast_experts)
         try:
             yield self.model
         finally:
@@ -250,7 +250,7 @@ class PagedModel:
 
     def _set(self, attention_name: str, experts_name: str) -> None:
         self.model.set_attn_implementation(attention_name)
-        if self._grouped != "eager":
+        if self._fast_experts != "eager":
             self.model.set_experts_implementation(experts_name)
 
 

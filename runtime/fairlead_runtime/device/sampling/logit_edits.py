@@ -73,7 +73,7 @@ def _edits_of(sequence: Sequence, notes: Notes) -> list[tuple[Array, Any]]:
     if notes.counts is not None:
         ids = notes.counts.follow(sequence.tokens)
         edits.append((ids, notes.counts.counts.astype(np.int32) | PENALIZED))
-    held_back = notes.ends if params.min_tokens else []
+    held_back = notes.stop_ids if params.min_tokens else []
     for word, chosen_ids in (
         (END, held_back),
         (FORBIDDEN, notes.bad_ids),

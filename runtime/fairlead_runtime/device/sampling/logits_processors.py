@@ -69,13 +69,13 @@ def bitmask(ids: abc.Iterable[int]) -> Array:
 class Notes:
     """What one sequence's changes need from step to step."""
 
-    __slots__ = ("_bad_ends", "bad_ids", "bias_ids", "biases", "counts", "ends", "words")
+    __slots__ = ("_bad_words", "bad_ids", "bias_ids", "biases", "counts", "stop_ids", "words")
 
     def __init__(self, sequence: Sequence) -> None:
         params = sequence.request.params
         allowed = params.allowed_token_ids
         self.words = None if allowed is None else bitmask(allowed)
-        self.ends = [*sequence.request.eos_ids.union(params.stop_token_ids)]
+        self.stop_ids = [*sequence.request.eos_ids.union(params.stop_token_ids)]
         biases = dict(params.logit_bias)
         self.bias_ids = np.array([*biases], dtype=np.int64)
         self.biases = np.array([*biases.values()], dtype=np.float32)
@@ -86,28 +86,28 @@ class Notes:
             )
         # Bad words of one token are always forbidden; longer ones by the token before their end.
         self.bad_ids: list[int] = []
-        self._bad_ends: dict[int, list[tuple[int, ...]]] = {}
+        self._bad_words: dict[int, list[tuple[int, ...]]] = {}
         for word in params.bad_words:
             if isinstance(word, str):
                 raise TypeError("bad_words must be token ids in the engine")
             if len(word) == 1:
                 self.bad_ids.append(word[0])
             else:
-                self._bad_ends.setdefault(word[-2], []).append(word)
+                self._bad_words.setdefault(word[-2], []).append(word)
 
     def forbidden(self, sequence: Sequence) -> list[int]:
         """The ids that bad_words and min_tokens forbid as the next token, some possibly twice."""
         ids = [*self.bad_ids]
-        if self._bad_ends and sequence.generated:
+        if self._bad_words and sequence.generated:
             tokens, generated = sequence.tokens, sequence.generated
-            for word in self._bad_ends.get(tokens[-1], ()):
+            for word in self._bad_words.get(tokens[-1], ()):
                 before = len(word) - 1
                 if before <= generated and tuple(tokens[-before:]) == word[:-1]:
                     ids.append(word[-1])
         # Where a structured output is complete, its end is all that may follow.
         at_end = sequence.guide is not None and sequence.guide.at_end
         if sequence.generated < sequence.request.params.min_tokens and not at_end:
-            ids += self.ends
+            ids += self.stop_ids
         return ids
 
 

@@ -243,8 +243,8 @@ def _step(model: PagedModel, lengths: list[int], *, samples: bool) -> Callable[[
     """
     ids = torch.zeros(sum(lengths), dtype=torch.int64, device=model.device)
     positions = torch.cat([torch.arange(length, device=model.device) for length in lengths])
-    ends = torch.tensor(lengths, device=model.device).cumsum(0) - 1
-    step = _PassWithoutAttention(ends if samples else ends[:0], len(ids), model.heads)
+    last_tokens = torch.tensor(lengths, device=model.device).cumsum(0) - 1
+    step = _PassWithoutAttention(last_tokens if samples else last_tokens[:0], len(ids), model.heads)
 
     def run() -> torch.Tensor:
         return model.run(ids, positions, step)

@@ -26,16 +26,16 @@ _ONES = 0x11111111
 _SYMMETRIC = 8  # what stands for 0 where no zero points are stored
 
 
-def grouped(stored: Published, tensors: Mapping[str, Tensor], rows: int, columns: int) -> Grouped:
+def matrix_of(stored: Published, tensors: Mapping[str, Tensor], rows: int, columns: int) -> Grouped:
     """The matrix [rows, columns] of a layer. Raises ValueError for tensors of other sizes or types,
     and for an index that does not give every group as many columns.
     """
-    groups = columns // stored.int4_group_size if stored.int4_group_size else 1
-    _check(stored, tensors, rows, columns, groups)
+    int4_groups = columns // stored.int4_group_size if stored.int4_group_size else 1
+    _check(stored, tensors, rows, columns, int4_groups)
     numbers = tensors[stored.weight]
     if stored.layout == "rows":
         bits, scales = numbers.view(torch.uint8), tensors[SCALE]
-        zeros = torch.full((rows, groups), _SYMMETRIC, dtype=torch.uint8, device=numbers.device)
+        zeros = numbers.new_full((rows, int4_groups), _SYMMETRIC, dtype=torch.uint8)
         if (words := tensors.get(ZERO)) is not None:
             zeros = _integers(words.T.contiguous()).T.contiguous()
         index = tensors.get(INDEX)
@@ -50,21 +50,21 @@ def grouped(stored: Published, tensors: Mapping[str, Tensor], rows: int, columns
             # Of whole words, as it was taken from them: below 0 it borrows from the next.
             words = words + _ONES if stored.layout == "gptq" else words
             zeros = _integers(words).T.contiguous()
-    order = None if index is None else _order(index, groups)
+    order = None if index is None else _order(index, int4_groups)
     if order is not None:
         bits = paired(_integers(bits)[:, order])
     return Grouped("int4", bits, scales.float(), zeros, order)
 
 
 def _check(
-    stored: Published, tensors: Mapping[str, Tensor], rows: int, columns: int, groups: int
+    stored: Published, tensors: Mapping[str, Tensor], rows: int, columns: int, int4_groups: int
 ) -> None:
     integers = torch.int32
     if stored.layout == "rows":
         shapes = {
             stored.weight: ((rows, columns // 8), integers),
-            SCALE: ((rows, groups), torch.float32),
-            ZERO: ((rows // 8, groups), integers),
+            SCALE: ((rows, int4_groups), torch.float32),
+            ZERO: ((rows // 8, int4_groups), integers),
             INDEX: ((columns,), integers),
         }
     else:
@@ -74,11 +74,11 @@ def _check(
                 (columns, rows // 8) if across else (columns // 8, rows),
                 integers,
             ),
-            GROUP_SCALES: ((groups, rows), torch.float32),
-            GROUP_ZEROS: ((groups, rows // 8), integers),
+            GROUP_SCALES: ((int4_groups, rows), torch.float32),
+            GROUP_ZEROS: ((int4_groups, rows // 8), integers),
             GROUP_INDEX: ((columns,), integers),
         }
-    if rows % 8 or columns % 8 or columns % groups:
+    if rows % 8 or columns % 8 or columns % int4_groups:
         raise ValueError(f"a matrix of {rows} rows and {columns} columns has no groups of its size")
     for leaf, tensor in tensors.items():
         if leaf in shapes and (tuple(tensor.shape), tensor.dtype) != shapes[leaf]:
@@ -100,13 +100,13 @@ def _in_order(integers: Tensor) -> Tensor:
     return integers.view(len(integers), -1, 8)[..., _PLACES].flatten(1)
 
 
-def _order(index: Tensor, groups: int) -> Tensor | None:
+def _order(index: Tensor, int4_groups: int) -> Tensor | None:
     """The columns group after group, int32; None where they already are."""
-    size = len(index) // groups
+    size = len(index) // int4_groups
     group_index = torch.arange(len(index), dtype=index.dtype, device=index.device) // size
     if torch.equal(index, group_index):
         return None
     order = index.argsort(stable=True)
     if not torch.equal(index[order], group_index):
-        raise ValueError(f"its index does not give each of {groups} groups {size} columns")
+        raise ValueError(f"its index does not give each of {int4_groups} groups {size} columns")
     return order.int()
