@@ -1486,7 +1486,7 @@ BUGS = (
         "fairlead_kernels.packages.flashinfer_plan:_indices",
         "(lens - decodes.window).clamp_(min=0)",
         "(lens - decodes.window + 4).clamp_(min=0)",
-        ("unit/device/test_slot_table.py",),
+        ("unit/device/test_sequence_table.py",),
     ),
     PackageBug(
         "the device shifts the sign into its keys",

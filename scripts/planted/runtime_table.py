@@ -7,7 +7,7 @@ STORED_WEIGHTS = ("unit/models/test_published.py",)
 PRODUCT_TESTS = ("functional/engine/test_packed_products.py",)
 LOAD_MEMORY = ("functional/engine/test_load_memory.py",)
 RANKS, FUSED_RANKS = "functional/engine/test_ranks.py", "unit/device/test_fused_ranks.py"
-TABLE_TESTS = "unit/device/test_slot_table.py"
+TABLE_TESTS = "unit/device/test_sequence_table.py"
 DECODE_TESTS, GRAPH_TESTS = "unit/device/test_decode_steps.py", "unit/device/test_graphs.py"
 LIST_TESTS = "unit/device/test_change_lists.py"
 MIXED_TESTS = "unit/device/test_mixed_steps.py"
@@ -1526,15 +1526,15 @@ BUGS = (
     ),
     PackageBug(
         "a preempted sequence keeps its old blocks on the device",
-        "fairlead_runtime.device.sampling.sequence_table:SlotTable.enter",
+        "fairlead_runtime.device.sampling.sequence_table:SequenceTable.enter",
         "entry is None or entry.preemptions != sequence.preemptions",
         "entry is None",
         (TABLE_TESTS,),
         quick="test_any_history_gives_the_inputs_that_the_host_would_make[48]",
     ),
     PackageBug(
-        "the slot table does not notice a step made elsewhere",
-        "fairlead_runtime.device.sampling.sequence_table:SlotTable.enter",
+        "the sequence table does not notice a step made elsewhere",
+        "fairlead_runtime.device.sampling.sequence_table:SequenceTable.enter",
         "if entry.length != length:",
         "if not entry.length:",
         (TABLE_TESTS,),
@@ -1542,7 +1542,7 @@ BUGS = (
     ),
     PackageBug(
         "a sequence's new blocks are not sent",
-        "fairlead_runtime.device.sampling.sequence_table:SlotTable.enter",
+        "fairlead_runtime.device.sampling.sequence_table:SequenceTable.enter",
         "if entry.blocks < len(sequence.tables[0]):",
         "if not entry.blocks:",
         (TABLE_TESTS,),
@@ -1550,7 +1550,7 @@ BUGS = (
     ),
     PackageBug(
         "everything is sent in every step",
-        "fairlead_runtime.device.sampling.sequence_table:SlotTable.enter",
+        "fairlead_runtime.device.sampling.sequence_table:SequenceTable.enter",
         "            entry.length = length + 1\n",
         "",
         (TABLE_TESTS,),
@@ -1558,21 +1558,21 @@ BUGS = (
     ),
     PackageBug(
         "a row is taken from a sequence of the same step",
-        "fairlead_runtime.device.sampling.sequence_table:SlotTable._new",
+        "fairlead_runtime.device.sampling.sequence_table:SequenceTable._new",
         "[s for s in self._entries if s not in needed]",
         "[*self._entries][:1]",
         (TABLE_TESTS,),
     ),
     PackageBug(
         "a block goes into the table of another group",
-        "fairlead_runtime.device.sampling.sequence_table:SlotTable._growth",
+        "fairlead_runtime.device.sampling.sequence_table:SequenceTable._growth",
         "(group * rows + entry.row) * width",
         "entry.row * width",
         (TABLE_TESTS,),
     ),
     PackageBug(
         "padding rows grow",
-        "fairlead_runtime.device.sampling.sequence_table:SlotTable.advance",
+        "fairlead_runtime.device.sampling.sequence_table:SequenceTable.advance",
         "real = index != PADDING",
         "real = index >= PADDING",
         (TABLE_TESTS,),
@@ -1580,7 +1580,7 @@ BUGS = (
     ),
     PackageBug(
         "a draw on the device does not depend on its position",
-        "fairlead_runtime.device.sampling.sequence_table:SlotTable.parameters",
+        "fairlead_runtime.device.sampling.sequence_table:SequenceTable.parameters",
         "rows[:, KEY] ^ rows[:, LENGTH]",
         "rows[:, KEY]",
         (TABLE_TESTS,),
@@ -1624,7 +1624,7 @@ BUGS = (
     ),
     PackageBug(
         "padding rows are a sequence's",
-        "fairlead_runtime.device.sampling.sequence_table:SlotTable.enter",
+        "fairlead_runtime.device.sampling.sequence_table:SequenceTable.enter",
         "index = np.zeros(len(into)",
         "index = np.ones(len(into)",
         (TABLE_TESTS,),
@@ -1713,7 +1713,7 @@ BUGS = (
     ),
     PackageBug(
         "what a step sends is copied while the host waits",
-        "fairlead_runtime.device.sampling.sequence_table:SlotTable._send",
+        "fairlead_runtime.device.sampling.sequence_table:SequenceTable._send",
         "packet.to(self._device, non_blocking=True)",
         "packet.to(self._device)",
         ("unit/device/test_launches_never_wait.py",),
@@ -2025,7 +2025,7 @@ BUGS = (
     ),
     PackageBug(
         "what a step sends overwrites what the last one sends",
-        "fairlead_runtime.device.sampling.sequence_table:SlotTable._send",
+        "fairlead_runtime.device.sampling.sequence_table:SequenceTable._send",
         "        self._packets.reverse()\n",
         "",
         (TABLE_TESTS,),
@@ -2033,7 +2033,7 @@ BUGS = (
     ),
     PackageBug(
         "a row in flight is sent with what the host knows",
-        "fairlead_runtime.device.sampling.sequence_table:SlotTable.enter",
+        "fairlead_runtime.device.sampling.sequence_table:SequenceTable.enter",
         "if sequence.sampled_in_flight:",
         "if False:",
         (TABLE_TESTS,),
@@ -2041,7 +2041,7 @@ BUGS = (
     ),
     PackageBug(
         "the row of a prompt begins at its last part",
-        "fairlead_runtime.device.sampling.sequence_table:SlotTable.enter",
+        "fairlead_runtime.device.sampling.sequence_table:SequenceTable.enter",
         "length = start + count\n            entry",
         "length = start + 1\n            entry",
         (MIXED_TESTS, DECODE_TESTS),
@@ -2166,14 +2166,14 @@ BUGS = (
     ),
     PackageBug(
         "a list that is full loses tokens",
-        "fairlead_runtime.device.sampling.sequence_table:SlotTable._mode",
-        "return mode if length < entry.full else GENERAL",
+        "fairlead_runtime.device.sampling.sequence_table:SequenceTable._mode",
+        "return mode if length < entry.edits_full_at else GENERAL",
         "return mode",
         (TABLE_TESTS, DECODE_TESTS),
     ),
     PackageBug(
         "ends are held back for one token too many",
-        "fairlead_runtime.device.sampling.sequence_table:SlotTable.changes",
+        "fairlead_runtime.device.sampling.sequence_table:SequenceTable.changes",
         "early = rows[:, LENGTH] < rows[:, UNTIL]",
         "early = rows[:, LENGTH] <= rows[:, UNTIL]",
         (TABLE_TESTS, LIST_TESTS),
@@ -2247,7 +2247,7 @@ BUGS = (
     ),
     PackageBug(
         "the row of a sequence that is gone is lost",
-        "fairlead_runtime.device.sampling.sequence_table:SlotTable._new",
+        "fairlead_runtime.device.sampling.sequence_table:SequenceTable._new",
         "if row not in used_rows]",
         "if row in used_rows]",
         (TABLE_TESTS,),

@@ -13,7 +13,7 @@ import torch
 from fairlead_kernels.sampling import sample, sample_rows
 from fairlead_runtime import LLM, SamplingParams
 from fairlead_runtime.device.sampling.sampling_mode import GENERAL
-from fairlead_runtime.device.sampling.sequence_table import SlotTable
+from fairlead_runtime.device.sampling.sequence_table import SequenceTable
 from fairlead_runtime.device.step.decode_steps import DecodeSteps
 from fairlead_runtime.device.step.graph_cache import GraphCache
 from fairlead_runtime.device.step.model_runner import ModelRunner
@@ -95,7 +95,7 @@ def test_all_ways_to_sample_draw_the_same_from_captured_logits(
     with LLM(str(folder), cuda_graphs="on", **SETTINGS) as llm:
         on_device = tokens(llm, SamplingParams(**drawn))
         masked = tokens(llm, SamplingParams(**drawn, **MASKED))
-        monkeypatch.setattr(SlotTable, "_mode", lambda *_: GENERAL)
+        monkeypatch.setattr(SequenceTable, "_mode", lambda *_: GENERAL)
         general = tokens(llm, SamplingParams(**drawn))
     assert on_device == masked == general
     assert len(replays) > 60
@@ -142,7 +142,7 @@ def test_changed_logits_and_log_probabilities_are_those_of_the_general_sampler(
     with LLM(str(folder), cuda_graphs="on", async_batching="on", **SETTINGS) as llm:
         params = SamplingParams(**drawn | changes)
         results = [llm.generate(PROMPTS, params, use_tqdm=False)]
-        monkeypatch.setattr(SlotTable, "_mode", lambda *_: GENERAL)
+        monkeypatch.setattr(SequenceTable, "_mode", lambda *_: GENERAL)
         results.append(llm.generate(PROMPTS, params, use_tqdm=False))
     for mine, wanted in zip(*([r.outputs[0] for r in some] for some in results), strict=True):
         assert mine.token_ids == wanted.token_ids

@@ -1,5 +1,5 @@
-"""Bugs planted in the slot table, graphs, asynchronous steps and offload are caught in every run of
-the suite, each by the one quick test that is named with it.
+"""Bugs planted in the sequence table, graphs, asynchronous steps and offload are caught in every
+run of the suite, each by the one quick test that is named with it.
 """
 
 import re
@@ -18,7 +18,7 @@ from planted.forked import Change, Forks, why_missed
 
 BUGS = [bug for bug in plant_package_bugs.BUGS if bug.quick]
 AREAS = {
-    "slot table": {
+    "sequence table": {
         "fairlead_runtime.device.sampling.sequence_table",
         "fairlead_runtime.device.sampling.sequence_row",
         "fairlead_runtime.device.sampling.logit_edits",

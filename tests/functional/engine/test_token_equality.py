@@ -335,7 +335,7 @@ def test_on_flashinfers_wrappers_greedy_text_equals_transformers(family: str) ->
 
 @pytest.mark.parametrize("family", head_forms("llama"))
 def test_with_decodes_on_the_device_greedy_text_equals_transformers(family: str) -> None:
-    """Ids, positions, slots and blocks of decodes come from the slot table."""
+    """Ids, positions, slots and blocks of decodes come from the sequence table."""
     check_three_settings(family, "resident")
 
 

@@ -18,7 +18,7 @@ from fairlead_runtime.device.sampling.host_sampler import SampledTokens, Samplin
 from fairlead_runtime.device.sampling.host_sampler import sample as general
 from fairlead_runtime.device.sampling.logit_edits import ChangeList
 from fairlead_runtime.device.sampling.sampling_mode import GENERAL
-from fairlead_runtime.device.sampling.sequence_table import SlotTable
+from fairlead_runtime.device.sampling.sequence_table import SequenceTable
 from fairlead_runtime.request.sequence import MAX_LOGPROBS, Request, SamplingParams, Sequence
 from fairlead_runtime.scheduling.plan import Row
 from fairlead_runtime.sizing.groups import LayerGroup
@@ -57,15 +57,15 @@ def a_sequence(number: int, params: dict[str, Any], rng: random.Random) -> Seque
     return sequence
 
 
-def a_table(rows: int, listed: int = WIDTH + 6) -> SlotTable:
+def a_table(rows: int, listed: int = WIDTH + 6) -> SequenceTable:
     groups, cpu = (LayerGroup(0, None, (0,)),), torch.device("cpu")
-    return SlotTable(
+    return SequenceTable(
         groups, 4, sequences=rows, blocks=20, listed=listed, padding_unit=0, device=cpu
     )
 
 
 def on_device(
-    table: SlotTable, sequences: list[Sequence], logits: Tensor
+    table: SequenceTable, sequences: list[Sequence], logits: Tensor
 ) -> tuple[Tensor, RowLogprobs]:
     """One step, in the mode that its rows need."""
     index = torch.zeros(len(sequences), dtype=torch.int64)

@@ -12,7 +12,7 @@ import torch
 
 from fairlead_runtime.device.sampling.host_sampler import NON_FINITE
 from fairlead_runtime.device.sampling.sampling_mode import GENERAL, GREEDY, HEAVIEST
-from fairlead_runtime.device.sampling.sequence_table import SlotTable
+from fairlead_runtime.device.sampling.sequence_table import SequenceTable
 from fairlead_runtime.device.step.decode_steps import DecodeSteps, is_decode
 from fairlead_runtime.device.step.model_runner import ModelRunner
 from fairlead_runtime.engine.isolate import run_isolated
@@ -307,9 +307,9 @@ def test_a_failing_capture_ends_capturing_and_no_step(monkeypatch: pytest.Monkey
 def test_blocks_whose_sending_failed_are_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = some_of("without log-probabilities")
     want = general_texts("without log-probabilities")
-    growth, calls = SlotTable._growth, 0
+    growth, calls = SequenceTable._growth, 0
 
-    def fail_once(self: SlotTable, grown: list[Any]) -> Any:
+    def fail_once(self: SequenceTable, grown: list[Any]) -> Any:
         nonlocal calls
         sent = growth(self, grown)
         calls += bool(grown)
@@ -317,7 +317,7 @@ def test_blocks_whose_sending_failed_are_sent_again(monkeypatch: pytest.MonkeyPa
             raise RuntimeError("planted")
         return sent
 
-    monkeypatch.setattr(SlotTable, "_growth", fail_once)
+    monkeypatch.setattr(SequenceTable, "_growth", fail_once)
     assert texts(rig("llama", "resident"), asked) == want
     assert calls > 2
 

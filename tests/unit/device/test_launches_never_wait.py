@@ -10,7 +10,7 @@ import torch
 from fairlead_kernels.choice.experts import torch_product
 from fairlead_kernels.gpu.triton_experts import TritonExperts
 from fairlead_runtime.device.sampling.device_sampler import RowSampler
-from fairlead_runtime.device.sampling.sequence_table import SlotTable
+from fairlead_runtime.device.sampling.sequence_table import SequenceTable
 from fairlead_runtime.request.sequence import Request, SamplingParams
 from fairlead_runtime.scheduling.plan import Token, Work
 from support.engine_rig import EOS, Rig, Setting, rig
@@ -111,10 +111,10 @@ def plant(owner: type, name: str, extra: Callable[..., object]) -> Callable[...,
 @pytest.mark.parametrize(
     ("owner", "name", "extra", "message"),
     [
-        (SlotTable, "enter", lambda table, *_: table.state[0].tolist(), "tolist waits"),
-        (SlotTable, "enter", lambda table, *_: bool(table.state[0, 0] > 0), "waits"),
-        (SlotTable, "enter", lambda table, *_: table.state.nonzero(), "nonzero waits"),
-        (SlotTable, "enter", lambda table, *_: table.state[table.state > 0], "index waits"),
+        (SequenceTable, "enter", lambda table, *_: table.state[0].tolist(), "tolist waits"),
+        (SequenceTable, "enter", lambda table, *_: bool(table.state[0, 0] > 0), "waits"),
+        (SequenceTable, "enter", lambda table, *_: table.state.nonzero(), "nonzero waits"),
+        (SequenceTable, "enter", lambda table, *_: table.state[table.state > 0], "index waits"),
         (RowSampler, "sample", lambda _self, logits, *_: logits.argmax().item(), "item waits"),
         (RowSampler, "sample", lambda _self, logits, *_: logits.cpu(), "cpu waits"),
         (
@@ -132,7 +132,7 @@ def plant(owner: type, name: str, extra: Callable[..., object]) -> Callable[...,
             "a copy from the device is waited for",
         ),
         (
-            SlotTable,
+            SequenceTable,
             "enter",
             lambda table, *_: torch.ones(3).to(table.state.device),
             "goes to the device is waited for",

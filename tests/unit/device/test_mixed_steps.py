@@ -12,7 +12,7 @@ from fairlead_runtime.device.model.batch import UNKNOWN, Batch
 from fairlead_runtime.device.model.paged_model import PagedModel
 from fairlead_runtime.device.sampling.device_sampler import RowSampler
 from fairlead_runtime.device.sampling.host_sampler import NON_FINITE
-from fairlead_runtime.device.sampling.sequence_table import SlotTable
+from fairlead_runtime.device.sampling.sequence_table import SequenceTable
 from fairlead_runtime.device.sampling.token_readback import TokenReadback
 from fairlead_runtime.device.step.mixed_steps import MixedSteps
 from fairlead_runtime.device.step.model_runner import ModelRunner
@@ -242,7 +242,7 @@ def test_a_launch_that_fails_before_other_ranks_are_told_loses_nothing(
 ) -> None:
     others = Others()
     world = split_world(others, greedy("a", (5, 6, 7), 6))
-    monkeypatch.setattr(SlotTable, "enter", lambda *_: 1 / 0)
+    monkeypatch.setattr(SequenceTable, "enter", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         world.launch()
     assert others.told == []

@@ -1,6 +1,6 @@
 """Sampling the rows of a step on the device, and the way of their tokens to the host.
 
-Owns the slot table and all that sampling by its rows writes: tokens, log-probabilities, and the
+Owns the sequence table and all that sampling by its rows writes: tokens, log-probabilities, and the
 host memory they arrive in. Steps of decodes and steps with prompts share one, so that a sequence's
 row goes on from one kind to the other.
 """
@@ -18,7 +18,7 @@ from fairlead_runtime.device.memory.storage import CacheStorage
 from fairlead_runtime.device.model.paged_model import PagedModel
 from fairlead_runtime.device.sampling.mask_upload import MaskPacket
 from fairlead_runtime.device.sampling.sampling_mode import GENERAL, DrawKind, SamplingMode
-from fairlead_runtime.device.sampling.sequence_table import SlotTable
+from fairlead_runtime.device.sampling.sequence_table import SequenceTable
 from fairlead_runtime.device.sampling.token_readback import SampledStep, TokenReadback
 from fairlead_runtime.grammar.guides import Masks
 from fairlead_runtime.request.sequence import MAX_LOGPROBS
@@ -37,7 +37,7 @@ class RowSampler:
 
     def __init__(
         self,
-        table: SlotTable,
+        table: SequenceTable,
         max_rows: int,
         width: int,
         device: torch.device,
@@ -73,7 +73,7 @@ class RowSampler:
         row's changes of logits are at most ``listed`` ids, by default as many as planned.
         """
         width, device = model.logits_width, model.device
-        table = SlotTable(
+        table = SequenceTable(
             cache.groups,
             cache.block_size,
             sequences=sequences,

@@ -1,5 +1,5 @@
 """What a device keeps of the changes that sequences make to their logits: a short list for each row
-of the slot table.
+of the sequence table.
 
 Owns how a list follows from a sequence's parameters and tokens, and the lists on the device, where
 each new token of a row with penalties is counted. An entry is an id with all that is said of it, so

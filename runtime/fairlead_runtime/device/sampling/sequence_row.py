@@ -1,4 +1,4 @@
-"""One row of the slot table: its columns on the device, and what the host keeps of it.
+"""One row of the sequence table: its columns on the device, and what the host keeps of it.
 
 Owns the columns and how they follow from a sequence.
 """
@@ -37,18 +37,18 @@ class Entry:
     """What a row on the device has of its sequence: ``length`` that of its next step, ``blocks``
     per group. ``state`` is the row, but for token, length and flags.
 
-    ``mode``: how its tokens are chosen below the length ``until``, ``then`` from there on; from
-    ``full`` on its list may lack room.
+    ``mode``: how its tokens are chosen below the length ``min_tokens_until``, ``mode_after`` from
+    there on; from ``edits_full_at`` on its list may lack room.
     """
 
     row: int
     preemptions: int
     state: Array
     mode: SamplingMode
-    until: int
-    then: SamplingMode
+    min_tokens_until: int
+    mode_after: SamplingMode
     counts: bool
-    full: int = 0
+    edits_full_at: int = 0
     length: int = 0
     blocks: int = 0
 
@@ -61,14 +61,14 @@ class Entry:
             sequence.preemptions,
             _state(sequence),
             mode,
-            until=holds_back_until(sequence),
-            then=mode_of(sequence, ALWAYS),
+            min_tokens_until=holds_back_until(sequence),
+            mode_after=mode_of(sequence, ALWAYS),
             counts=mode.changes and sequence.request.params.penalizes,
         )
 
 
 def _state(sequence: Sequence) -> Array:
-    """SlotTable.state's row for this sequence, int64 [COLUMNS], without token, length and flags."""
+    """SequenceTable.state's row of this sequence, int64 [COLUMNS], but token, length and flags."""
     params = sequence.request.params
     state = np.zeros(COLUMNS, dtype=np.int64)
     key = mix64(mix64(sequence.request.seed & MASK64) ^ sequence.choice)

@@ -66,7 +66,7 @@ class Inputs(NamedTuple):
     slots: tuple[Tensor, ...]
 
 
-class SlotTable:
+class SequenceTable:
     """Rows for ``sequences`` sequences of at most ``blocks`` blocks in each layer group, with lists
     of at most ``listed`` ids.
 
@@ -152,12 +152,12 @@ class SlotTable:
         return self._mode(entry, sequence, row.start + row.count)
 
     def _mode(self, entry: Entry, sequence: Sequence, length: int) -> SamplingMode:
-        mode = entry.mode if length < entry.until else entry.then
-        if not mode.changes or length < entry.full:
+        mode = entry.mode if length < entry.min_tokens_until else entry.mode_after
+        if not mode.changes or length < entry.edits_full_at:
             return mode
         # Its list was shorter than the tokens are many, if some occur again.
-        entry.full = self.lists.full(sequence, ChangeList.of(sequence))
-        return mode if length < entry.full else GENERAL
+        entry.edits_full_at = self.lists.full(sequence, ChangeList.of(sequence))
+        return mode if length < entry.edits_full_at else GENERAL
 
     def forget(self, rows: abc.Iterable[Row]) -> None:
         """Send these sequences' rows again in full: their step may have run or not."""
@@ -224,8 +224,8 @@ class SlotTable:
             if not entry.mode.changes:
                 continue
             changes = ChangeList.of(sequence)
-            entry.full = self.lists.full(sequence, changes)
-            if entry.full:
+            entry.edits_full_at = self.lists.full(sequence, changes)
+            if entry.edits_full_at:
                 state[FLAGS] = changes.flags
                 lists.append((entry.row, changes))
         return lists

@@ -1,6 +1,6 @@
 """Steps of decodes alone, whose inputs and draws are made on the device.
 
-Owns the way of such a step: the slot table is brought up to date, attention is planned from the
+Owns the way of such a step: the sequence table is brought up to date, attention is planned from the
 lengths that the host knows, the device makes ids, positions and slots, computes, samples and
 appends each token to its own row. The host waits once, for the tokens; or it launches the next step
 first (docs/design/0012). A step with masks is drawn once they are there, and one with a row whose
@@ -31,7 +31,7 @@ from fairlead_runtime.device.sampling.sampling_mode import (
     SamplingMode,
     merge,
 )
-from fairlead_runtime.device.sampling.sequence_table import Array, SlotTable
+from fairlead_runtime.device.sampling.sequence_table import Array, SequenceTable
 from fairlead_runtime.device.sampling.token_readback import SampledStep, results_of
 from fairlead_runtime.device.step.graph_cache import GraphCache
 from fairlead_runtime.device.step.pending_step import PendingStep
@@ -106,7 +106,7 @@ class DecodeSteps:
             self._logits = torch.zeros(shape, dtype=model.logits_dtype, device=model.device)
 
     @property
-    def table(self) -> SlotTable:
+    def table(self) -> SequenceTable:
         return self.sampler.table
 
     @property

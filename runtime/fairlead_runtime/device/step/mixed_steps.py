@@ -1,9 +1,9 @@
-"""Steps with prompts that are launched: nobody waits for them before the next is launched. Those of
-a split model are all such steps.
+"""Launched steps that contain prompts. The next step is launched before their tokens are known. A
+model sharded over ranks uses only these.
 
-Owns the way of such a step, which is that of any other but for its ends: ids that the host does not
-know yet come from the slot table, and tokens are sampled, appended and sent by its rows. So decodes
-in it follow from a step in flight, and the next from it (docs/design/0012).
+Owns what such a step does beyond any other: ids that the host does not know yet come from the
+sequence table, and tokens are sampled, appended and sent by its rows. So decodes in it follow from
+a step in flight, and the next from it (docs/design/0012).
 """
 
 from collections.abc import Sequence
@@ -25,8 +25,7 @@ from fairlead_runtime.scheduling.plan import Row
 
 class MixedSteps:
     """``first`` is the builder of the steps that are not launched: they run while none is in
-    flight. ``followers`` hold the other parts of a model that is split, and get all ids on their
-    devices.
+    flight. ``followers`` hold the other shards of the model, and get all ids on their devices.
     """
 
     def __init__(

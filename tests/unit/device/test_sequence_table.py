@@ -1,5 +1,5 @@
-"""The slot table has on the device what each decode needs, after any history of its sequences, and
-sends no more than what changed.
+"""The sequence table has on the device what each decode needs, after any history of its sequences,
+and sends no more than what changed.
 """
 
 import random
@@ -21,7 +21,7 @@ from fairlead_runtime.device.model.batch import BatchBuilder
 from fairlead_runtime.device.sampling.host_sampler import SamplingBatch
 from fairlead_runtime.device.sampling.logits_processors import LogitChanges
 from fairlead_runtime.device.sampling.sampling_mode import GENERAL, DrawKind, SamplingMode
-from fairlead_runtime.device.sampling.sequence_table import PADDING, SlotTable
+from fairlead_runtime.device.sampling.sequence_table import PADDING, SequenceTable
 from fairlead_runtime.request.sequence import Request, SamplingParams, Sequence
 from fairlead_runtime.scheduling.plan import Row
 from fairlead_runtime.sizing.groups import LayerGroup
@@ -34,8 +34,10 @@ EOS = frozenset({7, 8})
 CPU = torch.device("cpu")
 
 
-def a_table(sequences: int = 8, listed: int = VOCABULARY, device: torch.device = CPU) -> SlotTable:
-    return SlotTable(
+def a_table(
+    sequences: int = 8, listed: int = VOCABULARY, device: torch.device = CPU
+) -> SequenceTable:
+    return SequenceTable(
         GROUPS,
         SIZE,
         sequences=sequences,
@@ -126,7 +128,7 @@ def rows_of(sequences: list[Sequence]) -> list[Row]:
     return [Row(s, len(s.tokens) - 1, 1, samples=True) for s in sequences]
 
 
-def check(table: SlotTable, rows: list[Row], index: Tensor, lens: Any) -> None:
+def check(table: SequenceTable, rows: list[Row], index: Tensor, lens: Any) -> None:
     """The device's inputs, blocks and parameters are those that the host would make."""
     real, batch = len(rows), BatchBuilder(GROUPS, SIZE).build(rows)
     inputs = table.inputs(index)
