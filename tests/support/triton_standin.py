@@ -40,8 +40,8 @@ def _attend(
 ) -> None:
     """``triton_attention_kernels.attend``."""
     *_, window, scale, softcap, _, _ = numbers
-    kv, group, splits = sizes["KV"], sizes["GROUP"], sizes["SPLITS"]
-    assert grid == (pieces.shape[1], kv * -(-group // sizes["HEADS"]), splits)
+    kv, per_kv, splits = sizes["KV"], sizes["PER_KV"], sizes["SPLITS"]
+    assert grid == (pieces.shape[1], kv * -(-per_kv // sizes["HEADS"]), splits)
     for piece, (row, token, position, queries) in enumerate(pieces.T.tolist()):
         begin = max(position - window + 1, 0) if sizes["WINDOW"] else 0
         end = position + queries
@@ -51,7 +51,7 @@ def _attend(
             key = torch.arange(first, max(first, min(first + share, end)))
             places = tables[row, key // sizes["BLOCK"]].long(), key % sizes["BLOCK"]
             k, v = (
-                _wide(x[places], fp8=sizes["FP8_CACHE"]).repeat_interleave(group, dim=1)
+                _wide(x[places], fp8=sizes["FP8_CACHE"]).repeat_interleave(per_kv, dim=1)
                 for x in (keys, values)
             )
             at = torch.arange(position, end)

@@ -210,7 +210,7 @@ class TritonAttention:
 
     def _heads_of(self, tall: int) -> int:
         """Query heads that a program has, of those that share a key-value head."""
-        return min(self.heads.group, tall)
+        return min(self.heads.per_kv, tall)
 
     # -- a layer
 
@@ -252,7 +252,7 @@ class TritonAttention:
     ) -> None:
         h, room, heads = self.heads, plan.partial, self._heads_of(self._tiles.tall)
         tall = self._tiles.tall if splits == 1 else _columns(heads)
-        self._kernels.attend[pieces.shape[1], h.kv * -(-h.group // heads), splits](
+        self._kernels.attend[pieces.shape[1], h.kv * -(-h.per_kv // heads), splits](
             query,
             keys,
             values,
@@ -272,7 +272,7 @@ class TritonAttention:
             query.stride(1),
             BLOCK=plan.block_size,
             KV=h.kv,
-            GROUP=h.group,
+            PER_KV=h.per_kv,
             DIM=h.dim,
             VALUE_DIM=h.value_dim,
             WINDOW=spec.window is not None,

@@ -54,7 +54,7 @@ def attend(
     query_head,
     BLOCK: tl.constexpr,
     KV: tl.constexpr,
-    GROUP: tl.constexpr,
+    PER_KV: tl.constexpr,
     DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -70,16 +70,16 @@ def attend(
     COLUMNS: tl.constexpr,
     VALUE_COLUMNS: tl.constexpr,
 ):
-    """A program of the grid (pieces, KV * parts of a group of HEADS heads, SPLITS): TALL // HEADS
+    """A program of the grid (pieces, KV * cdiv(PER_KV, HEADS), SPLITS): TALL // HEADS
     queries at most of each of HEADS heads, over KEYS keys at a time.
 
-    query [T, KV * GROUP, DIM] with the strides ``query_token`` and ``query_head``; keys [blocks,
+    query [T, KV * PER_KV, DIM] with the strides ``query_token`` and ``query_head``; keys [blocks,
     BLOCK, KV, DIM] and values likewise, dense, with FP8_CACHE the bytes of 8-bit floats; out
-    [T, KV * GROUP, VALUE_DIM]. With WINDOW a position p sees the keys p-window+1..p. With one of
+    [T, KV * PER_KV, VALUE_DIM]. With WINDOW a position p sees the keys p-window+1..p. With one of
     SPLITS the result goes to ``out``, the sinks included; with more each program takes an equal
     share of a piece's keys, LEAST_KEYS at least, and leaves for ``merge`` its unscaled sum of
-    values in ``parts`` [pieces, KV * GROUP, SPLITS, VALUE_DIM], its largest exponent in ``peaks``
-    and the sum of its weights in ``totals`` [pieces, KV * GROUP, SPLITS], which is 0 where it had
+    values in ``parts`` [pieces, KV * PER_KV, SPLITS, VALUE_DIM], its largest exponent in ``peaks``
+    and the sum of its weights in ``totals`` [pieces, KV * PER_KV, SPLITS], which is 0 where it had
     no key.
     With WIDE products are in float32, whatever the types are.
     """
@@ -93,9 +93,9 @@ def attend(
 
     place = tl.arange(0, TALL)
     query_place = place // HEADS
-    head_in_group = (tl.program_id(1) // KV) * HEADS + place % HEADS
-    valid = (query_place < queries) & (head_in_group < GROUP)
-    head = kv * GROUP + head_in_group
+    member = (tl.program_id(1) // KV) * HEADS + place % HEADS
+    valid = (query_place < queries) & (member < PER_KV)
+    head = kv * PER_KV + member
     column = tl.arange(0, COLUMNS)
     value_column = tl.arange(0, VALUE_COLUMNS)
     at_query = (token + query_place) * query_token + head * query_head
@@ -166,11 +166,11 @@ def attend(
 
     stored = valid[:, None] & (value_column < VALUE_DIM)[None, :]
     if SPLITS == 1:
-        at = ((token + query_place) * (KV * GROUP) + head) * VALUE_DIM
+        at = ((token + query_place) * (KV * PER_KV) + head) * VALUE_DIM
         result = (result / total[:, None]).to(out.dtype.element_ty)
         tl.store(out + at[:, None] + value_column[None, :], result, mask=stored)
     else:
-        at = (piece.to(tl.int64) * (KV * GROUP) + head) * SPLITS + split
+        at = (piece.to(tl.int64) * (KV * PER_KV) + head) * SPLITS + split
         tl.store(peaks + at, peak, mask=valid)
         tl.store(totals + at, total, mask=valid)
         if begin < end:

@@ -115,9 +115,9 @@ class FixedAttention:
         self.device = device
         self._kernels = fixed
         self._wide = wide or heads.dtype is torch.float32
-        self._group = _power(heads.group)
-        rows, self._keys, self._stages = _tile(heads, self._group, wide=self._wide)
-        self._tokens = rows // self._group
+        self._per_kv = _power(heads.per_kv)
+        rows, self._keys, self._stages = _tile(heads, self._per_kv, wide=self._wide)
+        self._tokens = rows // self._per_kv
 
     def plan(self, ragged: RaggedRows) -> TritonPlan:
         starts, lens = ragged.query_starts.numpy(), ragged.kv_lens.numpy()
@@ -160,7 +160,7 @@ class FixedAttention:
             plan.tables.shape[1],
             plan.block_size,
             plan.window or 0,
-            h.group,
+            h.per_kv,
             h.kv,
             h.dim,
             h.value_dim,
@@ -170,7 +170,7 @@ class FixedAttention:
             SOFTCAP=spec.softcap is not None,
             SINKS=spec.sinks is not None,
             FP8_CACHE=h.fp8_cache,
-            GROUP=self._group,
+            PER_KV=self._per_kv,
             TOKENS=self._tokens,
             KEYS=self._keys,
             DIM=max(16, _power(h.dim)),
@@ -183,13 +183,13 @@ class FixedAttention:
         return out.to(dtype)
 
 
-def _tile(heads: Heads, group: int, *, wide: bool) -> tuple[int, int, int]:
-    """Rows of a tile of scores, queries times the ``group`` that shares keys, its keys, and how
+def _tile(heads: Heads, per_kv: int, *, wide: bool) -> tuple[int, int, int]:
+    """Rows of a tile of scores, queries times the ``per_kv`` that share keys, its keys, and how
     many tiles of keys and values are in shared memory at once. They follow from the model alone.
     """
     row = max(16, _power(max(heads.dim, heads.value_dim))) * (4 if wide else heads.dtype.itemsize)
     for rows, keys, stages in ((64, 64, 2), (64, 64, 1), (64, 32, 1), (32, 32, 1), (16, 16, 1)):
-        rows = max(rows, group)  # noqa: PLW2901 - a group is never cut
+        rows = max(rows, per_kv)  # noqa: PLW2901 - these are never cut
         if rows * row + 2 * stages * keys * row + 4 * rows * keys <= SHARED_BYTES:
             break
     return rows, keys, stages

@@ -83,7 +83,7 @@ def attend_in_order(
     width,
     block_size,
     window,
-    group,
+    per_kv,
     kv,
     dim,
     value_dim,
@@ -93,14 +93,14 @@ def attend_in_order(
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
     FP8_CACHE: tl.constexpr,
-    GROUP: tl.constexpr,
+    PER_KV: tl.constexpr,
     TOKENS: tl.constexpr,
     KEYS: tl.constexpr,
     DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """``AttentionBackend.run``: a program has up to TOKENS queries of a row, for the ``group``
+    """``AttentionBackend.run``: a program has up to TOKENS queries of a row, for the ``per_kv``
     heads that share a key-value head, and goes over their keys in order.
 
     ``tiles`` int32 [N, 4]: a tile's row, its first packed token, that one's position, its count.
@@ -112,10 +112,10 @@ def attend_in_order(
     first = tl.load(tiles + tile * 4 + 1)
     position = tl.load(tiles + tile * 4 + 2)
     count = tl.load(tiles + tile * 4 + 3)
-    place = tl.arange(0, TOKENS * GROUP)
-    token, member = place // GROUP, place % GROUP
-    valid = (token < count) & (member < group)
-    at = (first + token).to(tl.int64) * kv * group + head * group + member
+    place = tl.arange(0, TOKENS * PER_KV)
+    token, member = place // PER_KV, place % PER_KV
+    valid = (token < count) & (member < per_kv)
+    at = (first + token).to(tl.int64) * kv * per_kv + head * per_kv + member
     d, value_d = tl.arange(0, DIM), tl.arange(0, VALUE_DIM)
     q = tl.load(
         query + at[:, None] * dim + d[None, :],
@@ -127,9 +127,9 @@ def attend_in_order(
     query_position, end, lowest = position + token, position + count, 0
     if WINDOW:
         lowest = tl.maximum(position - window + 1, 0)
-    highest = tl.full((TOKENS * GROUP,), float("-inf"), dtype=tl.float32)
-    total = tl.zeros((TOKENS * GROUP,), dtype=tl.float32)
-    summed = tl.zeros((TOKENS * GROUP, VALUE_DIM), dtype=tl.float32)
+    highest = tl.full((TOKENS * PER_KV,), float("-inf"), dtype=tl.float32)
+    total = tl.zeros((TOKENS * PER_KV,), dtype=tl.float32)
+    summed = tl.zeros((TOKENS * PER_KV, VALUE_DIM), dtype=tl.float32)
     for begin in range(lowest // KEYS * KEYS, end, KEYS):
         key = begin + tl.arange(0, KEYS)
         known = (key >= lowest) & (key < end)
@@ -170,7 +170,7 @@ def attend_in_order(
         summed = summed * rescaled[:, None] + added
         highest = peak
     if SINKS:
-        sink = tl.load(sinks + head * group + member, mask=member < group, other=0.0)
+        sink = tl.load(sinks + head * per_kv + member, mask=member < per_kv, other=0.0)
         peak = tl.maximum(highest, sink)
         rescaled = tl.exp(highest - peak)
         total = total * rescaled + tl.exp(sink - peak)

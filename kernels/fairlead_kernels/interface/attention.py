@@ -42,7 +42,7 @@ class Heads:
             )
 
     @property
-    def group(self) -> int:
+    def per_kv(self) -> int:
         """Query heads that share one key-value head."""
         return self.query // self.kv
 

@@ -37,7 +37,7 @@ def attend(
 ) -> torch.Tensor:
     """``AttentionBackend.run`` by its definition, with the same shapes."""
     starts, lens = ragged.query_starts.tolist(), ragged.kv_lens.tolist()
-    group = query.shape[1] // key_cache.shape[2]
+    per_kv = query.shape[1] // key_cache.shape[2]
     out = query.new_empty(query.shape[0], query.shape[1], value_cache.shape[3])
     for row, length in enumerate(lens):
         count = starts[row + 1] - starts[row]
@@ -49,10 +49,10 @@ def attend(
                 for p in range(first, position + 1)
             ]
             keys = torch.stack([key_cache[b, o].double() for b, o in at]).repeat_interleave(
-                group, dim=1
+                per_kv, dim=1
             )
             values = torch.stack([value_cache[b, o].double() for b, o in at]).repeat_interleave(
-                group, dim=1
+                per_kv, dim=1
             )
             out[starts[row] + i] = _attend_one(
                 query[starts[row] + i].double(), keys, values, spec

@@ -118,7 +118,7 @@ class TorchAttention:
         h, n, length = self.heads, piece.tokens.shape[0], piece.keys.length
         key, value = self._read(piece.keys, key_cache, value_cache, query.dtype)
         # The queries that share a key head take the place of positions, so no key is repeated.
-        q = query.index_select(0, piece.tokens).view(n, h.kv, h.group, h.dim)
+        q = query.index_select(0, piece.tokens).view(n, h.kv, h.per_kv, h.dim)
         k = key.view(n, length, h.kv, h.dim).transpose(1, 2)
         v = value.view(n, length, h.kv, h.value_dim).transpose(1, 2)
         mask = None if piece.mask is None else piece.mask.to(query.dtype)
@@ -127,7 +127,7 @@ class TorchAttention:
                 q, k.to(q.dtype), v.to(q.dtype), attn_mask=mask, scale=spec.scale
             )
         else:
-            sinks = None if spec.sinks is None else spec.sinks.view(1, h.kv, h.group, 1)
+            sinks = None if spec.sinks is None else spec.sinks.view(1, h.kv, h.per_kv, 1)
             attended = _explicit(q, k.to(q.dtype), v.to(q.dtype), mask, spec, sinks)
         out.index_copy_(0, piece.tokens, attended.reshape(n, h.query, h.value_dim))
 
@@ -142,17 +142,15 @@ class TorchAttention:
     ) -> None:
         h, count = self.heads, piece.end - piece.begin
         key, value = self._read(piece.keys, key_cache, value_cache, query.dtype)
-        q = query[piece.begin : piece.end].view(count, h.kv, h.group, h.dim).permute(1, 2, 0, 3)
-        k = key.to(q.dtype).transpose(0, 1)[:, None].expand(-1, h.group, -1, -1)
-        v = value.to(q.dtype).transpose(0, 1)[:, None].expand(-1, h.group, -1, -1)
-        target = (
-            out[piece.begin : piece.end].view(count, h.kv, h.group, h.value_dim).permute(1, 2, 0, 3)
-        )
+        q = query[piece.begin : piece.end].view(count, h.kv, h.per_kv, h.dim).permute(1, 2, 0, 3)
+        k = key.to(q.dtype).transpose(0, 1)[:, None].expand(-1, h.per_kv, -1, -1)
+        v = value.to(q.dtype).transpose(0, 1)[:, None].expand(-1, h.per_kv, -1, -1)
+        target = out[piece.begin : piece.end].view(count, h.kv, -1, h.value_dim).permute(1, 2, 0, 3)
         fused = spec.softcap is None and spec.sinks is None
         if fused and piece.plain_causal:
             target.copy_(F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=spec.scale))
             return
-        sinks = None if spec.sinks is None else spec.sinks.view(h.kv, h.group, 1, 1)
+        sinks = None if spec.sinks is None else spec.sinks.view(h.kv, h.per_kv, 1, 1)
         for strip in piece.strips():
             mask = strip.mask(q.dtype, q.device)
             queries, visible = slice(strip.begin, strip.end), slice(strip.low, strip.high)

@@ -61,8 +61,8 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) ->
     Without window, cap and sinks: enough where both sides of a comparison use it.
     """
     q, k, v = (x.transpose(0, 1) for x in (query, key, value))
-    heads_per_kv = query.shape[1] // key.shape[1]
-    k, v = (x.repeat_interleave(heads_per_kv, dim=0) for x in (k, v))
+    per_kv = query.shape[1] // key.shape[1]
+    k, v = (x.repeat_interleave(per_kv, dim=0) for x in (k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale).transpose(0, 1)
 
 
