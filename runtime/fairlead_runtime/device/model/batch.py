@@ -58,8 +58,8 @@ class _Buffer:
         size = int(np.prod(shape))
         if size > self._tensor.numel():
             self._tensor = torch.empty(2 * size, dtype=self._dtype, pin_memory=self._pinned)
-        part = self._tensor[:size].view(*shape)
-        return part.numpy(), part
+        view = self._tensor[:size].view(*shape)
+        return view.numpy(), view
 
 
 class _Arrays(NamedTuple):
@@ -172,7 +172,7 @@ class BatchBuilder:
 
         ids, input_ids = self._ids.take(total)
         known = (row.sequence.tokens[row.start : row.start + row.count] for row in rows)
-        tokens = (part or (UNKNOWN,) for part in known) if ahead else known
+        tokens = (row_ids or (UNKNOWN,) for row_ids in known) if ahead else known
         ids[:] = np.fromiter(chain.from_iterable(tokens), np.int64, total)
         at, positions = self._positions.take(total)
         at[:] = np.arange(total) + (starts - row_ends + counts)[row_of]
