@@ -167,8 +167,7 @@ def int4_products(
     operations, made by so many ``compilers`` at a time. None, and the reason, if there is one,
     where all products are those of the operations.
     """
-    fixed = isinstance(operations, triton_fixed.FixedOperations)
-    if device.type != "cuda" or fixed or not isinstance(operations, TorchOperations):
+    if device.type != "cuda" or operations is None or operations.fixed_order:
         return None, ""
     if dtype is torch.float32:
         return None, "4-bit products of ours: humming has none in float32"

@@ -7,6 +7,7 @@ their algorithms, are in ``csrc``; what they compute is in ``layer`` and ``refer
 import ctypes
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -53,7 +54,7 @@ class CpuOperations:
     call any method.
     """
 
-    in_float32 = True
+    in_float32 = fixed_order = True
     rounds = False
 
     def __init__(self, functions: library.Library) -> None:
@@ -61,6 +62,10 @@ class CpuOperations:
         self.name = functions.instruction_set
         self._panel: int = functions.panel_width()
         self._likeliest_part: int = functions.likeliest_part()
+
+    @property
+    def model_operations(self) -> Self:
+        return self
 
     def pack(
         self,

@@ -52,6 +52,7 @@ class FixedOperations(TritonOperations):
     """
 
     few_tokens = MANY_TOKENS
+    fixed_order = True
 
     def __init__(self, kernels: Any, fixed: Any, tile: int = TILE, *, wide: bool = False) -> None:
         super().__init__(kernels, tile, wide=wide)

@@ -181,11 +181,19 @@ class LayerOperations(Protocol):
     between two operations have the model's own type, as the layer's vectors have: but for the
     residual, which is float32. ``rounds``: products with fp8 weights round their ``x`` to fp8,
     too, with a scale per token; while no layer runs it may be switched off, and on again.
+    ``fixed_order``: sums have one order, whatever the number of tokens.
     """
 
     name: str
     in_float32: bool
     rounds: bool
+    fixed_order: bool
+
+    @property
+    def model_operations(self) -> Any:
+        """Those of a whole model, in the terms of their own library: embeddings, rotary angles, a
+        head, layers in one call. None where there are only a layer's.
+        """
 
     def pack(
         self,

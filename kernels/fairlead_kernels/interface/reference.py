@@ -18,7 +18,8 @@ from fairlead_kernels.interface.layer import Activation, Norm, Packed
 
 name = "reference"
 in_float32 = True
-rounds = False
+rounds = fixed_order = False
+model_operations = None
 ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,

@@ -29,7 +29,8 @@ class TorchOperations:
     """
 
     name = "torch"
-    in_float32 = False
+    in_float32 = fixed_order = False
+    model_operations = None
 
     def __init__(self, *, fp8: bool = False) -> None:
         self.rounds = fp8

@@ -552,6 +552,8 @@ def altered(**functions: Callable[..., Tensor | Packed]) -> LayerOperations:
         "name",
         "in_float32",
         "rounds",
+        "fixed_order",
+        "model_operations",
         "pack",
         "linear",
         "norm",

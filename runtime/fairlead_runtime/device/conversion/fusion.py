@@ -32,7 +32,6 @@ from torch import Tensor, nn
 
 from fairlead_kernels.cpu.cpu_operations import CpuOperations
 from fairlead_kernels.formats.quantize import FP8, Format, Quantized, quantize
-from fairlead_kernels.gpu.triton_fixed import FixedOperations
 from fairlead_kernels.interface.attention import Heads
 from fairlead_kernels.interface.layer import LayerOperations, Packed
 from fairlead_runtime.child.heap import release_memory
@@ -190,21 +189,20 @@ def fuse(
         return Fusion(0, len(model.windows))
     fusion, runs = _fuse_layers(model, operations, group, settle)
     step = _ScratchPass(model.heads, model.device)
-    if isinstance(operations, FixedOperations) and fusion.fused == fusion.layers:
-        layers = decoder_layers(model)
-        try:
-            return replace(fusion, head=use_fixed_order_ends(model, layers, operations, step))
-        except DoesNotFitError as error:
-            return replace(fusion, head_reason=str(error))
-    if group is not None or not isinstance(operations, CpuOperations):
-        return fusion
+    model_operations: CpuOperations | None = operations.model_operations
     if fusion.fused == fusion.layers:
         try:
-            fused_model = _fuse_ends(model, runs, operations, step)
-            return replace(fusion, head=fused_model.stored)
+            if model_operations is None and operations.fixed_order:
+                layers = decoder_layers(model)
+                return replace(fusion, head=use_fixed_order_ends(model, layers, operations, step))
+            if model_operations is not None and group is None:
+                fused_model = _fuse_ends(model, runs, model_operations, step)
+                return replace(fusion, head=fused_model.stored)
         except DoesNotFitError as error:
             fusion = replace(fusion, head_reason=str(error))
-    products = pack_products(model, operations, step)
+    if model_operations is None or group is not None:
+        return fusion
+    products = pack_products(model, model_operations, step)
     return replace(fusion, head=products.head, products=products)
 
 
@@ -286,8 +284,8 @@ def _release(layer: nn.Module, operations: LayerOperations, mlp: UnfusedMlp | No
         if parameter in mlp_parameters:
             continue
         # Those that are mapped from a file would stay resident as long as another one's are.
-        if isinstance(operations, CpuOperations) and parameter.dim() > 1:
-            operations.give_back(parameter.data)
+        if operations.model_operations is not None and parameter.dim() > 1:
+            operations.model_operations.give_back(parameter.data)
         parameter.data = parameter.new_empty(0)
 
 

@@ -206,9 +206,10 @@ class FusedRun:
         self.arguments = tuple(layer.rope for layer in layers)
         self._chain: LayerChain | None = None
         self._cache: CacheStorage | None = None  # whose layers the chain has
-        if isinstance(operations, CpuOperations) and not split:
+        model_operations: CpuOperations | None = operations.model_operations
+        if model_operations is not None and not split:
             parts, specs = [x.with_mlp for x in layers], [x.spec for x in layers]
-            self._chain = operations.chain(heads, parts, specs)
+            self._chain = model_operations.chain(heads, parts, specs)
         self._ropes: list[Rope] = []
         # By the id of the model's own tensor.
         self._known: dict[tuple[int, RopeArgument], Rope] = {}

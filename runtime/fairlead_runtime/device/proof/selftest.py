@@ -23,7 +23,6 @@ from torch.nn.functional import cross_entropy
 
 from fairlead_kernels.choice.backend import BackendChoice, int4_products, pick
 from fairlead_kernels.choice.experts import choose
-from fairlead_kernels.cpu.cpu_operations import CpuOperations
 from fairlead_kernels.formats.quantize import Format
 from fairlead_kernels.interface.attention import AttentionBackend
 from fairlead_kernels.interface.not_available import NotAvailableError
@@ -250,8 +249,9 @@ def _check_fused(loaded: LoadedModel, quantized: str, fusion: Fusion) -> None:
 def _rounded_weights(model: PagedModel, choice: BackendChoice, to: Format | None) -> Iterator[None]:
     """In the ``with`` block and after it a model has weights rounded ``to`` this format, if any."""
     if to is not None:
-        on_cpu = isinstance(choice.operations, CpuOperations)
-        head = on_cpu and model.heads.dtype is torch.float32
+        operations = choice.operations
+        packs_head = operations is not None and operations.model_operations is not None
+        head = packs_head and model.heads.dtype is torch.float32
         quantize_weights(model, to, head=head)
     yield
 
