@@ -1116,8 +1116,8 @@ BUGS = (
     PackageBug(
         "layers in bfloat16 are recorded in bfloat16",
         "fairlead_runtime.device.conversion.recording_pass:record",
-        "            hooks += _widened_while_it_runs(layer, model.device, model.heads.dtype)\n",
-        "            pass\n",
+        "                _widen_while_it_runs(hooks, layer, model.device, model.heads.dtype)\n",
+        "                pass\n",
         ("functional/engine/test_fused_layers.py",),
     ),
     PackageBug(

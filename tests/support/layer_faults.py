@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fairlead_runtime.device.conversion.recording_pass import Recorded
+from fairlead_runtime.device.conversion.module_calls import Call
 from fairlead_runtime.device.model.paged_attention import CURRENT_PASS, AttentionCall
 from fairlead_runtime.device.model.paged_model import ProbePass
 
@@ -25,12 +25,12 @@ class Attention(ProbePass):
 
 
 def run(
-    layer: Any, recorded: Recorded, change: Callable[[Tensor], Tensor] = lambda x: x, **more: Any
+    layer: Any, call: Call, change: Callable[[Tensor], Tensor] = lambda x: x, **more: Any
 ) -> Tensor:
     token = CURRENT_PASS.set(Attention(change))
     try:
         with torch.inference_mode():
-            out: Tensor = layer(recorded.input, **{**(recorded.arguments or {}), **more})[0]
+            out: Tensor = layer(call.inputs[0], **{**call.arguments, **more})[0]
             return out
     finally:
         CURRENT_PASS.reset(token)

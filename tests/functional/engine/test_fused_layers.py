@@ -26,7 +26,8 @@ from fairlead_kernels.interface.not_available import NotAvailableError
 from fairlead_kernels.plain.torch_operations import TorchOperations
 from fairlead_runtime.device.conversion import recognize_ends
 from fairlead_runtime.device.conversion.fusion import Fusion, fuse, quantize_weights
-from fairlead_runtime.device.conversion.recognize_layer import DoesNotFitError, ModuleCall, norm_of
+from fairlead_runtime.device.conversion.module_calls import ModuleCall
+from fairlead_runtime.device.conversion.recognize_layer import DoesNotFitError, norm_of
 from fairlead_runtime.device.conversion.recording_pass import decoder_layers
 from fairlead_runtime.device.model import fused_layers
 from fairlead_runtime.device.model.fused_layers import FusedRun

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from fairlead_runtime.device.conversion.module_calls import Call
 from fairlead_runtime.device.conversion.recording_pass import (
-    Recorded,
     decoder_layers,
     record,
     repeat,
@@ -39,39 +39,39 @@ def load(published: Published, dtype: str) -> loading.LoadedModel:
 # -- single layers
 
 
-def rounded_twice(layer: Any, recorded: Recorded) -> Tensor:
+def rounded_twice(layer: Any, call: Call) -> Tensor:
     """The layer's result with a bit less of its last matrix than bfloat16 has."""
     weight = layer.mlp.down_proj.weight.data
     layer.mlp.down_proj.weight.data = (
         weight.view(torch.int32).bitwise_and(-(1 << 17)).view(torch.float32)
     )
     try:
-        return run(layer, recorded)
+        return run(layer, call)
     finally:
         layer.mlp.down_proj.weight.data = weight
 
 
-def without_a_vector(layer: Any, recorded: Recorded) -> Tensor:
+def without_a_vector(layer: Any, call: Call) -> Tensor:
     """The layer's result without the weights of the norm before its MLP."""
     norm = getattr(layer, "pre_feedforward_layernorm", layer.post_attention_layernorm)
     weight = norm.weight.data
     norm.weight.data = torch.ones_like(weight)
     try:
-        return run(layer, recorded)
+        return run(layer, call)
     finally:
         norm.weight.data = weight
 
 
-def with_another_base(layer: Any, recorded: Recorded) -> Tensor:
-    arguments = recorded.arguments or {}
+def with_another_base(layer: Any, call: Call) -> Tensor:
+    arguments = call.arguments
     (name,) = (name for name, x in arguments.items() if isinstance(x, tuple))
     cos, sin = arguments[name]
     angle = torch.atan2(sin, cos) * 1.02  # at most 4 degrees
     more: Any = {name: (angle.cos(), angle.sin())}
-    return run(layer, recorded, **more)
+    return run(layer, call, **more)
 
 
-LAYER_FAULTS: dict[str, Callable[[Any, Recorded], Tensor]] = {
+LAYER_FAULTS: dict[str, Callable[[Any, Call], Tensor]] = {
     "one head is scaled by 1.01": partial(run, change=scale_a_head),
     "heads are swapped": partial(run, change=lambda x: x.flip(1)),
     "tokens read as their neighbours do": partial(run, change=lambda x: x.roll(1, 0)),
@@ -88,13 +88,14 @@ def test_no_fault_of_any_layer_is_explained_by_rounding(published: Published) ->
     layers = decoder_layers(model)
     explained = []
     for index, (layer, recorded) in enumerate(zip(layers, record(model, layers), strict=True)):
-        want = recorded.output[0]
-        noise = Noise.of(want, partial(repeat, layer, recorded))
-        assert noise.explains(run(layer, recorded), want)
+        call = recorded.call
+        want = call.output[0]
+        noise = Noise.of(want, partial(repeat, call))
+        assert noise.explains(run(layer, call), want)
         explained += [
             (index, name)
             for name, plant in LAYER_FAULTS.items()
-            if noise.explains(plant(layer, recorded), want)
+            if noise.explains(plant(layer, call), want)
         ]
     assert explained == []
 

@@ -10,12 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from fairlead_kernels.cpu.cpu_operations import DIGITS_ROUNDING
-from fairlead_runtime.device.conversion.recording_pass import (
-    Recorded,
-    decoder_layers,
-    record,
-    repeat,
-)
+from fairlead_runtime.device.conversion.module_calls import Call
+from fairlead_runtime.device.conversion.recording_pass import decoder_layers, record, repeat
 from fairlead_runtime.device.conversion.rounding import Changes, Noise
 from fairlead_runtime.device.model.paged_model import PagedModel
 from fairlead_runtime.models import families
@@ -25,7 +21,7 @@ from support.layer_faults import run, scale_a_head
 FAMILIES = ("llama", "qwen2", "gemma3_text", "gpt2", "gpt_neox")
 
 
-def first_layer(family: str, massive: float) -> tuple[Any, Recorded, Noise]:
+def first_layer(family: str, massive: float) -> tuple[Any, Call, Noise]:
     """With ``massive``, one element of each token's hidden states is as large, as in trained
     models.
     """
@@ -37,25 +33,25 @@ def first_layer(family: str, massive: float) -> tuple[Any, Recorded, Noise]:
     model = PagedModel(plain, families.check(plain.config))
     with torch.inference_mode():
         layers = decoder_layers(model)
-        recorded = record(model, layers)[0]
-        noise = Noise.of(recorded.output[0], partial(repeat, layers[0], recorded))
-    return layers[0], recorded, noise
+        call = record(model, layers)[0].call
+        noise = Noise.of(call.output[0], partial(repeat, call))
+    return layers[0], call, noise
 
 
 @pytest.mark.parametrize("massive", [0.0, 1e4])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_layer_in_float64_is_the_same_but_for_rounding(family: str, massive: float) -> None:
-    layer, recorded, noise = first_layer(family, massive)
+    layer, call, noise = first_layer(family, massive)
 
     def widened(x: Any) -> Any:
         return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
 
     arguments = {
         name: tuple(map(widened, x)) if isinstance(x, tuple) else widened(x)
-        for name, x in (recorded.arguments or {}).items()
+        for name, x in call.arguments.items()
     }
-    exact = Recorded([], input=recorded.input.double(), arguments=arguments)
-    assert noise.explains(run(copy.deepcopy(layer).double(), exact), recorded.output[0])
+    exact = Call(layer, (call.inputs[0].double(),), arguments, None)
+    assert noise.explains(run(copy.deepcopy(layer).double(), exact), call.output[0])
 
 
 @pytest.mark.parametrize("massive", [0.0, 1e4])
@@ -65,13 +61,13 @@ def test_another_attention_is_not_explained(
     change: Callable[[Tensor], Tensor], family: str, massive: float
 ) -> None:
     """One head scaled by 1.01, heads swapped, tokens that read as their neighbours do."""
-    layer, recorded, noise = first_layer(family, massive)
-    assert not noise.explains(run(layer, recorded, change), recorded.output[0])
+    layer, call, noise = first_layer(family, massive)
+    assert not noise.explains(run(layer, call, change), call.output[0])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_matrix_rounded_twice_or_a_vector_forgotten_is_not_explained(family: str) -> None:
-    layer, recorded, noise = first_layer(family, 0.0)
+    layer, call, noise = first_layer(family, 0.0)
     changed = 0
     for name, parameter in copy.deepcopy(layer).named_parameters():
         other = copy.deepcopy(layer)
@@ -81,18 +77,18 @@ def test_a_matrix_rounded_twice_or_a_vector_forgotten_is_not_explained(family: s
         if torch.equal(own, parameter):
             continue
         changed += 1
-        assert not noise.explains(run(other, recorded), recorded.output[0]), name
+        assert not noise.explains(run(other, call), call.output[0]), name
     assert changed > 4
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3_text", "gpt_neox"])
 def test_another_rotary_embedding_is_not_explained(family: str) -> None:
-    layer, recorded, noise = first_layer(family, 0.0)
-    names = [name for name, x in (recorded.arguments or {}).items() if isinstance(x, tuple)]
-    cos, sin = (recorded.arguments or {})[names[0]]
+    layer, call, noise = first_layer(family, 0.0)
+    names = [name for name, x in call.arguments.items() if isinstance(x, tuple)]
+    cos, sin = call.arguments[names[0]]
     angle = torch.atan2(sin, cos) * 1.001
     more: Any = {names[0]: (angle.cos(), angle.sin())}
-    assert not noise.explains(run(layer, recorded, **more), recorded.output[0])
+    assert not noise.explains(run(layer, call, **more), call.output[0])
 
 
 def test_an_element_may_be_as_wrong_as_its_own_sums_make_it_and_nothing_beside_it() -> None:

@@ -2,7 +2,7 @@
 
 Owns the order: recognize → pack → compare with the original → replace, one layer after the other.
 A replaced layer drops its own matrices at once, so that no more than one layer is held twice;
-transformers' code can then no longer compute it. What a layer does is seen by ``layer_recording``;
+transformers' code can then no longer compute it. What a layer does is seen by ``recording_pass``;
 what takes its place is in ``fused_layers``.
 
 A model in bfloat16 is recorded and compared in float32, one layer at a time with its weights
@@ -21,7 +21,7 @@ transformers' code multiplies by what they stand for (``models/quantized.py``), 
 their own copy of the same numbers, so every comparison judges the kernels alone.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -38,7 +38,11 @@ from fairlead_runtime.child.heap import release_memory
 from fairlead_runtime.device.conversion import recognize_ends
 from fairlead_runtime.device.conversion.fixed_order_ends import use_fixed_order_ends
 from fairlead_runtime.device.conversion.float32_view import widened_to_float32
-from fairlead_runtime.device.conversion.packed_linears import PackedProducts, pack_products
+from fairlead_runtime.device.conversion.packed_linears import (
+    PackedProducts,
+    owners_of,
+    pack_products,
+)
 from fairlead_runtime.device.conversion.recognize_ends import TOKENS
 from fairlead_runtime.device.conversion.recognize_layer import (
     DoesNotFitError,
@@ -113,22 +117,22 @@ def quantize_weights(model: PagedModel, to: Format, *, head: bool = False) -> No
     ``QuantizedLinear`` instead, for transformers' code to compute with and for ``fuse`` to pack.
     With ``head`` the output matrix, too, and embeddings that share it.
     """
-    shared = _shared_parameters(model.model)
+    owners = owners_of(model.model)
     layers = decoder_layers(model)
     # What is recorded of a layer holds its modules: it goes with them.
     recorded = deque(record(model, layers))
     for layer in layers:
-        _quantize_layer(layer, recorded.popleft(), shared, to)
+        _quantize_layer(layer, recorded.popleft(), owners, to)
     release_memory()  # of the plain weights, which no layer after these takes up
     if head and layers:
         _quantize_head(model, layers, to)
 
 
-def _quantize_layer(layer: nn.Module, recorded: Recorded, shared: set[int], to: Format) -> None:
+def _quantize_layer(layer: nn.Module, recorded: Recorded, owners: Counter[int], to: Format) -> None:
     try:
         with widened_to_float32(layer):
             parts = recognize(recording_of(recorded)[0])
-            fits = not isinstance(parts.mlp, UnfusedMlp) and not _shares(layer, shared)
+            fits = not isinstance(parts.mlp, UnfusedMlp) and not _shares(layer, owners)
             weights = {x.module: x.stored for x in parts.matrices} if fits else {}
     except DoesNotFitError:
         weights = {}  # `fuse` gives the reason
@@ -217,12 +221,12 @@ def _fuse_layers(
         return Fusion(0, total, "its decoder layers are not one list"), []
     fused: list[FusedLayer] = []
     reasons: dict[str, int] = {}
-    shared = _shared_parameters(model.model)
+    owners = owners_of(model.model)
     for index, recorded in enumerate(record(model, layers)):
         layer: FusedLayer | None = None
         try:
             with widened_to_float32(layers[index]):
-                layer = _fused(layers[index], index, recorded, shared, model, operations, group)
+                layer = _fused(layers[index], index, recorded, owners, model, operations, group)
         except DoesNotFitError as error:
             reasons.setdefault(str(error), index)
         if layer is not None:
@@ -323,7 +327,7 @@ def _fused(
     original: nn.Module,
     index: int,
     recorded: Recorded,
-    shared: set[int],
+    owners: Counter[int],
     model: PagedModel,
     operations: LayerOperations,
     group: RankGroup | None,
@@ -335,7 +339,7 @@ def _fused(
     def packed() -> tuple[FusedLayer, Recording, Rope]:
         recording, rope = recording_of(recorded)
         parts = recognize(recording)
-        if _shares(original, shared):
+        if _shares(original, owners):
             raise DoesNotFitError("it shares weights with another module")
         unfused_mlp = parts.mlp if isinstance(parts.mlp, UnfusedMlp) else None
         if unfused_mlp is not None and not fuses_attention_only(operations):
@@ -355,7 +359,7 @@ def _fused(
         added: list[Tensor] = []
         step = _ScratchPass(model.heads, model.device)
         out = fused.run(recording.input.clone(), added, angles, step)
-        again = partial(repeat, original, recorded)
+        again = partial(repeat, recorded.call)
         noise = Noise.of(recording.output, again, fused.rounding)
         if not noise.explains(out + added.pop(), recording.output):
             raise DoesNotFitError("its fused layer gives other results")
@@ -385,15 +389,6 @@ def _on_every_rank(group: RankGroup | None, do: Callable[[], T]) -> T:
     return done
 
 
-def _shares(layer: nn.Module, shared: set[int]) -> bool:
-    """Whether a module of the layer is one of ``shared``, by its id."""
-    return not shared.isdisjoint(map(id, layer.modules()))
-
-
-def _shared_parameters(model: nn.Module) -> set[int]:
-    """The ids of the modules of which a parameter also belongs to another module."""
-    owners: dict[int, list[int]] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            owners.setdefault(id(parameter), []).append(id(module))
-    return {module for modules in owners.values() if len(modules) > 1 for module in modules}
+def _shares(layer: nn.Module, owners: Counter[int]) -> bool:
+    """Whether another module has one of the layer's parameters, too."""
+    return any(owners[id(x)] > 1 for x in layer.parameters())

@@ -11,6 +11,7 @@ the whole model computes other tokens before and after; if it fails then, or giv
 every module gets its weights back, which a packed matrix still has.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -23,9 +24,9 @@ from fairlead_kernels.formats.quantize import Quantized
 from fairlead_kernels.interface.layer import Packed
 from fairlead_runtime.device.conversion import recognize_ends
 from fairlead_runtime.device.conversion.float32_view import widened_to_float32
+from fairlead_runtime.device.conversion.module_calls import ModuleCall, record_calls
 from fairlead_runtime.device.conversion.recognize_layer import (
     DoesNotFitError,
-    ModuleCall,
     factor_of,
     matrix_of,
 )
@@ -114,7 +115,7 @@ def pack_products(
     """
     head: Any = model.model.get_output_embeddings()
     embedding: Any = model.model.get_input_embeddings()
-    dtype, owners = model.heads.dtype, _owners(model.model)
+    dtype, owners = model.heads.dtype, owners_of(model.model)
     half = dtype is not torch.float32
     calls = _record(model, step)
     expected = recognize_ends.other_logits(model, step)
@@ -147,35 +148,25 @@ def pack_products(
     return PackedProducts(len(products) - len(heads), stored)
 
 
-def _owners(model: nn.Module) -> dict[int, int]:
+def owners_of(model: nn.Module) -> Counter[int]:
     """By a parameter's id: how many modules have it."""
-    owners: dict[int, int] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            owners[id(parameter)] = owners.get(id(parameter), 0) + 1
-    return owners
+    return Counter(id(x) for module in model.modules() for x in module.parameters(recurse=False))
 
 
 def _record(model: PagedModel, step: ForwardPass) -> dict[nn.Module, ModuleCall]:
     """The first call of each module that has a large matrix of its own, one tensor in and out."""
-    calls: dict[nn.Module, ModuleCall] = {}
-
-    def note(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], out: Any) -> None:
-        is_unary = len(inputs) == 1 and isinstance(inputs[0], Tensor) and not named
-        if is_unary and isinstance(out, Tensor):
-            calls.setdefault(module, ModuleCall(module, inputs[0].clone(), out.clone()))
-
-    hooks = [
-        module.register_forward_hook(note, with_kwargs=True)
+    matrices = (
+        module
         for module in model.model.modules()
         if any(p.dim() == 2 and p.numel() >= SMALLEST for p in module.parameters(recurse=False))
-    ]
-    try:
+    )
+    with record_calls(matrices) as calls:
         model.run(*recognize_ends.random_tokens(model, seed=0), step)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return calls
+    first: dict[nn.Module, ModuleCall] = {}
+    for call in calls:
+        if not call.arguments and (unary := call.unary) is not None:
+            first.setdefault(call.module, unary)
+    return first
 
 
 def _packed(

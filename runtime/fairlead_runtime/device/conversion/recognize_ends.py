@@ -24,10 +24,10 @@ from fairlead_kernels.formats.row_chunks import row_chunks
 from fairlead_kernels.interface import reference
 from fairlead_kernels.interface.layer import Norm
 from fairlead_runtime.device.conversion.float32_view import has_weights
+from fairlead_runtime.device.conversion.module_calls import Call, record_calls
 from fairlead_runtime.device.conversion.recognize_layer import (
     DoesNotFitError,
     Matrix,
-    ModuleCall,
     close,
     factor_of,
     matrix_of,
@@ -42,24 +42,6 @@ from fairlead_runtime.models.quantized import QuantizedEmbedding
 TOKENS = 8  # of a recorded pass, of a layer's too: both run in one scratch cache
 EXACT = 1e-6  # difference of a cosine
 OFFSETS = (0, 1, 2)  # of a table of positions: some families keep its first rows for padding
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Call:
-    """A module outside the decoder layers, what it got, and what it returned."""
-
-    module: nn.Module
-    inputs: tuple[Any, ...]
-    arguments: dict[str, Any]
-    output: Any
-
-    @property
-    def plain(self) -> ModuleCall | None:
-        """The same if it has vectors or a matrix of its own, and one tensor in and out."""
-        is_unary = len(self.inputs) == 1 and isinstance(self.inputs[0], Tensor)
-        if not (is_unary and has_weights(self.module) and isinstance(self.output, Tensor)):
-            return None
-        return ModuleCall(self.module, self.inputs[0], self.output)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -265,7 +247,7 @@ def recognize(model: PagedModel, layers: Sequence[nn.Module], step: ForwardPass)
     ids, positions = random_tokens(model, seed=0)
     calls, hidden, arguments, logits = _record(model, layers, step, ids, positions)
     factor, table = _embedding(model, calls, ids, positions, hidden[0])
-    after = [plain for call in calls if (plain := call.plain) is not None]
+    after = [x for call in calls if has_weights(call.module) and (x := call.unary) is not None]
     norms = [call for call in after if close(_rows(call.input), hidden[1])]
     if not norms:
         raise DoesNotFitError("no norm follows its last layer")
@@ -357,36 +339,18 @@ def _record(
     """The calls of the modules outside the layers, hidden states before and after all layers [T,
     hidden], each layer's keyword arguments, and the logits [T, vocabulary].
     """
-    calls: list[Call] = []
-    begin: list[Tensor] = []
-    end: list[Tensor] = []
-    arguments: list[Mapping[str, Any]] = []
-
-    def note(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], out: Any) -> None:
-        calls.append(Call(module, inputs, named, out))
-
-    def enter(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-        if not arguments and inputs:
-            begin.append(_rows(inputs[0]).clone())
-        arguments.append(named)
-
-    def leave(_: nn.Module, _inputs: Any, out: Any) -> None:
-        if isinstance(out, Tensor):
-            end.append(_rows(out).clone())
-
-    hooks = [
-        module.register_forward_hook(note, with_kwargs=True) for module in _outside(model, layers)
-    ]
-    hooks += [layer.register_forward_pre_hook(enter, with_kwargs=True) for layer in layers]
-    hooks.append(layers[-1].register_forward_hook(leave))
-    try:
+    with record_calls([*_outside(model, layers), *layers]) as calls:
         logits = model.run(ids, positions, step)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    if not (len(begin) == len(end) == 1 and len(arguments) == len(layers)):
+    passes = [call for call in calls if call.module in layers]
+    if not (
+        [call.module for call in passes] == list(layers)
+        and passes[0].inputs
+        and isinstance(passes[-1].output, Tensor)
+    ):
         raise DoesNotFitError("its layers do not pass hidden states on, one after the other")
-    return calls, (begin[0], end[0]), arguments, logits
+    hidden = _rows(passes[0].inputs[0]), _rows(passes[-1].output)
+    outside = [call for call in calls if call.module not in layers]
+    return outside, hidden, [call.arguments for call in passes], logits
 
 
 def _outside(model: PagedModel, layers: Sequence[nn.Module]) -> list[nn.Module]:

@@ -27,6 +27,7 @@ from fairlead_kernels.interface.layer import (
     Norm,
     Packed,
 )
+from fairlead_runtime.device.conversion.module_calls import ModuleCall
 from fairlead_runtime.device.model.fused_layers import UnfusedMlp, halves_of
 from fairlead_runtime.device.model.paged_attention import AttentionCall
 from fairlead_runtime.device.model.row_parallel import RowParallel
@@ -43,15 +44,6 @@ FACTOR = "it multiplies what a norm after attention or MLP returns"
 
 class DoesNotFitError(Exception):
     """A layer is no ``Layer``; the message says why, as the end of "layer 3: ..."."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ModuleCall:
-    """A module with parameters of its own, what it got and what it returned, both [..., width]."""
-
-    module: nn.Module
-    input: Tensor
-    output: Tensor
 
 
 @dataclass(slots=True, eq=False)

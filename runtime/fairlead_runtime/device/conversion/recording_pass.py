@@ -1,46 +1,49 @@
 """What the decoder layers of a loaded model do, seen in one pass of random tokens.
 
-Owns the hooks of that pass. A layer of another type is recorded in float32, with its weights
+Owns that pass. A layer of another type is recorded in float32, with its weights
 widened: what is compared with it later can then tell a wrong function from rounding.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
-from torch.utils.hooks import RemovableHandle
 
 from fairlead_kernels.formats.row_chunks import row_chunks
 from fairlead_runtime.device.conversion import recognize_ends
 from fairlead_runtime.device.conversion.float32_view import has_weights, widened_to_float32
-from fairlead_runtime.device.conversion.recognize_layer import (
-    DoesNotFitError,
-    ModuleCall,
-    Recording,
-)
+from fairlead_runtime.device.conversion.module_calls import Call, ModuleCall, record_calls
+from fairlead_runtime.device.conversion.recognize_layer import DoesNotFitError, Recording
 from fairlead_runtime.device.conversion.rounding import Changes
 from fairlead_runtime.device.model.paged_attention import CURRENT_PASS, AttentionCall
 from fairlead_runtime.device.model.paged_model import PagedModel, ProbePass
 
+OTHER_ARGUMENTS = "its forward pass takes other arguments than hidden states"
+
 
 @dataclass(slots=True)
 class Recorded:
-    """What the hooks saw of one layer. ``attended_at``: calls before its attention; ``blocks``: as
-    in ``Recording``.
+    """The recorded pass of a layer: the calls of its modules and its own; ``attended_at``: how many
+    of them ended before its attention.
     """
 
-    calls: list[ModuleCall]
-    blocks: list[ModuleCall] = field(default_factory=list)
+    layer: nn.Module
+    calls: list[Call]
     attended_at: int = -1
     attention: tuple[Tensor, Tensor, Tensor, Tensor, AttentionCall] | None = None
-    arguments: dict[str, Any] | None = None
-    input: Any = None
-    output: Any = None
+
+    @property
+    def call(self) -> Call:
+        """The layer's own call. Raises DoesNotFitError where it does not take hidden states."""
+        for call in reversed(self.calls):
+            if call.module is self.layer and isinstance(next(iter(call.inputs), None), Tensor):
+                return call
+        raise DoesNotFitError(OTHER_ARGUMENTS)
 
 
 class _RecordingPass(ProbePass):
@@ -56,7 +59,6 @@ class _RecordingPass(ProbePass):
         out = super().attend(layer, query, key, value, call)
         recorded = self._layers[layer]
         recorded.attended_at = len(recorded.calls)
-        recorded.blocks.clear()
         recorded.attention = (query.clone(), key.clone(), value.clone(), out.clone(), call)
         return out
 
@@ -82,60 +84,36 @@ def record(model: PagedModel, layers: list[nn.Module]) -> list[Recorded]:
     float32.
     """
     ids, positions = recognize_ends.random_tokens(model, seed=0)
-    recorded = [Recorded([]) for _ in layers]
-    hooks = []
-    for layer, place in zip(layers, recorded, strict=True):
-        hooks.append(layer.register_forward_hook(_layer_hook(place), with_kwargs=True))
-        hooks += [
-            module.register_forward_hook(_module_hook(place))
-            for module in layer.modules()
-            if module is not layer and any(True for _ in module.parameters())
+    with ExitStack() as hooks:
+        recorded = [
+            Recorded(layer, hooks.enter_context(record_calls(_with_weights(layer))))
+            for layer in layers
         ]
         if model.heads.dtype is not torch.float32:
-            hooks += _widened_while_it_runs(layer, model.device, model.heads.dtype)
-    try:
+            for layer in layers:
+                _widen_while_it_runs(hooks, layer, model.device, model.heads.dtype)
         step = _RecordingPass(torch.tensor([0], device=model.device), recorded)
         model.run(ids, positions, step)
-    finally:
-        for hook in hooks:
-            hook.remove()
     return recorded
 
 
-def _module_hook(place: Recorded) -> Any:
-    def note(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        call = ModuleCall(module, torch.empty(0, 1), torch.empty(0, 1))
-        if len(inputs) == 1 and isinstance(inputs[0], Tensor) and isinstance(output, Tensor):
-            call = ModuleCall(module, inputs[0].clone(), output.clone())
-        if has_weights(module):
-            place.calls.append(call)
-        if call.input.dim() == call.output.dim() == 3:
-            place.blocks.append(call)
-
-    return note
-
-
-def _layer_hook(place: Recorded) -> Any:
-    def note(
-        _module: nn.Module, inputs: tuple[Any, ...], arguments: dict[str, Any], output: Any
-    ) -> None:
-        place.input = inputs[0].clone() if inputs else None
-        place.arguments = arguments
-        place.output = output
-
-    return note
+def _with_weights(layer: nn.Module) -> list[nn.Module]:
+    """The layer and its modules that have weights anywhere inside."""
+    return [x for x in layer.modules() if any(True for _ in x.parameters())]
 
 
 def recording_of(recorded: Recorded) -> tuple[Recording, str]:
     """The recording in the terms of the packed tokens, and the name of the rotary embedding's
     argument, "" without one. Raises DoesNotFitError with what the layer takes or returns else.
     """
-    if recorded.attention is None or not isinstance(recorded.input, Tensor):
-        raise DoesNotFitError("its forward pass takes other arguments than hidden states")
-    if not isinstance(recorded.output, Tensor):
+    whole, at = recorded.call, recorded.attended_at
+    if recorded.attention is None:
+        raise DoesNotFitError(OTHER_ARGUMENTS)
+    if not isinstance(whole.output, Tensor):
         raise DoesNotFitError("it returns more than hidden states")
-    name, rope = "", (recorded.input[0, :, :0],) * 2
-    for key, value in (recorded.arguments or {}).items():
+    hidden: Tensor = whole.inputs[0]
+    name, rope = "", (hidden[0, :, :0],) * 2
+    for key, value in whole.arguments.items():
         if (
             isinstance(value, tuple)
             and len(value) == 2
@@ -143,19 +121,33 @@ def recording_of(recorded: Recorded) -> tuple[Recording, str]:
         ):
             name, rope = key, (value[0][0], value[1][0])
     query, key_, value_, attended, call = recorded.attention
+    inside = [x for x in recorded.calls if x.module is not recorded.layer]
+    after = [x.unary for x in inside[at:]]
     return Recording(
-        input=recorded.input[0],
-        output=recorded.output[0],
+        input=hidden[0],
+        output=whole.output[0],
         rope=rope,
-        before=recorded.calls[: recorded.attended_at],
-        after=recorded.calls[recorded.attended_at :],
-        blocks=recorded.blocks,
+        before=_of_weights(inside[:at]),
+        after=_of_weights(inside[at:]),
+        blocks=[x for x in after if x is not None and x.input.dim() == x.output.dim() == 3],
         query=query,
         key=key_,
         value=value_,
         attended=attended,
         call=call,
     ), name
+
+
+def _of_weights(calls: Sequence[Call]) -> list[ModuleCall]:
+    """The calls of modules with weights of their own; one that is not unary computes nothing that
+    is known.
+    """
+    nothing = torch.empty(0, 1)
+    return [
+        call.unary or ModuleCall(call.module, nothing, nothing)
+        for call in calls
+        if has_weights(call.module)
+    ]
 
 
 class _ChangingPass(ProbePass):
@@ -173,15 +165,15 @@ class _ChangingPass(ProbePass):
         return super().attend(layer, *read, call)
 
 
-def repeat(layer: nn.Module, recorded: Recorded, changes: Changes) -> Tensor:
-    """What the layer gives [T, hidden] of what it got when it was recorded, with all that its
-    modules and its attention read changed. Its weights must be of the recording's type.
+def repeat(call: Call, changes: Changes) -> Tensor:
+    """What a layer gives [T, hidden] of what it got when it was recorded, with all that its modules
+    and its attention read changed. Its weights must be of the recording's type.
     """
-    step = _ChangingPass(torch.tensor([0], device=recorded.input.device), changes)
-    token = CURRENT_PASS.set(step)
+    hidden, layer = call.inputs[0], call.module
+    token = CURRENT_PASS.set(_ChangingPass(torch.tensor([0], device=hidden.device), changes))
     try:
         with changes.inside(layer.modules()):
-            out: Tensor = layer(recorded.input, **(recorded.arguments or {}))[0]
+            out: Tensor = layer(hidden, **call.arguments)[0]
             return out
     finally:
         CURRENT_PASS.reset(token)
@@ -192,26 +184,18 @@ def modules_in_float32(model: nn.Module) -> Iterator[None]:
     """Inside the ``with`` block each module that has weights reads and computes in float32, with
     its own weights widened only while it runs, and those of a linear one by rows.
     """
-    hooks: list[RemovableHandle] = []
-    products: list[Any] = []
-    for module in model.modules():
-        target: Any = module  # torch types each attribute as tensor or module
-        if not has_weights(module):
-            continue
-        if isinstance(module, nn.Embedding):  # whose table is large, and its rows exact
-            hooks.append(module.register_forward_hook(lambda _m, _i, rows: rows.float()))
-        elif type(module) is nn.Linear and "forward" not in vars(module):
-            target.forward = partial(_product_in_float32, module)
-            products.append(target)
-        else:
-            hooks += _widened_while_it_runs(module)
-    try:
+    with ExitStack() as hooks:
+        for module in filter(has_weights, model.modules()):
+            target: Any = module  # torch types each attribute as tensor or module
+            if isinstance(module, nn.Embedding):  # whose table is large, and its rows exact
+                hook = module.register_forward_hook(lambda _m, _i, rows: rows.float())
+                hooks.enter_context(hook)
+            elif type(module) is nn.Linear and "forward" not in vars(module):
+                target.forward = partial(_product_in_float32, module)
+                hooks.callback(vars(module).pop, "forward")
+            else:
+                _widen_while_it_runs(hooks, module)
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for product in products:
-            del product.forward
 
 
 def _product_in_float32(module: nn.Linear, x: Tensor) -> Tensor:
@@ -221,12 +205,15 @@ def _product_in_float32(module: nn.Linear, x: Tensor) -> Tensor:
     return product if bias is None else product + bias.float()
 
 
-def _widened_while_it_runs(
-    module: nn.Module, device: torch.device | None = None, returned: torch.dtype | None = None
-) -> list[RemovableHandle]:
-    """Hooks with which a module reads float32 and computes in it, with ``device`` there; what it
-    gives becomes ``returned``, if that is a type, after the hooks that are there have seen it. Else
-    these hooks are around those, so that the weights are where those have put them.
+def _widen_while_it_runs(
+    hooks: ExitStack,
+    module: nn.Module,
+    device: torch.device | None = None,
+    returned: torch.dtype | None = None,
+) -> None:
+    """Until ``hooks`` are closed a module reads float32 and computes in it, with ``device`` there.
+    With a type ``returned`` it gives that: around the hooks that are there, which see float32. Else
+    these hooks are inside those, which may put the weights where they are needed.
     """
     entered: list[ExitStack] = []
 
@@ -240,10 +227,10 @@ def _widened_while_it_runs(
         entered.pop().close()
         return output if returned is None else _cast(output, returned)
 
-    return [
-        module.register_forward_pre_hook(widen, with_kwargs=True),
-        module.register_forward_hook(narrow, prepend=returned is None),
-    ]
+    inside = returned is None
+    before = module.register_forward_pre_hook(widen, with_kwargs=True, prepend=not inside)
+    hooks.enter_context(before)
+    hooks.enter_context(module.register_forward_hook(narrow, prepend=inside))
 
 
 def _cast(values: Any, dtype: torch.dtype) -> Any:

@@ -13,7 +13,7 @@ the same noise in every start.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -109,18 +109,14 @@ class Changes:
                 return out
             return tuple(map(self.of, out)) if isinstance(out, tuple) else self.of(out)
 
-        hooks = []
-        for module in modules:
-            if has_weights(module):
-                hooks.append(module.register_forward_pre_hook(before))
-            elif not any(True for _ in module.buffers(recurse=False)):
-                continue
-            hooks.append(module.register_forward_hook(after))
-        try:
+        with ExitStack() as hooks:
+            for module in modules:
+                if has_weights(module):
+                    hooks.enter_context(module.register_forward_pre_hook(before))
+                elif not any(True for _ in module.buffers(recurse=False)):
+                    continue
+                hooks.enter_context(module.register_forward_hook(after))
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
 
 def _terms(module: nn.Module, x: Any) -> int:

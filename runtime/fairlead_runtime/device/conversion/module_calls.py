@@ -1,0 +1,65 @@
+"""Calls of modules, recorded while a model runs.
+
+Owns the hooks of every recording: of decoder layers, of what lies around them, of products.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModuleCall:
+    """A module, what it got and what it returned, both [..., width]."""
+
+    module: nn.Module
+    input: Tensor
+    output: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """A module, what it got and what it returned, whatever that is."""
+
+    module: nn.Module
+    inputs: tuple[Any, ...]
+    arguments: dict[str, Any]
+    output: Any
+
+    @property
+    def unary(self) -> ModuleCall | None:
+        """The same with one tensor in and one out, if that is what they are."""
+        if len(self.inputs) == 1:
+            match self.inputs[0], self.output:
+                case Tensor() as x, Tensor() as out:
+                    return ModuleCall(self.module, x, out)
+        return None
+
+
+@contextmanager
+def record_calls(modules: Iterable[nn.Module]) -> Iterator[list[Call]]:
+    """Inside the ``with`` block all calls of these modules, in the order in which they end. Tensors
+    in and out are copies, but for keyword arguments and what is inside a tuple.
+    """
+    calls: list[Call] = []
+    entered: list[tuple[Any, ...]] = []
+
+    def enter(_module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        entered.append(tuple(map(_copy, inputs)))
+
+    def leave(module: nn.Module, _inputs: Any, arguments: dict[str, Any], output: Any) -> None:
+        calls.append(Call(module, entered.pop(), arguments, _copy(output)))
+
+    with ExitStack() as hooks:
+        for module in modules:
+            # Results as the hooks that are there leave them: those are a part of the model.
+            hooks.enter_context(module.register_forward_pre_hook(enter))
+            hooks.enter_context(module.register_forward_hook(leave, with_kwargs=True))
+        yield calls
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
