@@ -838,8 +838,8 @@ BUGS = (
     PackageBug(
         "flashinfer plans for the scores of layers that have been fused since",
         "fairlead_runtime.device.conversion.fusion:_fuse_layers",
-        "            model.calls[index] = layer.call",
-        "            _ = layer.call",
+        "        model.calls[index] = layer.call",
+        "        _ = layer.call",
         ("functional/engine/test_fused_layers.py",),
     ),
     PackageBug(

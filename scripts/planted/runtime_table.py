@@ -668,8 +668,8 @@ BUGS = (
     PackageBug(
         "a head that is not packed after all has no weights",
         "fairlead_runtime.device.conversion.fusion:_fuse_ends",
-        "            fused_model.restore(ends)\n",
-        "            pass\n",
+        "head_weights, restore=restore)",
+        "head_weights)",
         ("functional/engine/test_whole_model.py",),
     ),
     PackageBug(
@@ -1095,15 +1095,15 @@ BUGS = (
     PackageBug(
         "a fused layer is not compared with the original",
         "fairlead_runtime.device.conversion.fusion:_fused.proven",
-        "    if not noise.explains(out + added.pop(), recording.output):",
-        "    if False:",
+        "lambda: noise.explains(out + added.pop(), recording.output),",
+        "lambda: True,",
         ("functional/engine/test_fused_layers.py",),
     ),
     PackageBug(
         "a fused layer keeps its loaded weights",
-        "fairlead_runtime.device.conversion.fusion:_release",
-        "        parameter.data = parameter.new_empty(0)",
-        "        parameter.requires_grad_(False)",
+        "fairlead_runtime.device.conversion.fusion:_fuse_layers",
+        "        replacement.apply()\n",
+        "",
         ("functional/engine/test_fused_layers.py",),
     ),
     PackageBug(
@@ -1326,9 +1326,9 @@ BUGS = (
     ),
     PackageBug(
         "a layer that is fused around its MLP takes the MLP's weights",
-        "fairlead_runtime.device.conversion.fusion:_release",
-        "        if parameter in mlp_parameters:\n",
-        "        if False:\n",
+        "fairlead_runtime.device.conversion.fusion:_replacement_of",
+        "layer.parameters() if x not in mlp_parameters]",
+        "layer.parameters()]",
         ("functional/engine/test_fused_layers.py",),
     ),
     PackageBug(
@@ -2524,8 +2524,8 @@ BUGS = (
     PackageBug(
         "a model whose pass differs is served by it",
         "fairlead_runtime.device.conversion.fusion:_fuse_ends",
-        "        same = recognize_ends.agrees(model, fused_model, step, expected, noise)\n",
-        "        same = True\n",
+        "lambda: recognize_ends.agrees(model, fused_model, step, expected, noise),",
+        "lambda: True,",
         ("functional/engine/test_whole_model.py",),
     ),
     PackageBug(
@@ -2538,7 +2538,7 @@ BUGS = (
     PackageBug(
         "the head stays beside its packed copy",
         "fairlead_runtime.device.conversion.fusion:_fuse_ends",
-        "    ends.release()\n",
+        "    replacement.apply()\n",
         "",
         ("functional/engine/test_whole_model.py",),
     ),
@@ -2559,8 +2559,8 @@ BUGS = (
     PackageBug(
         "a bfloat16 model's embeddings stay wide after the head is packed",
         "fairlead_runtime.device.conversion.fusion:_fuse_ends",
-        "    ends.release()\n",
-        "    ends.release()\n    model.model.float()\n",
+        "    replacement.apply()\n",
+        "    replacement.apply()\n    model.model.float()\n",
         ("functional/engine/test_whole_model.py",),
     ),
     PackageBug(
@@ -2592,17 +2592,38 @@ BUGS = (
         ("functional/engine/test_planned_memory.py", "functional/engine/test_plan_and_start.py"),
     ),
     PackageBug(
+        "a module is recorded without what a hook makes of its result",
+        "fairlead_runtime.device.conversion.module_calls:record_calls",
+        "leave, with_kwargs=True)",
+        "leave, with_kwargs=True, prepend=True)",
+        ("functional/engine/test_fused_layers.py",),
+    ),
+    PackageBug(
+        "what layers got is recorded as they changed it",
+        "fairlead_runtime.device.conversion.module_calls:record_calls",
+        "tuple(x.clone() if isinstance(x, Tensor) else x for x in inputs)",
+        "inputs",
+        ("unit/device/test_module_calls.py",),
+    ),
+    PackageBug(
+        "a module that is not replaced after all keeps its new code",
+        "fairlead_runtime.device.conversion.replacement:Replacement.undo",
+        '            vars(module).pop("forward", None)\n',
+        "            pass\n",
+        ("unit/device/test_replacement.py",),
+    ),
+    PackageBug(
         "a packed matrix of the model's own code stays loaded as well",
-        "fairlead_runtime.device.conversion.packed_linears:_Product.replace",
-        "        self.parameter.data = self.parameter.new_empty(0)\n",
-        "        self.parameter.requires_grad_(False)\n",
+        "fairlead_runtime.device.conversion.replacement:Replacement.apply",
+        "            weight.data = weight.new_empty(0)\n",
+        "            weight.requires_grad_(False)\n",
         PRODUCT_TESTS,
     ),
     PackageBug(
         "code that reads weights itself is not noticed",
         "fairlead_runtime.device.conversion.packed_linears:pack_products",
-        "    if reason := _differs(model, step, expected, noise):\n",
-        '    if reason := "":\n',
+        '        Replacement(restore=undo).prove(same, "its code gives other logits with them")\n',
+        "        pass\n",
         PRODUCT_TESTS,
     ),
     PackageBug(
@@ -2615,15 +2636,15 @@ BUGS = (
     PackageBug(
         "a packed matrix is not compared with its module",
         "fairlead_runtime.device.conversion.packed_linears:_packed",
-        "        if not noise.explains(product.multiply(x), want):\n",
-        "        if False:\n",
+        "lambda: noise.explains(product.multiply(x), want),",
+        "lambda: True,",
         PRODUCT_TESTS,
     ),
     PackageBug(
         "a matrix that is not packed after all has no weights",
-        "fairlead_runtime.device.conversion.packed_linears:_packed",
-        "            product.unpack()\n",
-        "            pass\n",
+        "fairlead_runtime.device.conversion.packed_linears:_Product.replacement",
+        "[self.parameter], restore=self.unpack)",
+        "[self.parameter])",
         PRODUCT_TESTS,
     ),
     PackageBug(

@@ -6,7 +6,6 @@ known to sum nothing: rows of embeddings, factors, a cap, and a rotary embedding
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +15,7 @@ from fairlead_kernels.interface.layer import LayerOperations, Packed
 from fairlead_runtime.device.conversion import recognize_ends
 from fairlead_runtime.device.conversion.float32_view import widened_to_float32
 from fairlead_runtime.device.conversion.recognize_layer import DoesNotFitError, Matrix
+from fairlead_runtime.device.conversion.replacement import Replacement, by_rows
 from fairlead_runtime.device.model.paged_attention import CachedPass
 from fairlead_runtime.device.model.paged_model import PagedModel
 
@@ -27,24 +27,22 @@ def use_fixed_order_ends(
     """Let both modules compute by these operations, once that is proven to give the same logits, in
     float32. Returns the type of the head. Raises DoesNotFitError; then both are as they were.
     """
-    modules: list[nn.Module] = []
     with widened_to_float32(model.model):
-        try:
-            ends = recognize_ends.recognize(model, layers, step)
-            expected = recognize_ends.other_logits(model, step)
-            noise = recognize_ends.noise(model, layers, step, expected)
-            modules = [ends.last_norm, ends.product.module]
-            _replace(ends.last_norm, lambda x: operations.norm(x, ends.norm)[0])
-            _replace(ends.product.module, _product(ends.product, operations))
-            same = noise.explains(recognize_ends.other_logits(model, step), expected)
-        except DoesNotFitError:
-            _restore(modules)
-            raise
-    if not same:
-        _restore(modules)
-        raise DoesNotFitError("its last norm and head give other logits")
+        ends = recognize_ends.recognize(model, layers, step)
+        expected = recognize_ends.other_logits(model, step)
+        noise = recognize_ends.noise(model, layers, step, expected)
+        forwards = {
+            ends.last_norm: by_rows(lambda x: operations.norm(x, ends.norm)[0]),
+            ends.product.module: by_rows(_product(ends.product, operations)),
+        }
+        replacement = Replacement(forwards)
+        replacement.apply()
+        replacement.prove(
+            lambda: noise.explains(recognize_ends.other_logits(model, step), expected),
+            "its last norm and head give other logits",
+        )
     norm = ends.norm.to(model.heads.dtype)
-    _replace(ends.last_norm, lambda x: operations.norm(x, norm)[0])
+    Replacement({ends.last_norm: by_rows(lambda x: operations.norm(x, norm)[0])}).apply()
     return str(model.heads.dtype).removeprefix("torch.")
 
 
@@ -61,16 +59,3 @@ def _product(matrix: Matrix, operations: LayerOperations) -> Callable[[Tensor], 
         return operations.linear(x, weight, biases[0].data if biases else None)
 
     return multiply
-
-
-def _replace(module: nn.Module, compute: Callable[[Tensor], Tensor]) -> None:
-    def forward(x: Tensor) -> Tensor:
-        return compute(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
-
-    target: Any = module  # torch types each attribute as tensor or module
-    target.forward = forward
-
-
-def _restore(modules: Sequence[nn.Module]) -> None:
-    for module in modules:
-        vars(module).pop("forward", None)

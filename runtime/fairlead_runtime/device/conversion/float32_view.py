@@ -32,7 +32,7 @@ def _widen(module: nn.Module, device: torch.device | None) -> list[tuple[Tensor,
     """
     # Weights that are mapped from a file take no memory beside the widened ones.
     stored: list[tuple[Tensor, Tensor]] = []
-    for tensor in _tensors(module):
+    for tensor in itertools.chain(module.parameters(), module.buffers()):
         data = tensor.data
         wide = data if device is None else data.to(device)
         if wide.is_floating_point():
@@ -41,7 +41,3 @@ def _widen(module: nn.Module, device: torch.device | None) -> list[tuple[Tensor,
             stored.append((tensor, data))
             tensor.data = wide
     return stored
-
-
-def _tensors(module: nn.Module) -> Iterator[Tensor]:
-    return itertools.chain(module.parameters(), module.buffers())

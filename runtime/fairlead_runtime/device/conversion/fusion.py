@@ -25,7 +25,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +56,7 @@ from fairlead_runtime.device.conversion.recording_pass import (
     recording_of,
     repeat,
 )
+from fairlead_runtime.device.conversion.replacement import Replacement
 from fairlead_runtime.device.conversion.rounding import Noise
 from fairlead_runtime.device.model.fused_layers import (
     FusedLayer,
@@ -160,13 +161,6 @@ def _quantize_head(model: PagedModel, layers: list[nn.Module], to: Format) -> No
     model.swap_embeddings(QuantizedLinear(rounded, unscaled), embedding)
 
 
-def fuses_attention_only(operations: LayerOperations) -> bool:
-    """Whether a layer is fused of which only the MLP does not fit. Those in float32 are C++, which
-    computes runs of whole layers, and would give the model's own code another type than it has.
-    """
-    return not operations.in_float32
-
-
 @torch.inference_mode()
 def fuse(
     model: PagedModel,
@@ -200,8 +194,7 @@ def fuse(
                 layers = decoder_layers(model)
                 return replace(fusion, head=use_fixed_order_ends(model, layers, operations, step))
             if model_operations is not None and group is None:
-                fused_model = _fuse_ends(model, runs, model_operations, step)
-                return replace(fusion, head=fused_model.stored)
+                return replace(fusion, head=_fuse_ends(model, runs, model_operations, step))
         except DoesNotFitError as error:
             fusion = replace(fusion, head_reason=str(error))
     if model_operations is None or group is not None:
@@ -223,27 +216,25 @@ def _fuse_layers(
     reasons: dict[str, int] = {}
     owners = owners_of(model.model)
     for index, recorded in enumerate(record(model, layers)):
-        layer: FusedLayer | None = None
         try:
-            with widened_to_float32(layers[index]):
-                layer = _fused(layers[index], index, recorded, owners, model, operations, group)
+            with widened_to_float32(recorded.layer):
+                layer, replacement = _fused(index, recorded, owners, model, operations, group)
         except DoesNotFitError as error:
             reasons.setdefault(str(error), index)
-        if layer is not None:
-            if settle is not None:
-                layer.layer = layer.layer.settled(settle)
-            if layer.unfused_mlp is not None:
-                reasons.setdefault(layer.unfused_mlp.reason, index)
-            _release(layers[index], operations, layer.unfused_mlp)
-            model.packed += layer.layer.tensors
-            model.calls[index] = layer.call  # a factor of its queries is one of the scores here
-            fused.append(layer)
+            continue
+        if settle is not None:
+            layer.layer = layer.layer.settled(settle)
+        if layer.unfused_mlp is not None:
+            reasons.setdefault(layer.unfused_mlp.reason, index)
+        replacement.apply()
+        model.packed += layer.layer.tensors
+        model.calls[index] = layer.call  # a factor of its queries is one of the scores here
+        fused.append(layer)
     split = group is not None
     runs = [FusedRun(run, model.heads, operations, split=split) for run in _runs(fused)]
     for run in runs:
-        for place, part in enumerate(run.layers):
-            original: Any = layers[part.index]  # torch types each attribute as tensor or module
-            original.forward = run.forward_of(place)
+        places = enumerate(run.layers)
+        Replacement({layers[x.index]: run.forward_of(place) for place, x in places}).apply()
     reason = "; ".join(f"layer {index}: {text}" for text, index in reasons.items())
     stored = {layer.layer.qkv.data.dtype for layer in fused} or {model.heads.dtype}
     smallest = min(stored, key=lambda dtype: dtype.itemsize)
@@ -254,9 +245,9 @@ def _fuse_layers(
 
 def _fuse_ends(
     model: PagedModel, runs: list[FusedRun], operations: CpuOperations, step: CachedPass
-) -> recognize_ends.FusedModel:
+) -> str:
     """Let what lies around the layers be computed by these operations, too, once it is proven to
-    give the same logits. Raises DoesNotFitError.
+    give the same logits. Returns the type of the head. Raises DoesNotFitError.
     """
     if len(runs) != 1:
         raise DoesNotFitError("its layers differ in their sizes")
@@ -268,29 +259,27 @@ def _fuse_ends(
         rounding = max(layer.rounding for layer in runs[0].layers)
         noise = recognize_ends.noise(model, layers, step, expected, rounding)
         fused_model = recognize_ends.FusedModel(ends, runs[0], operations, model.heads.dtype)
-        same = recognize_ends.agrees(model, fused_model, step, expected, noise)
-        if not same:
-            fused_model.restore(ends)
-    if not same:
-        raise DoesNotFitError("its packed ends give other logits")
-    ends.release()
+        restore = partial(fused_model.restore, ends)
+        replacement = Replacement(weights=ends.head_weights, restore=restore)
+        replacement.prove(
+            lambda: recognize_ends.agrees(model, fused_model, step, expected, noise),
+            "its packed ends give other logits",
+        )
+    replacement.apply()
     model.full_pass = fused_model
     model.packed += fused_model.packed
-    return fused_model
+    return fused_model.stored
 
 
-def _release(layer: nn.Module, operations: LayerOperations, mlp: UnfusedMlp | None) -> None:
-    """Take the weights out of a layer of which the matrices are packed, those of its own MLP
-    apart.
-    """
+def _replacement_of(
+    layer: nn.Module, operations: LayerOperations, mlp: UnfusedMlp | None
+) -> Replacement:
+    """What takes a layer's weights, but for those of an MLP that stays the model's own."""
     mlp_parameters = set[nn.Parameter]() if mlp is None else set(mlp.module.parameters())
-    for parameter in layer.parameters():
-        if parameter in mlp_parameters:
-            continue
-        # Those that are mapped from a file would stay resident as long as another one's are.
-        if operations.model_operations is not None and parameter.dim() > 1:
-            operations.model_operations.give_back(parameter.data)
-        parameter.data = parameter.new_empty(0)
+    weights = [x for x in layer.parameters() if x not in mlp_parameters]
+    # Those that are mapped from a file would stay resident as long as another one's are.
+    owner: CpuOperations | None = operations.model_operations
+    return Replacement(weights=weights, give_back=None if owner is None else owner.give_back)
 
 
 def _runs(fused: Sequence[FusedLayer]) -> list[list[FusedLayer]]:
@@ -324,25 +313,26 @@ class _ScratchPass(CachedPass):
 
 
 def _fused(
-    original: nn.Module,
     index: int,
     recorded: Recorded,
     owners: Counter[int],
     model: PagedModel,
     operations: LayerOperations,
     group: RankGroup | None,
-) -> FusedLayer:
-    """The fused layer, proven equal to the original. Raises DoesNotFitError, on every rank or on
-    none.
+) -> tuple[FusedLayer, Replacement]:
+    """The fused layer, proven equal to the original, and the weights in whose place it is. Raises
+    DoesNotFitError, on every rank or on none.
     """
 
     def packed() -> tuple[FusedLayer, Recording, Rope]:
         recording, rope = recording_of(recorded)
         parts = recognize(recording)
-        if _shares(original, owners):
+        if _shares(recorded.layer, owners):
             raise DoesNotFitError("it shares weights with another module")
         unfused_mlp = parts.mlp if isinstance(parts.mlp, UnfusedMlp) else None
-        if unfused_mlp is not None and not fuses_attention_only(operations):
+        # Those in float32 are C++, which computes runs of whole layers, and would give the model's
+        # own code another type than it has.
+        if unfused_mlp is not None and operations.in_float32:
             raise DoesNotFitError(unfused_mlp.reason)
         if group is not None and not parts.split:
             raise DoesNotFitError("not all of its matrices are split")
@@ -361,16 +351,19 @@ def _fused(
         out = fused.run(recording.input.clone(), added, angles, step)
         again = partial(repeat, recorded.call)
         noise = Noise.of(recording.output, again, fused.rounding)
-        if not noise.explains(out + added.pop(), recording.output):
-            raise DoesNotFitError("its fused layer gives other results")
+        replacement.prove(
+            lambda: noise.explains(out + added.pop(), recording.output),
+            "its fused layer gives other results",
+        )
 
     fused, recording, angles = _on_every_rank(group, packed)
     if group is not None and not group.same_everywhere(fused.unfused_mlp is None):
         raise DoesNotFitError(OTHER_RANK)
+    replacement = _replacement_of(recorded.layer, operations, fused.unfused_mlp)
     _on_every_rank(group, proven)
     if not operations.in_float32:
         fused.layer = fused.layer.cast(model.heads.dtype)
-    return fused
+    return fused, replacement
 
 
 def _on_every_rank(group: RankGroup | None, do: Callable[[], T]) -> T:

@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 
@@ -30,13 +31,12 @@ class Call:
     output: Any
 
     @property
-    def unary(self) -> ModuleCall | None:
-        """The same with one tensor in and one out, if that is what they are."""
-        if len(self.inputs) == 1:
-            match self.inputs[0], self.output:
-                case Tensor() as x, Tensor() as out:
-                    return ModuleCall(self.module, x, out)
-        return None
+    def unary(self) -> ModuleCall:
+        """The same with one tensor in and one out; with empty ones [0, 1] if it has others."""
+        match self.inputs, self.output:
+            case (Tensor() as x,), Tensor() as out:
+                return ModuleCall(self.module, x, out)
+        return ModuleCall(self.module, torch.empty(0, 1), torch.empty(0, 1))
 
 
 @contextmanager
@@ -48,10 +48,11 @@ def record_calls(modules: Iterable[nn.Module]) -> Iterator[list[Call]]:
     entered: list[tuple[Any, ...]] = []
 
     def enter(_module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        entered.append(tuple(map(_copy, inputs)))
+        entered.append(tuple(x.clone() if isinstance(x, Tensor) else x for x in inputs))
 
     def leave(module: nn.Module, _inputs: Any, arguments: dict[str, Any], output: Any) -> None:
-        calls.append(Call(module, entered.pop(), arguments, _copy(output)))
+        copied = output.clone() if isinstance(output, Tensor) else output
+        calls.append(Call(module, entered.pop(), arguments, copied))
 
     with ExitStack() as hooks:
         for module in modules:
@@ -59,7 +60,3 @@ def record_calls(modules: Iterable[nn.Module]) -> Iterator[list[Call]]:
             hooks.enter_context(module.register_forward_pre_hook(enter))
             hooks.enter_context(module.register_forward_hook(leave, with_kwargs=True))
         yield calls
-
-
-def _copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value

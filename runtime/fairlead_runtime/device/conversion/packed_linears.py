@@ -12,7 +12,6 @@ every module gets its weights back, which a packed matrix still has.
 """
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +29,8 @@ from fairlead_runtime.device.conversion.recognize_layer import (
     factor_of,
     matrix_of,
 )
-from fairlead_runtime.device.conversion.rounding import Changes, Noise
+from fairlead_runtime.device.conversion.replacement import Replacement, by_rows
+from fairlead_runtime.device.conversion.rounding import Noise
 from fairlead_runtime.device.model.paged_attention import ForwardPass
 from fairlead_runtime.device.model.paged_model import PagedModel
 
@@ -73,37 +73,26 @@ class _Product:
         return [*self.weight.tensors, *([] if self.bias is None else [self.bias])]
 
     def multiply(self, x: Tensor) -> Tensor:
-        """Give float32 [..., N] of x [..., K]."""
-        rows = x.reshape(-1, self.weight.columns).float()
-        product = self.operations.linear(rows, self.weight, self.bias)
-        return product.view(*x.shape[:-1], self.weight.rows)
+        """Give float32 [T, N] of x [T, K]."""
+        return self.operations.linear(x.float(), self.weight, self.bias)
 
     def rows(self, ids: Tensor) -> Tensor:
         """Embeddings [..., K] of ids int64 [...], in the model's type."""
         embedded = self.operations.embed(ids.reshape(-1), self.weight, self.factor)
         return embedded.view(*ids.shape, self.weight.columns).to(self.parameter.dtype)
 
-    def replace(self) -> None:
-        for module, forward in self._forwards():
-            module.forward = forward
-        self.parameter.data = self.parameter.new_empty(0)
-
-    def restore(self) -> None:
-        for module, _ in self._forwards():
-            del module.forward
-        self.unpack()
+    @property
+    def replacement(self) -> Replacement:
+        forwards = {self.module: by_rows(self.multiply)}
+        if self.embedding is not None:
+            forwards[self.embedding] = self.rows
+        return Replacement(forwards, [self.parameter], restore=self.unpack)
 
     def unpack(self) -> None:
         """Give the parameter its weights back: packing has taken their memory."""
         rows = self.operations.unpack(self.weight, 0, self.weight.rows)
         loaded = (rows.T if self.transposed else rows).contiguous()
         self.parameter.data = loaded.to(self.parameter.dtype)
-
-    def _forwards(self) -> Iterator[tuple[Any, Any]]:
-        """Modules, each with its new ``forward``."""
-        yield self.module, self.multiply
-        if self.embedding is not None:
-            yield self.embedding, self.rows
 
 
 @torch.inference_mode()
@@ -136,12 +125,23 @@ def pack_products(
                 continue
         except DoesNotFitError:
             continue
-        product.replace()
+        product.replacement.apply()
         products.append(product)
-    if reason := _differs(model, step, expected, noise):
+
+    def same() -> bool:
+        logits = recognize_ends.other_logits(model, step)
+        return noise is None or noise.explains(logits, expected)
+
+    def undo() -> None:
         for product in products:
-            product.restore()
-        return PackedProducts(reason=reason)
+            product.replacement.undo()
+
+    try:
+        Replacement(restore=undo).prove(same, "its code gives other logits with them")
+    except DoesNotFitError as error:
+        return PackedProducts(reason=str(error))
+    except (RuntimeError, IndexError, ValueError) as error:
+        return PackedProducts(reason=f"its code reads weights itself: {type(error).__name__}")
     model.packed += [tensor for product in products for tensor in product.tensors]
     heads = [product for product in products if product.module is head]
     stored = str(dtype).removeprefix("torch.") if heads else ""
@@ -164,8 +164,8 @@ def _record(model: PagedModel, step: ForwardPass) -> dict[nn.Module, ModuleCall]
         model.run(*recognize_ends.random_tokens(model, seed=0), step)
     first: dict[nn.Module, ModuleCall] = {}
     for call in calls:
-        if not call.arguments and (unary := call.unary) is not None:
-            first.setdefault(call.module, unary)
+        if not call.arguments and call.unary.input.numel():
+            first.setdefault(call.module, call.unary)
     return first
 
 
@@ -187,7 +187,7 @@ def _packed(
         if matrix is None or isinstance(matrix.stored, Quantized):
             raise DoesNotFitError("it does not multiply by its matrix")
         factor = 1.0 if embedded is None else _factor(embedded, matrix.stored)
-        noise = _noise(module, x, want)
+        noise = Noise.of(want, lambda changes: module(changes.of(x, x.shape[-1])[None])[0])
         product = _Product(
             module,
             parameter,
@@ -198,20 +198,11 @@ def _packed(
             None if embedded is None else embedded.module,
             factor,
         )
-        if not noise.explains(product.multiply(x), want):
-            product.unpack()
-            raise DoesNotFitError("its packed matrix gives other results")
+        product.replacement.prove(
+            lambda: noise.explains(product.multiply(x), want),
+            "its packed matrix gives other results",
+        )
         return product
-
-
-def _noise(module: nn.Module, x: Tensor, want: Tensor) -> Noise:
-    """That of a product ``want`` [T, N] of x [T, K]."""
-
-    def again(changes: Changes) -> Tensor:
-        product: Tensor = module(changes.of(x, x.shape[-1])[None])[0]
-        return product
-
-    return Noise.of(want, again)
 
 
 def _factor(embedded: ModuleCall, matrix: Tensor) -> float:
@@ -225,15 +216,3 @@ def _factor(embedded: ModuleCall, matrix: Tensor) -> float:
     if not factor:
         raise DoesNotFitError("its embedding is no multiple of its rows")
     return recognize_ends.exact(factor, got, rows)
-
-
-def _differs(model: PagedModel, step: ForwardPass, expected: Tensor, noise: Noise | None) -> str:
-    """Why these are not the logits that the model gives now, "" if they are; without ``noise`` its
-    code must only run.
-    """
-    try:
-        logits = recognize_ends.other_logits(model, step)
-    except (RuntimeError, IndexError, ValueError) as error:
-        return f"its code reads weights itself: {type(error).__name__}"
-    same = noise is None or noise.explains(logits, expected)
-    return "" if same else "its code gives other logits with them"

@@ -86,11 +86,11 @@ class Ends:
     last_norm: nn.Module
     product: Matrix
 
-    def release(self) -> None:
-        """Take the head's weights, and embeddings that share them, out of the model's modules."""
+    @property
+    def head_weights(self) -> list[nn.Parameter]:
+        """The parameters of the head, and of embeddings that share its matrix."""
         modules = [self.head.module, *([self.embedding] if self.tied else [])]
-        for parameter in (x for module in modules for x in module.parameters(recurse=False)):
-            parameter.data = parameter.new_empty(0)
+        return [x for module in modules for x in module.parameters(recurse=False)]
 
 
 class Layers(Protocol):
@@ -245,10 +245,10 @@ def recognize(model: PagedModel, layers: Sequence[nn.Module], step: ForwardPass)
     which keeps the logits of all. Raises DoesNotFitError with the reason.
     """
     ids, positions = random_tokens(model, seed=0)
-    calls, hidden, arguments, logits = _record(model, layers, step, ids, positions)
-    factor, table = _embedding(model, calls, ids, positions, hidden[0])
-    after = [x for call in calls if has_weights(call.module) and (x := call.unary) is not None]
-    norms = [call for call in after if close(_rows(call.input), hidden[1])]
+    calls, passes, logits = _record(model, layers, step)
+    factor, table = _embedding(model, calls, ids, positions, _rows(passes[0].inputs[0]))
+    after = [call.unary for call in calls if has_weights(call.module)]
+    norms = [call for call in after if close(_rows(call.input), _rows(passes[-1].output))]
     if not norms:
         raise DoesNotFitError("no norm follows its last layer")
     norm, normed = norm_of(norms[0]), _rows(norms[0].output)
@@ -264,7 +264,7 @@ def recognize(model: PagedModel, layers: Sequence[nn.Module], step: ForwardPass)
         embedding=embedding,
         factor=factor,
         positions=table,
-        ropes=[_rotary(keywords, calls) for keywords in arguments],
+        ropes=[_rotary(call.arguments, calls) for call in passes],
         norm=norm,
         head=head.scaled(scaled),
         tied=_place(stored_rows(embedding)) == _place(head.stored),
@@ -330,17 +330,13 @@ def random_tokens(model: PagedModel, *, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def _record(
-    model: PagedModel,
-    layers: Sequence[nn.Module],
-    step: ForwardPass,
-    ids: Tensor,
-    positions: Tensor,
-) -> tuple[list[Call], tuple[Tensor, Tensor], list[Mapping[str, Any]], Tensor]:
-    """The calls of the modules outside the layers, hidden states before and after all layers [T,
-    hidden], each layer's keyword arguments, and the logits [T, vocabulary].
+    model: PagedModel, layers: Sequence[nn.Module], step: ForwardPass
+) -> tuple[list[Call], list[Call], Tensor]:
+    """The calls of the modules outside the layers and those of the layers, and the logits [T,
+    vocabulary].
     """
     with record_calls([*_outside(model, layers), *layers]) as calls:
-        logits = model.run(ids, positions, step)
+        logits = model.run(*random_tokens(model, seed=0), step)
     passes = [call for call in calls if call.module in layers]
     if not (
         [call.module for call in passes] == list(layers)
@@ -348,9 +344,7 @@ def _record(
         and isinstance(passes[-1].output, Tensor)
     ):
         raise DoesNotFitError("its layers do not pass hidden states on, one after the other")
-    hidden = _rows(passes[0].inputs[0]), _rows(passes[-1].output)
-    outside = [call for call in calls if call.module not in layers]
-    return outside, hidden, [call.arguments for call in passes], logits
+    return [call for call in calls if call.module not in layers], passes, logits
 
 
 def _outside(model: PagedModel, layers: Sequence[nn.Module]) -> list[nn.Module]:

@@ -4,7 +4,7 @@ Owns that pass. A layer of another type is recorded in float32, with its weights
 widened: what is compared with it later can then tell a wrong function from rounding.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 from fairlead_kernels.formats.row_chunks import row_chunks
 from fairlead_runtime.device.conversion import recognize_ends
 from fairlead_runtime.device.conversion.float32_view import has_weights, widened_to_float32
-from fairlead_runtime.device.conversion.module_calls import Call, ModuleCall, record_calls
+from fairlead_runtime.device.conversion.module_calls import Call, record_calls
 from fairlead_runtime.device.conversion.recognize_layer import DoesNotFitError, Recording
 from fairlead_runtime.device.conversion.rounding import Changes
 from fairlead_runtime.device.model.paged_attention import CURRENT_PASS, AttentionCall
@@ -86,8 +86,7 @@ def record(model: PagedModel, layers: list[nn.Module]) -> list[Recorded]:
     ids, positions = recognize_ends.random_tokens(model, seed=0)
     with ExitStack() as hooks:
         recorded = [
-            Recorded(layer, hooks.enter_context(record_calls(_with_weights(layer))))
-            for layer in layers
+            Recorded(layer, hooks.enter_context(record_calls(layer.modules()))) for layer in layers
         ]
         if model.heads.dtype is not torch.float32:
             for layer in layers:
@@ -97,23 +96,18 @@ def record(model: PagedModel, layers: list[nn.Module]) -> list[Recorded]:
     return recorded
 
 
-def _with_weights(layer: nn.Module) -> list[nn.Module]:
-    """The layer and its modules that have weights anywhere inside."""
-    return [x for x in layer.modules() if any(True for _ in x.parameters())]
-
-
 def recording_of(recorded: Recorded) -> tuple[Recording, str]:
     """The recording in the terms of the packed tokens, and the name of the rotary embedding's
     argument, "" without one. Raises DoesNotFitError with what the layer takes or returns else.
     """
-    whole, at = recorded.call, recorded.attended_at
+    layer_call, at = recorded.call, recorded.attended_at
     if recorded.attention is None:
         raise DoesNotFitError(OTHER_ARGUMENTS)
-    if not isinstance(whole.output, Tensor):
+    if not isinstance(layer_call.output, Tensor):
         raise DoesNotFitError("it returns more than hidden states")
-    hidden: Tensor = whole.inputs[0]
+    hidden: Tensor = layer_call.inputs[0]
     name, rope = "", (hidden[0, :, :0],) * 2
-    for key, value in whole.arguments.items():
+    for key, value in layer_call.arguments.items():
         if (
             isinstance(value, tuple)
             and len(value) == 2
@@ -122,32 +116,24 @@ def recording_of(recorded: Recorded) -> tuple[Recording, str]:
             name, rope = key, (value[0][0], value[1][0])
     query, key_, value_, attended, call = recorded.attention
     inside = [x for x in recorded.calls if x.module is not recorded.layer]
-    after = [x.unary for x in inside[at:]]
+    before, after = ([x.unary for x in part] for part in (inside[:at], inside[at:]))
     return Recording(
         input=hidden[0],
-        output=whole.output[0],
+        output=layer_call.output[0],
         rope=rope,
-        before=_of_weights(inside[:at]),
-        after=_of_weights(inside[at:]),
-        blocks=[x for x in after if x is not None and x.input.dim() == x.output.dim() == 3],
+        before=[x for x in before if has_weights(x.module)],
+        after=[x for x in after if has_weights(x.module)],
+        blocks=[
+            x
+            for x in after
+            if x.input.dim() == x.output.dim() == 3 and any(True for _ in x.module.parameters())
+        ],
         query=query,
         key=key_,
         value=value_,
         attended=attended,
         call=call,
     ), name
-
-
-def _of_weights(calls: Sequence[Call]) -> list[ModuleCall]:
-    """The calls of modules with weights of their own; one that is not unary computes nothing that
-    is known.
-    """
-    nothing = torch.empty(0, 1)
-    return [
-        call.unary or ModuleCall(call.module, nothing, nothing)
-        for call in calls
-        if has_weights(call.module)
-    ]
 
 
 class _ChangingPass(ProbePass):
