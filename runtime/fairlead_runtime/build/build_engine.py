@@ -132,20 +132,18 @@ def _with_engine(
     ranks: Ranks | None,
 ) -> BuiltEngine:
     loaded, model, profile = parts.loaded, parts.model, parts.profile
-    measured = parts.measured if ranks is None else ranks.sync(parts.measured)
-    if device.kind == "cpu":
-        measured = {**measured, "process": process_bytes}
+    profiled = parts.measured if ranks is None else ranks.sync(parts.measured)
+    process = {"process": process_bytes} if device.kind == "cpu" else {}
     choice = DecodePlan.choose(config, model, parts.attention, sharded=ranks is not None)
-    resident, host_batch = choice.state_on_device, measured["batch"]
-    measured = {**measured, "graphs": 0}
-    if resident:
-        state_bytes = decode_state(inspected.shape, config, group_layers(model.windows))
-        graphs = choice.measure(loaded.max_model_len)
-        measured = {**measured, "batch": host_batch + state_bytes, "graphs": graphs}
+    resident, host_batch = choice.state_on_device, profiled["batch"]
+    groups = group_layers(model.windows)
+    state_bytes = decode_state(inspected.shape, config, groups) if resident else 0
+    graphs = choice.measure(loaded.max_model_len) if resident else 0
+    measured = {**profiled, **process, "batch": host_batch + state_bytes, "graphs": graphs}
     resolved = resolve(
         config, inspected.shape, device, dtype=dtype_name(loaded.dtype), measured=measured
     )
-    units = resolved.num_blocks * len(group_layers(model.windows))
+    units = resolved.num_blocks * len(groups)
     # One more for padding.
     sizes = {"units": units + resident, "block_size": resolved.plan.block_size}
     cache = parts.cache(**sizes, host_units=resolved.offload_units)
@@ -156,10 +154,11 @@ def _with_engine(
     limits = resolved.config
     decodes = choice.steps(cache, resolved.max_model_len)
     sampler = choice.sampler(cache, resolved.max_model_len)
-    if (kept_there := decodes or sampler) is not None:
-        measured = {**measured, "batch": host_batch + kept_there.nbytes}
+    allocated = {**measured, **_cache_bytes(cache, units, device)}
+    if (state := decodes or sampler) is not None:
+        allocated["batch"] = host_batch + state.nbytes
     if (graph_bytes := choice.capture(decodes)) is not None:
-        measured = {**measured, "graphs": graph_bytes}
+        allocated["graphs"] = graph_bytes
     grammar_facts = TokenizerFacts.of(loaded.tokenizer, loaded.shape.vocab, loaded.eos_ids)
     guides = _guides(grammar_facts)
     runner = ModelRunner(
@@ -198,7 +197,7 @@ def _with_engine(
             inspected,
             device,
             resolved,
-            {**measured, **_cache_bytes(cache, units, device)},
+            allocated,
             choice.graphs_off_because,
             cache.host_nbytes,
             not_pinned,

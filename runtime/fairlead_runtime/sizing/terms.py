@@ -74,7 +74,7 @@ def terms_of(
     element, tp = bytes_of(shape, config), config.tensor_parallel
     cpu = device.kind == "cpu"
     tokens, longest = config.max_batch_tokens, max_model_len(shape, config)
-    rows = min(config.max_requests, tokens)
+    rows = config.max_rows
     queries = ceil_div(shape.heads, tp) * shape.head_dim
     keys = ceil_div(shape.kv_heads, tp) * shape.head_dim
     # Alive at once: the residual and its norm (in float32), the rotary tables (models with windows

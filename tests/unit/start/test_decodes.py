@@ -171,7 +171,7 @@ def test_the_plans_of_tritons_attention_take_what_was_measured() -> None:
     """To the byte: sizes of 1, 2, 4 and 8 rows, and splits of 8 where 6 were reserved."""
     choice = pretended(attention=triton)
     assert choice.attention is not None
-    choice.attention.reserve(choice.sequences)
+    choice.attention.reserve(choice.config.max_rows)
     h, groups = choice.model.heads, len(rig("llama").groups)
     choice.measure(LONGEST)
     choice.capture(choice.steps(cache_of(choice.model), LONGEST))

@@ -89,10 +89,6 @@ class DecodePlan:
             raise ConfigError("cuda_graphs", reason, "use auto or off")
         self.graphs_off_because = self.graphs_off_because or reason
 
-    @property
-    def sequences(self) -> int:
-        return min(self.config.max_requests, self.config.max_batch_tokens)
-
     def measure(self, max_model_len: int) -> int:
         """Bytes that graphs will take, from two of them on a small cache, of which the larger is
         proven; 0 where none is captured, and what the attempt keeps where none can be.
@@ -156,7 +152,7 @@ class DecodePlan:
             self.model,
             cache,
             self.attention,
-            sequences=self.sequences,
+            sequences=self.config.max_rows,
             max_model_len=max_model_len,
             graphs=self.graphs,
             sizes=() if self.graphs is None else step_sizes(self.config),
@@ -168,7 +164,7 @@ class DecodePlan:
         """
         if not self.state_on_device or self.attention is not None:
             return None
-        lengths = {"sequences": self.sequences, "max_model_len": max_model_len}
+        lengths = {"sequences": self.config.max_rows, "max_model_len": max_model_len}
         return RowSampler.of(self.model, cache, **lengths)
 
     def capture(self, steps: DecodeSteps | None) -> int | None:
