@@ -24,7 +24,7 @@ LONG_UNITS := $(addprefix tests/unit/, \
   $(addprefix device/test_,decode_steps.py determinism.py launches_never_wait.py) \
   $(addprefix kernels/test_,attention_timing.py cpu_attention.py cpu_layers.py fixed_kernels.py \
     gpu_operations.py humming_compiles.py library.py triton_attention.py) \
-  images/test_cpu_torch.py images/test_keep_names.py start/test_lean_imports.py)
+  images/test_cpu_torch.py images/test_keep_names.py processes/test_lean_imports.py)
 
 # Python keeps what it compiles, also where the environment says otherwise, as in many containers:
 # else each process that imports torch and transformers compiles them first, for 5 to 10 seconds.

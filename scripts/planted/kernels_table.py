@@ -896,7 +896,7 @@ BUGS = (
         "fairlead_runtime.device.warmup.decode_plan:DecodePlan.measure",
         "        except Exception as error:\n            # Of a plan",
         "        except ZeroDivisionError as error:\n            # Of a plan",
-        ("unit/start/test_decodes.py",),
+        ("unit/device/test_decode_plan.py",),
     ),
     PackageBug(
         "flashinfer: an fp8 cache is planned in the model's type",
