@@ -2,32 +2,28 @@
 transformers gives it, a stream its text, and every output of a schema is valid.
 """
 
-import functools
 import itertools
 import json
 import random
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import jsonschema  # type: ignore[import-untyped]  # it has no stubs
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from fairlead_runtime.api.routes.tokenize import detokenize, tokenize
-from fairlead_runtime.api.state.state import Backend
+from fairlead_runtime.api.routes.tokenize import detokenize
 from fairlead_runtime.front.limits import LARGE_BODY
-from fairlead_runtime.grammar.compile import TokenizerFacts
 from fairlead_runtime.grammar.guides import Guides
-from fairlead_runtime.models.tokenizer_files import load_tokenizer
 from fairlead_runtime.request.structured import StructuredOutputs
 from fairlead_runtime.serving.detokenize import REPLACEMENT, Detokenizer, Vocabulary, vocabulary_of
 from fairlead_runtime.serving.prompt_encoder import PromptEncoder
 from support import grammars
-from support.api_harness import MODEL, FakeService, backend_of
+from support.api_harness import MODEL
 from support.full import LONG_FORM
-from support.real_tokenizers import QWEN3, TOKENIZERS, Tokenizer
+from support.published_tokenizers import backend, facts_of, ids_of, loaded
+from support.real_tokenizers import QWEN3, TOKENIZERS
 
 # The first run on a machine fetches 70 MB and converts them.
 pytestmark = pytest.mark.timeout(1800)
@@ -98,31 +94,9 @@ def conversations() -> list[list[dict[str, Any]]]:
     ]
 
 
-@functools.cache
-def loaded(published: Tokenizer) -> PreTrainedTokenizerBase:
-    return load_tokenizer(published.folder())
-
-
 @pytest.fixture(params=TOKENIZERS, ids=str)
 def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerBase:
     return loaded(request.param)
-
-
-def facts_of(tokenizer: PreTrainedTokenizerBase) -> TokenizerFacts:
-    facts = TokenizerFacts.of(tokenizer, len(tokenizer), {tokenizer.eos_token_id})
-    assert facts is not None
-    return facts
-
-
-def backend(tokenizer: PreTrainedTokenizerBase, encoder: PromptEncoder) -> Backend:
-    service = FakeService(max_model_len=1 << 20)
-    return replace(backend_of(service), encoder=encoder, vocabulary=vocabulary_of(tokenizer))
-
-
-def ids_of(served: Backend, body: dict[str, Any]) -> list[int]:
-    answer = tokenize(json.dumps({"model": MODEL, **body}).encode(), MODEL, served)
-    tokens: list[int] = answer["tokens"]
-    return tokens
 
 
 def test_a_conversation_has_the_ids_of_transformers(tokenizer: PreTrainedTokenizerBase) -> None:
