@@ -9,7 +9,7 @@ model is loaded, and names settings that the engine chose by itself. Weights and
 and every setting is the engine's best one or its default, with prefix caching where it has that.
 
 KINDs that end with -int8 have 8-bit weights. What else is rounded then is the engine's default: the
-fastest that it documents.
+fastest that it documents. Those that end with -bfloat16 have weights and cache in that.
 """
 
 import json
@@ -30,11 +30,11 @@ PADDING = 0  # token id
 CACHE = 2  # GiB: more than any workload fills
 
 
-def fairlead(model: str, slots: int, *, int8: bool = False) -> Run:
+def fairlead(model: str, slots: int, *, dtype: str = "float32", int8: bool = False) -> Run:
     from fairlead_runtime import LLM, SamplingParams
 
     weights = {"quantization": "int8", "kernels": "cpu"} if int8 else {}
-    llm = LLM(model, dtype="float32", max_requests=slots, max_model_len=LONGEST, **weights)
+    llm = LLM(model, dtype=dtype, max_requests=slots, max_model_len=LONGEST, **weights)
 
     def run(requests: Sequence[Request]) -> int:
         prompts = [{"prompt_token_ids": prompt} for prompt, _ in requests]
@@ -219,6 +219,7 @@ KINDS: dict[str, Callable[[str, int], Run]] = {
     "openvino": openvino,
     "vllm": vllm,
     "llama.cpp": llama_cpp,
+    "fairlead-bfloat16": partial(fairlead, dtype="bfloat16"),
     "fairlead-int8": partial(fairlead, int8=True),
     "openvino-int8": partial(openvino, int8=True),
     "llama.cpp-int8": partial(llama_cpp, int8=True),

@@ -11,6 +11,9 @@ first round does not run in the others; with --full, over three times as long.
 - burst: 8 or 32 requests at once that share their first 512 tokens.
 - alone: one request, whose decode reads all weights for each token.
 - long prompt: one of 2,048 tokens arrives among eight decodes, over HTTP (`long_prompt.py`).
+- conversations: the forty of tests/functional/real_weights at once, and one alone, on SmolLM2's
+  published weights: real prompts, answers as long as the model's own are. Each engine in float32
+  and with 8-bit weights, ours in bfloat16, too; ratios are to ours in float32.
 
 Weights and cache are float32; mixed and alone come again with 8-bit weights. The output names what
 else an engine rounds then: each has its own default, which is its fastest. Prompts that share no
@@ -20,10 +23,11 @@ Beside them stand the machine's own limits, measured in the same run: of alone a
 share of the memory bandwidth that the weights of each step take, of mixed the share of a large
 float32 product's rate.
 
-    .venv/bin/python -m benchmarks.cpu_peers [--full] [--models "15 M" "135 M"] [--svg FILE]
+    .venv/bin/python -m benchmarks.cpu_peers [--full] [--models "15 M" SmolLM2] [--svg FILE]
 """
 
 import argparse
+import functools
 import heapq
 import itertools
 import json
@@ -39,11 +43,15 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from benchmarks import cpu_picture, long_prompt, machine, models, peers
 from benchmarks.cpu_engine import Request
 from benchmarks.http_peers import spread
 from benchmarks.turns import OURS, Terms, rounds_of, take_turns
+from transformers import AutoTokenizer
+
+from support import real_answers  # its folder is on the path since `peers`
 
 SLOTS = 64
 TUTORIAL_CAPS, TUTORIAL_SLOTS = (6, 50, 300, 30, 180, 45), 3
@@ -90,6 +98,12 @@ INT8 = {
     "OpenVINO GenAI": Kind.of("openvino-int8", peers.OPENVINO, (1, 1)),
     # A block of 32 weights has a scale of 2 bytes.
     "llama.cpp": Kind.of("llama.cpp-int8", peers.LLAMA_CPP, (34 / 32, 34 / 32)),
+}
+# All on the same weights: those in float32 have the published ones.
+REAL = {
+    **{name: kind for name, kind in FLOAT32.items() if not name.startswith("vLLM")},
+    f"{OURS}, bfloat16": Kind("fairlead-bfloat16", lambda: sys.executable, _our_versions, (2, 2)),
+    **{f"{name}, int8": kind for name, kind in INT8.items()},
 }
 
 
@@ -170,6 +184,34 @@ def alone(draw: random.Random, vocabulary: int) -> list[Request]:
     return [(_text(draw, vocabulary, OWN), ALONE)]
 
 
+@functools.cache
+def _spoken() -> list[tuple[list[dict[str, str]], int]]:
+    """Conversations, each with the number of tokens of the model's own answer."""
+    lengths = [len(answer.tokens) for answer in real_answers.Answer.read()]
+    return list(zip(real_answers.conversations(), lengths, strict=True))
+
+
+@functools.cache
+def _tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(models.published())
+
+
+def conversations(draw: random.Random, _vocabulary: int) -> list[Request]:
+    """With the number of a day before the first message: no cache has them."""
+    day = draw.randrange(10**6)
+    requests = []
+    for (first, *more), length in _spoken():
+        dated = {**first, "content": f"This is day {day}. {first['content']}"}
+        requests.append((real_answers.prompt_of(_tokenizer(), [dated, *more]), length))
+    return requests
+
+
+def one_conversation(draw: random.Random, vocabulary: int) -> list[Request]:
+    """One with a long answer."""
+    few = [one for one in conversations(draw, vocabulary) if one[1] >= ALONE]
+    return [draw.choice(few)]
+
+
 ON_EVERY_MODEL = (
     Workload("mixed", mixed),
     Workload("burst of 8", burst(8)),
@@ -177,6 +219,10 @@ ON_EVERY_MODEL = (
     Workload("alone", alone),
 )
 ON_GPT2 = (Workload("tutorial", tutorial),)
+ON_REAL_WEIGHTS = (
+    Workload("conversations", conversations),
+    Workload("alone, a conversation", one_conversation),
+)
 IN_INT8 = (Workload("mixed, int8 weights", mixed), Workload("alone, int8 weights", alone))
 
 
@@ -270,6 +316,12 @@ class Part(NamedTuple):
 
 
 ON_SHAPES = (Part(ON_EVERY_MODEL, FLOAT32), Part(IN_INT8, INT8))
+# By model: what runs on it, and the slots.
+PARTS: Mapping[str, tuple[Sequence[Part], int]] = {
+    **dict.fromkeys(models.SHAPES, (ON_SHAPES, SLOTS)),
+    models.GPT2: ([Part(ON_GPT2, FLOAT32)], TUTORIAL_SLOTS),
+    models.SMOLLM2: ([Part(ON_REAL_WEIGHTS, REAL)], SLOTS),
+}
 
 
 class Comparison(NamedTuple):
@@ -289,14 +341,15 @@ class Comparison(NamedTuple):
             size = models.save(name, Path(folder))
             print(f"\n## {name}: {size.total / 1e6:.0f} million parameters, {slots} slots\n")
             for workloads, kinds in parts:
-                wanted = {one: kind for one, kind in kinds.items() if one in self.engines}
+                names = tuple(self.engines)
+                wanted = {one: kind for one, kind in kinds.items() if one.startswith(names)}
                 with loaded(Path(folder), slots, wanted) as engines:
                     for workload in workloads if OURS in engines else ():
                         vocabulary = models.vocabulary(name)
                         measured = measure(engines, workload, vocabulary, self.terms, next(seeds))
                         kept[workload.name] = measured.seconds
                         self._print(workload.name, measured, size, kinds)
-            if name != models.GPT2:  # it takes no prompt of that length
+            if name in models.SHAPES:  # GPT-2 takes no prompt of that length
                 kept |= long_prompt.compare(Path(folder), self.engines, self.terms)
         return kept
 
@@ -314,7 +367,7 @@ def _options() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--models", nargs="*", choices=tuple(models.SHAPES))
+    parser.add_argument("--models", nargs="*", choices=tuple(PARTS))
     parser.add_argument("--engines", nargs="*", choices=tuple(FLOAT32), default=list(FLOAT32))
     parser.add_argument(
         "--full",
@@ -326,7 +379,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--svg", type=Path, help="draw the ratios to this file")
     options = parser.parse_args()
     if options.models is None:
-        options.models = list(models.SHAPES) if options.full else ["135 M"]
+        options.models = list(PARTS) if options.full else ["135 M", models.GPT2, models.SMOLLM2]
     if options.full:
         options.rounds = max(5, options.rounds)
     if OURS not in options.engines:
@@ -345,9 +398,11 @@ def main() -> None:
     terms = Terms(options.rounds, patience, machine.wait_until_idle)
     comparison = Comparison(options.engines, terms, limits)
     kept: dict[str, Any] = {}
-    shapes = [(name, ON_SHAPES, SLOTS) for name in options.models]
-    for name, parts, slots in (*shapes, (models.GPT2, [Part(ON_GPT2, FLOAT32)], TUTORIAL_SLOTS)):
-        kept[name] = comparison.of(name, parts, slots)
+    for name in options.models:
+        try:
+            kept[name] = comparison.of(name, *PARTS[name])
+        except pytest.skip.Exception as error:  # its weights cannot be fetched
+            print(f"{name}: left out, {error}", flush=True)
         if options.json:  # of an hour that is interrupted, what was measured
             found = {"limits": limits._asdict(), **kept}
             options.json.write_text(json.dumps(found, indent=1) + "\n")

@@ -1,7 +1,8 @@
-"""Models of a stated shape with random weights, made from a seed: what a benchmark measures does
-not depend on the values of the weights.
+"""Models of a stated shape with random weights, made from a seed: what most benchmarks measure does
+not depend on the values of the weights. And a published model, for real text.
 """
 
+import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +33,7 @@ SHAPES: dict[str, dict[str, int]] = {
     },
 }
 GPT2 = "GPT-2"  # at full size: 124 million parameters
+SMOLLM2 = "SmolLM2"  # 135 million parameters that somebody trained
 
 
 class Size(NamedTuple):
@@ -45,11 +47,13 @@ class Size(NamedTuple):
 
 
 def save(name: str, folder: Path) -> Size:
-    """Write the model ``name``, a shape or GPT2, with no end of sequence, and a tokenizer in which
-    every character of a prompt is a token and every token has a text.
+    """Write the model ``name``, a shape, GPT2 or SMOLLM2, in float32 with no end of sequence, and
+    its tokenizer. With random weights every character of a prompt is a token, and every token has
+    a text.
     """
     import torch
     from transformers import (
+        AutoModelForCausalLM,
         GenerationConfig,
         GPT2Config,
         GPT2LMHeadModel,
@@ -60,7 +64,10 @@ def save(name: str, folder: Path) -> Size:
     torch.manual_seed(0)
     ids: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
     model: Any  # transformers' classes are untyped
-    if name == GPT2:
+    if name == SMOLLM2:
+        model = AutoModelForCausalLM.from_pretrained(published(), dtype=torch.float32)
+        model.config.update(ids)
+    elif name == GPT2:
         model = GPT2LMHeadModel(GPT2Config(**ids))
     else:
         limits = {"vocab_size": VOCABULARY, "max_position_embeddings": LONGEST}
@@ -69,8 +76,19 @@ def save(name: str, folder: Path) -> Size:
         )
     model.generation_config = GenerationConfig(do_sample=False)
     model.save_pretrained(folder)
-    save_tokenizer(folder, model.config.vocab_size)
+    if name == SMOLLM2:
+        for file in published().glob("tokenizer*"):
+            shutil.copy(file, folder)
+    else:
+        save_tokenizer(folder, model.config.vocab_size)
     return size(model)
+
+
+def published() -> Path:
+    """The folder of SmolLM2 in bfloat16. Raises pytest's Skipped where it cannot be fetched."""
+    from support import real_weights
+
+    return real_weights.SMOLLM2.folder()
 
 
 def size(model: Any) -> Size:
@@ -100,4 +118,4 @@ def save_tokenizer(folder: Path, vocabulary: int) -> None:
 
 
 def vocabulary(name: str) -> int:
-    return 50257 if name == GPT2 else SHAPES[name].get("vocab_size", VOCABULARY)
+    return 50257 if name == GPT2 else SHAPES.get(name, {}).get("vocab_size", VOCABULARY)

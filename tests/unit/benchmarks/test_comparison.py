@@ -2,6 +2,7 @@
 
 import math
 import os
+import random
 import signal
 import subprocess
 import time
@@ -12,6 +13,9 @@ import pytest
 from benchmarks import cpu_peers, cpu_picture, machine, models, peers
 from benchmarks.turns import OURS, Terms, take_turns
 from torch import nn
+
+from fairlead_runtime.models import tokenizer
+from support.real_answers import Answer
 
 
 def test_the_order_changes_from_round_to_round_and_the_warm_up_does_not_count() -> None:
@@ -123,3 +127,23 @@ def test_an_engine_that_ends_leaves_no_process_behind() -> None:
     with pytest.raises(ProcessLookupError):
         os.kill(worker, 0)
     assert process.returncode == -signal.SIGTERM
+
+
+def test_conversations_are_new_in_each_round_and_answers_as_long_as_the_models_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    characters = tokenizer.byte_level([], max_length=4096)
+    monkeypatch.setattr(cpu_peers, "_tokenizer", lambda: characters)
+    draw = random.Random(0)
+    first, second = (cpu_peers.conversations(draw, 0) for _ in range(2))
+    assert len(first) == 40
+    assert not {tuple(prompt) for prompt, _ in first} & {tuple(prompt) for prompt, _ in second}
+    lengths = [cap for _, cap in first]
+    assert lengths == [len(answer.tokens) for answer in Answer.read()]
+    ((_, cap),) = cpu_peers.one_conversation(draw, 0)
+    assert cap >= cpu_peers.ALONE
+
+
+def test_each_engine_of_the_published_weights_is_taken_by_its_name() -> None:
+    names = [name for name in cpu_peers.REAL if name.startswith((OURS, "llama.cpp"))]
+    assert names == [OURS, "llama.cpp", f"{OURS}, bfloat16", f"{OURS}, int8", "llama.cpp, int8"]
