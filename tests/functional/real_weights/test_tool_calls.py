@@ -24,7 +24,7 @@ from fairlead_runtime.api.tools.formats import (
     reply_format,
 )
 from fairlead_runtime.api.tools.parts import CallArguments, CallBegun, Content, Parser
-from fairlead_runtime.grammar.compile import compile_matcher
+from fairlead_runtime.grammar.compile import GrammarError, compile_matcher
 from fairlead_runtime.models.chat import encode_chat
 from fairlead_runtime.request.structured import StructuredOutputs
 from fairlead_runtime.serving.detokenize import Detokenizer, vocabulary_of
@@ -208,8 +208,13 @@ def broken(case: Case, call: Call) -> list[Call]:
 
 
 def accepts(tokenizer: LLTokenizer, schema: dict[str, Any], values: Sequence[Any]) -> list[bool]:
-    """Whether the grammar of ``schema`` lets each of ``values`` through, to its end."""
-    matcher = compile_matcher(tokenizer, StructuredOutputs.of({"json": schema}))
+    """Whether the grammar of ``schema`` lets each of ``values`` through, to its end. A schema that
+    nothing can fulfil, as a list that must be one of some texts, is refused whole.
+    """
+    try:
+        matcher = compile_matcher(tokenizer, StructuredOutputs.of({"json": schema}))
+    except GrammarError:
+        return [False] * len(values)
     found = []
     for value in values:
         walk = matcher.deep_copy()
