@@ -2,6 +2,8 @@
 for token, in little memory: in chunks, with preemptions and prefix hits.
 """
 
+from pathlib import Path
+
 import pytest
 
 from fairlead_runtime import LLM, SamplingParams
@@ -15,6 +17,7 @@ TOKENS = real_answers.LONGEST if LONG_FORM else 48
 # Logits lie between -10 and 30, and sums in another order change them by so much at most.
 TIE = 2e-3
 TIES = 2
+DOCUMENT = Path(__file__).parents[3] / "docs" / "models.md"
 
 
 def first_difference(got: list[int], want: list[int]) -> int | None:
@@ -73,6 +76,33 @@ def test_a_conversation_of_ten_turns_goes_on_as_with_generate(llm: LLM) -> None:
     prompts = [turn.prompt for turn in Answer.read("turns")]
     for hits, before_it in zip(found[1:], prompts, strict=False):
         assert hits >= len(before_it) // 16 * 16, found
+
+
+def transcript() -> list[dict[str, str]]:
+    """Messages of the conversation in docs/models.md."""
+    _, _, after = DOCUMENT.read_text().partition("A conversation with SmolLM2")
+    lines = [line.split(maxsplit=1) for line in after.split("```")[1].strip().splitlines()]
+    return [{"role": role, "content": text} for role, text in lines]
+
+
+def test_the_conversation_in_the_documents_is_what_is_said(llm: LLM) -> None:
+    messages, tokenizer = transcript(), llm.parts.tokenizer
+    assert [message["role"] for message in messages] == ["user", "assistant"] * 3
+    asked = [
+        {"prompt_token_ids": real_answers.prompt_of(tokenizer, messages[:end])} for end in (1, 3, 5)
+    ]
+    params = SamplingParams(temperature=0, max_tokens=TOKENS)
+    results = llm.generate(asked, params, use_tqdm=False)
+    texts = [result.outputs[0].text for result in results]
+    assert texts == [message["content"] for message in messages[1::2]]
+
+
+@pytest.mark.full
+def test_the_conversation_in_the_documents_is_what_transformers_says() -> None:
+    loaded, messages = real_answers.load(), transcript()
+    for end in (1, 3, 5):
+        answered = real_answers.answer(loaded, messages[:end])
+        assert real_answers.text_of(loaded.tokenizer, answered) == messages[end]["content"]
 
 
 @pytest.mark.full
