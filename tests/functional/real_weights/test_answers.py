@@ -86,7 +86,7 @@ def transcript() -> list[dict[str, str]]:
 
 
 def test_the_conversation_in_the_documents_is_what_is_said(llm: LLM) -> None:
-    messages, tokenizer = transcript(), llm.parts.tokenizer
+    messages, tokenizer = transcript(), llm.built_engine.tokenizer
     assert [message["role"] for message in messages] == ["user", "assistant"] * 3
     asked = [
         {"prompt_token_ids": real_answers.prompt_of(tokenizer, messages[:end])} for end in (1, 3, 5)
