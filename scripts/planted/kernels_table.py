@@ -1404,7 +1404,7 @@ BUGS = (
     ),
     PackageBug(
         "a package's product that failed is compiled again for each matrix",
-        "fairlead_kernels.packages.humming_products:HummingProducts._settled",
+        "fairlead_kernels.packages.humming_products:HummingProducts._repacked",
         "        if reason := self._known.get(key):",
         "        if reason := self._known.get(str(key)):",
         ON_HUMMING,

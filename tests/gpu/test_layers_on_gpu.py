@@ -181,7 +181,7 @@ def test_a_packages_product_of_four_bits_is_the_references_in_steps_of_all_sizes
     order = torch.randperm(columns).int() if ordered else None
     held = [grouped(n, columns, groups, order).to(CUDA) for n in (256, 128)]
     products = HummingProducts(humming_package.load(), dtype, CUDA, COMPILERS)
-    weight = products.settle(TorchOperations().pack(held))
+    weight = products.repack(TorchOperations().pack(held))
     assert isinstance(weight, HummingPacked), str(products)
     exact = torch.cat([x.dequantize() for x in held])
     ours, bias = TorchOperations(), torch.randn(rows, device=CUDA, dtype=dtype)

@@ -149,7 +149,7 @@ def main() -> None:
     package = multiplying(package)
     for dtype, rows, columns, groups in CASES[:1] if few else CASES:
         ours = HummingProducts(package, dtype, CPU, 2)
-        ours.settle(TorchOperations().pack([grouped(rows, columns, groups)]))
+        ours.repack(TorchOperations().pack([grouped(rows, columns, groups)]))
         print("choice", ours)
     for file in files:
         print("multiplies", file)

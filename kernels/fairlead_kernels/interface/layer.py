@@ -141,12 +141,12 @@ class LayerWithoutMlp:
                 changed[name] = casts[id(value)]
         return replace(self, **changed)
 
-    def settled(self, settle: Callable[[Packed], Packed]) -> Self:
-        """A copy with each matrix replaced by what ``settle`` gives for it, one after the other."""
+    def repacked(self, repack: Callable[[Packed], Packed]) -> Self:
+        """A copy with each matrix replaced by what ``repack`` gives for it, one after the other."""
         changed: dict[str, Any] = {}
         for name, value in self._values().items():
             if isinstance(value, Packed):
-                changed[name] = settle(value)
+                changed[name] = repack(value)
         return replace(self, **changed)
 
     def _values(self) -> dict[str, Any]:

@@ -103,7 +103,7 @@ class HummingProducts:
             return products
         return f"{products}, {refusals}" if products else f"4-bit products of ours: {refusals}"
 
-    def settle(self, weight: Packed) -> Packed:
+    def repack(self, weight: Packed) -> Packed:
         """A matrix as ``torch_groups.pack`` gives it, in the package's layout, in memory of its
         own; as it is where that is not possible, or it is none of 4 bits.
 
@@ -113,7 +113,7 @@ class HummingProducts:
         if weight.groups is None or weight.scales is None:
             return weight
         try:
-            packed = self._settled(weight, weight.scales, weight.groups)
+            packed = self._repacked(weight, weight.scales, weight.groups)
         except NotAvailableError as error:
             self._refusals[str(error)] += 1
             return weight
@@ -133,7 +133,7 @@ class HummingProducts:
         )
         return result
 
-    def _settled(self, weight: Packed, scales: Tensor, groups: Groups) -> HummingPacked:
+    def _repacked(self, weight: Packed, scales: Tensor, groups: Groups) -> HummingPacked:
         runs = tuple((rows, order is None) for rows, order in groups.orders)
         key = runs, weight.columns, len(scales)
         if reason := self._known.get(key):

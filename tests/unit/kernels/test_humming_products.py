@@ -75,7 +75,7 @@ def test_a_product_is_the_references_and_takes_the_planned_bytes(
     total = sum(rows)
     bias = torch.randn(total).to(dtype) if biased else None
     ours = products(dtype=dtype)
-    weight = ours.settle(packed(*held, factor=factor))
+    weight = ours.repack(packed(*held, factor=factor))
     assert str(ours) == "4-bit products by humming stand-in"
     assert isinstance(weight, HummingPacked)
     assert (weight.rows, weight.columns, weight.data.dtype) == (total, columns, torch.uint8)
@@ -92,7 +92,7 @@ def test_a_product_is_the_references_and_takes_the_planned_bytes(
 
 
 def test_what_it_was_not_made_for_is_refused() -> None:
-    weight = products().settle(packed(grouped(128, 128, 2)))
+    weight = products().repack(packed(grouped(128, 128, 2)))
     with pytest.raises(ValueError, match=r"^x: torch.float32, for which its weights were not pack"):
         TorchOperations().linear(torch.randn(2, 128), weight)
     with pytest.raises(ValueError, match=r"^x: \(2, 64\) for weights of 128 columns"):
@@ -102,7 +102,7 @@ def test_what_it_was_not_made_for_is_refused() -> None:
 def test_other_weights_stay_as_they_are() -> None:
     ours = products()
     plain = TorchOperations().pack([torch.randn(64, 64)])
-    assert ours.settle(plain) is plain
+    assert ours.repack(plain) is plain
     assert str(ours) == ""
 
 
@@ -126,10 +126,10 @@ def test_a_matrix_that_it_does_not_take_stays_as_it_is_and_the_reason_is_said(
     weight: Callable[[], Grouped], reason: str
 ) -> None:
     ours, given_ = products(dtype=torch.float16), packed(weight())
-    assert ours.settle(given_) is given_
-    assert ours.settle(given_) is given_
+    assert ours.repack(given_) is given_
+    assert ours.repack(given_) is given_
     assert str(ours) == f"4-bit products of ours: 2 not: {reason}"
-    ours.settle(packed(grouped(128, 128, 2)))
+    ours.repack(packed(grouped(128, 128, 2)))
     assert str(ours) == f"4-bit products by humming stand-in, 2 not: {reason}"
 
 
@@ -166,11 +166,11 @@ def test_a_kernel_that_computes_something_else_is_found_at_start(
         return altered(out) if len(inputs) > above and config.rows == 1152 else out
 
     ours, bad = products(forward), packed(grouped(1152, 128, 2))
-    assert ours.settle(bad) is bad
+    assert ours.repack(bad) is bad
     tried = len(calls)
-    assert ours.settle(bad) is bad
+    assert ours.repack(bad) is bad
     assert len(calls) == tried, "a product that is known to be wrong is not tried again"
-    assert isinstance(ours.settle(packed(grouped(256, 128, 2))), HummingPacked)
+    assert isinstance(ours.repack(packed(grouped(256, 128, 2))), HummingPacked)
     assert "2 not: humming's product with [1152, 128]: it differs from the reference" in str(ours)
 
 
@@ -179,7 +179,7 @@ def test_a_compiler_that_fails_is_a_reason_and_the_next_of_its_shape_is_not_comp
         raise RuntimeError("NVRTCCompiler failed\nwith exit code 1")
 
     ours, weight = products(forward), packed(grouped(128, 64, 1))
-    assert ours.settle(weight) is weight
+    assert ours.repack(weight) is weight
     assert str(ours) == (
         "4-bit products of ours: 1 not: humming's product with [128, 64]: RuntimeError: "
         "NVRTCCompiler failed with exit code 1"
@@ -195,9 +195,9 @@ def test_only_the_first_of_a_shape_is_proven() -> None:
 
     ours = products(forward)
     for _ in range(3):
-        ours.settle(packed(grouped(128, 128, 2)))
+        ours.repack(packed(grouped(128, 128, 2)))
     assert calls == [1, *BOUNDS, BOUNDS[-1] + 1], "a step for each kernel"
-    ours.settle(packed(grouped(128, 128, 4)))
+    ours.repack(packed(grouped(128, 128, 4)))
     assert len(calls) == 2 * (2 + len(BOUNDS)), "other groups are other kernels"
 
 
@@ -211,7 +211,7 @@ def test_so_many_compilers_run_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Non
         return humming_standin.humming_forward(config, inputs, **more)
 
     ours = HummingProducts(humming_standin.package(forward), torch.float16, CPU, 3)
-    ours.settle(packed(grouped(128, 128, 2)))
+    ours.repack(packed(grouped(128, 128, 2)))
     assert set(seen) == {"3"}
     assert name not in os.environ
 

@@ -166,7 +166,7 @@ def fuse(
     model: PagedModel,
     operations: LayerOperations | None,
     group: RankGroup | None = None,
-    settle: Callable[[Packed], Packed] | None = None,
+    repack: Callable[[Packed], Packed] | None = None,
 ) -> Fusion:
     """Replace every layer that fits by a fused one on these operations; without any, none. Weights
     are packed in the model's type, quantized ones as they are.
@@ -177,7 +177,7 @@ def fuse(
     what lies around the layers is replaced, too, or the matrices that the model's own code
     multiplies by are packed; where sums have one order, the last norm and the head are.
 
-    ``settle`` gives each matrix the layout in which it is served, once its layer is proven.
+    ``repack`` gives each matrix the layout in which it is served, once its layer is proven.
 
     With ``group`` the model is one rank's part of a split one (``shards.shard``), and every rank
     must call this with the same kind of operations: a layer is fused on all of them or on none, and
@@ -185,7 +185,7 @@ def fuse(
     """
     if operations is None:
         return Fusion(0, len(model.windows))
-    fusion, runs = _fuse_layers(model, operations, group, settle)
+    fusion, runs = _fuse_layers(model, operations, group, repack)
     step = _ScratchPass(model.heads, model.device)
     model_operations: CpuOperations | None = operations.model_operations
     if fusion.fused == fusion.layers:
@@ -207,7 +207,7 @@ def _fuse_layers(
     model: PagedModel,
     operations: LayerOperations,
     group: RankGroup | None,
-    settle: Callable[[Packed], Packed] | None,
+    repack: Callable[[Packed], Packed] | None,
 ) -> tuple[Fusion, list[FusedRun]]:
     layers, total = decoder_layers(model), len(model.windows)
     if not layers:
@@ -222,8 +222,8 @@ def _fuse_layers(
         except DoesNotFitError as error:
             reasons.setdefault(str(error), index)
             continue
-        if settle is not None:
-            layer.layer = layer.layer.settled(settle)
+        if repack is not None:
+            layer.layer = layer.layer.repacked(repack)
         if layer.unfused_mlp is not None:
             reasons.setdefault(layer.unfused_mlp.reason, index)
         replacement.apply()

@@ -471,7 +471,7 @@ def _fused(
     """
     kinds, (int4_product, int4_reason) = model.kinds, products
     fusion = fuse(
-        model, choice.operations, group, None if int4_product is None else int4_product.settle
+        model, choice.operations, group, None if int4_product is None else int4_product.repack
     )
     if model.kinds != kinds:  # the operations are those that fused layers have
         choice = replace(_pick(model, kernels, **settings), operations=choice.operations)
