@@ -191,8 +191,8 @@ class LayerOperations(Protocol):
 
     @property
     def model_operations(self) -> Any:
-        """Those of a whole model, in the terms of their own library: embeddings, rotary angles, a
-        head, layers in one call. None where there are only a layer's.
+        """The operations of a whole model, in the terms of their own library: embeddings, rotary
+        angles, a head, layers in one call. None where there are only a layer's.
         """
 
     def pack(

@@ -99,5 +99,5 @@ def _check_quantization(
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As settings have it."""
+    """The type's name as settings have it."""
     return str(dtype).removeprefix("torch.")

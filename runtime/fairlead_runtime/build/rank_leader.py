@@ -152,7 +152,7 @@ class Ranks:
         self._has_failed(EngineDead(f"rank {rank} of {self.group.size} {end}"))
 
     def _has_failed(self, error: Exception) -> None:
-        """In a thread of the rank's."""
+        """Keep the error of a rank and tell of it; called in that rank's thread."""
         with self._deaths:
             if self._closing or self._ended.is_set():
                 return

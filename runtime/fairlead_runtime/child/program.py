@@ -64,7 +64,7 @@ class ChildProgram(Generic[QuestionT, AnswerT]):
 
     @property
     def pid(self) -> int | None:
-        """Of the process that runs; None before the first question and after its end."""
+        """The id of the process that runs; None before the first question and after its end."""
         run = self._run
         return None if run is None else run.pid
 

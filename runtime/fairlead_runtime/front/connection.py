@@ -68,8 +68,8 @@ class BoundedConnection(h11.Connection):
         return event
 
     def send(self, event: Any) -> Any:
-        """As h11 does; a chunk of an answer, the hot path, without its state machine, which a chunk
-        does not change.
+        """Send as h11 does; a chunk of an answer, the hot path, without its state machine, which a
+        chunk does not change.
         """
         if type(event) is h11.Data and self._answers_in_chunks and event.data:
             if self.our_state is h11.SEND_BODY:
@@ -203,8 +203,8 @@ class GuardedProtocol(H11Protocol):
 
     @property
     def idle_until(self) -> float | None:
-        """When the connection will be closed, on the loop's clock, if it waits for another request;
-        None before its first answer, and while a request arrives or is answered.
+        """The time at which the connection will be closed, on the loop's clock, if it waits for
+        another request; None before its first answer, and while a request arrives or is answered.
         """
         timer = self.timeout_keep_alive_task
         return None if timer is None or self.transport.is_closing() else timer.when()
@@ -246,7 +246,7 @@ class GuardedProtocol(H11Protocol):
 
 
 def idle_connections(connections: Iterable[object]) -> list[GuardedProtocol]:
-    """Those that wait for another request, the one that is idle for longest first."""
+    """Connections that wait for another request, the one that is idle for longest first."""
     guarded = [connection for connection in connections if isinstance(connection, GuardedProtocol)]
     idle = [connection for connection in guarded if connection.idle_until is not None]
     return sorted(idle, key=lambda connection: connection.idle_until or 0.0)

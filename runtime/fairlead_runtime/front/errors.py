@@ -60,7 +60,7 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def renamed(self, names: Mapping[str, str]) -> "ApiError":
-        """The same error about the field's name in ``names``."""
+        """The error about the field's name in ``names``."""
         if self.param is None or self.param not in names:
             return self
         name = names[self.param]

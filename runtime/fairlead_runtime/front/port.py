@@ -80,7 +80,7 @@ class _Server(uvicorn.Server):
 
 
 class _TlsServer(_Server):
-    """The same with TLS, and with bounds on its handshakes, which uvicorn cannot be given."""
+    """The server with TLS, and with bounds on its handshakes, which uvicorn cannot be given."""
 
     def __init__(self, config: uvicorn.Config, certificates: Certificates) -> None:
         super().__init__(config)

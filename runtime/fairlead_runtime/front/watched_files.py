@@ -1,4 +1,4 @@
-"""When files have changed, also when Kubernetes swaps the symbolic link of a mounted Secret."""
+"""Changes of files, also when Kubernetes swaps the symbolic link of a mounted Secret."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -39,7 +39,7 @@ class RequestError(ValueError):
         self._message = message
 
     def renamed(self, names: abc.Mapping[str, str]) -> Self:
-        """The same error about the field's name in ``names``."""
+        """The error about the field's name in ``names``."""
         return type(self)(names.get(self.param, self.param), self._message)
 
 

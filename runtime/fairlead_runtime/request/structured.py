@@ -71,7 +71,7 @@ class StructuredOutputs:
 
     @classmethod
     def of(cls, value: Any) -> Self:
-        """From the value itself or from a mapping of the same fields; fields that are None or False
+        """Read the value itself or a mapping of the same fields; fields that are None or False
         count as left out.
         """
         if isinstance(value, cls):
@@ -102,7 +102,7 @@ class StructuredOutputs:
         return hashlib.sha256(f"{self.kind}\0{self.source}".encode()).hexdigest()
 
     def checked(self, compiled_bytes: int) -> Self:
-        """The same value, with the memory that its compiled form takes."""
+        """The value with the memory that its compiled form takes."""
         checked = copy.copy(self)  # ``replace`` would check its text again
         object.__setattr__(checked, "compiled_bytes", compiled_bytes)
         return checked

@@ -19,8 +19,8 @@ class Staging(NamedTuple):
 
     @classmethod
     def of(cls, host_units: int, unit: int) -> "Staging":
-        """For ``host_units`` units of ``unit`` bytes: no more than they need, at least one unit a
-        piece; nothing where there are none.
+        """The staging of ``host_units`` units of ``unit`` bytes: no more than they need, at least
+        one unit a piece; nothing where there are none.
         """
         if not host_units:
             return cls(0, 0)

@@ -133,7 +133,7 @@ class _ChoicesEncoder(ABC):
         return ()
 
     def _last_member(self, index: int) -> Iterable[bytes]:  # noqa: ARG002 - completions read it
-        """The same of a choice, after its log-probabilities."""
+        """The last member of a choice, after its log-probabilities."""
         return ()
 
     @abstractmethod
@@ -200,8 +200,8 @@ class ChatEncoder(_ChoicesEncoder):
         return {"index": index, "message": answer, **reasons}
 
     def _reasons(self, output: Output, *, calls: bool) -> dict[str, Any]:
-        """As OpenAI: an answer that ended with calls ended for them, unless the request named the
-        tool.
+        """Finish reasons as OpenAI has them: an answer that ended with calls ended for them, unless
+        the request named the tool.
         """
         reasons = _reasons(output)
         if calls and not self._frame.forced and output.finish_reason is FinishReason.STOP:

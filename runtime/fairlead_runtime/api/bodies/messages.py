@@ -62,7 +62,7 @@ def for_template(messages: Sequence[Message]) -> tuple[dict[str, Any], ...]:
 
 
 def characters(message: dict[str, Any]) -> int:
-    """Of the texts in a message for the template."""
+    """Characters of the texts in a message for the template."""
     functions = (call["function"] for call in message.get("tool_calls", ()))
     return (
         len(message["content"])

@@ -1,4 +1,4 @@
-"""From a body's bytes to token ids: parse, validate, render, tokenize.
+"""The way from a body's bytes to token ids: parse, validate, render, tokenize.
 
 Owns the order of these steps and the limits on text before tokenizing. Runs in a pool thread, never
 on the event loop; changes no state.

@@ -27,7 +27,7 @@ class Tool(StrictBody):
     function: Function
 
     def for_template(self) -> dict[str, Any]:
-        """As models were trained on it: without ``strict`` and without what is not set."""
+        """The tool as models were trained on it: without ``strict`` and without what is not set."""
         fields = self.function.model_dump(exclude={"strict"}, exclude_none=True)
         return {"type": "function", "function": fields}
 

@@ -328,7 +328,7 @@ class _JsonAnswer:
 
 
 def _next_piece(chunks: Iterator[bytes]) -> bytes:
-    """At least PIECE bytes of them; less at the end."""
+    """Join pieces to at least PIECE bytes; less at the end."""
     piece = bytearray()
     for chunk in chunks:
         piece += chunk

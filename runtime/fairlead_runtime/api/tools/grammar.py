@@ -18,7 +18,8 @@ def arguments_schema(parameters: Mapping[str, Any] | None) -> Schema:
 def calls_schema(
     tools: Sequence[tuple[str, Mapping[str, Any] | None]], *, parallel: bool
 ) -> Schema:
-    """Of a list of calls: ``[{"name": "f", "parameters": {…}}]``. ``tools``: names and parameters.
+    """The schema of a list of calls: ``[{"name": "f", "parameters": {…}}]``. ``tools``: names and
+    parameters.
 
     Each tool's schema is a definition of its own, and its references point into that.
     """

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 def has_weights(module: nn.Module) -> bool:
-    """Of its own, not of a module inside it."""
+    """Whether it has weights of its own, not of a module inside it."""
     return next(module.parameters(recurse=False), None) is not None
 
 

@@ -32,7 +32,7 @@ class Call:
 
     @property
     def unary(self) -> ModuleCall:
-        """The same with one tensor in and one out; with empty ones [0, 1] if it has others."""
+        """The call with one tensor in and one out; with empty ones [0, 1] if it has others."""
         match self.inputs, self.output:
             case (Tensor() as x,), Tensor() as out:
                 return ModuleCall(self.module, x, out)

@@ -149,7 +149,7 @@ def pack_products(
 
 
 def owners_of(model: nn.Module) -> Counter[int]:
-    """By a parameter's id: how many modules have it."""
+    """Count the modules that have each parameter, by its id."""
     return Counter(id(x) for module in model.modules() for x in module.parameters(recurse=False))
 
 

@@ -91,7 +91,7 @@ class Matrix:
         return replace(self, bias=bias, factor=self.factor * by)
 
     def ordered(self, rows: Tensor) -> Self:
-        """With its rows, and so its results, in this order."""
+        """The matrix with its rows, and so its results, in this order."""
         bias = None if self.bias is None else self.bias[rows]
         weight = self.weight
         weight = weight.rows(rows) if isinstance(weight, Quantized) else weight[rows]
@@ -260,7 +260,7 @@ class _Calls:
         return None
 
     def without(self, module: nn.Module | None = None) -> Self:
-        """The same calls, to take anew, but for those inside this module."""
+        """The calls to take anew, but for those inside this module."""
         inside = set() if module is None else set(module.modules())
         return type(self)([call for call in self.rest if call.module not in inside])
 

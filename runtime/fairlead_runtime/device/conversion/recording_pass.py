@@ -220,5 +220,5 @@ def _widen_while_it_runs(
 
 
 def _cast(values: Any, dtype: torch.dtype) -> Any:
-    """The same with every tensor of floats in this type."""
+    """The values with every tensor of floats in this type."""
     return tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, values)

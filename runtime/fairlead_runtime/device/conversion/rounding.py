@@ -33,7 +33,7 @@ TINY = 1e-30  # where nothing moves a result, as zeros
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Noise:
-    """By element of a result [T, N]: how far rounding moves it."""
+    """The distance by which rounding moves each element of a result [T, N]."""
 
     size: Tensor
 
@@ -76,7 +76,7 @@ class Changes:
         self._generator = torch.Generator(device).manual_seed(0)
 
     def of(self, x: Any, terms: int = 1) -> Any:
-        """The same with every element changed as ``terms`` roundings change a sum; with more than
+        """The values with every element changed as ``terms`` roundings change a sum; with more than
         one term also as products round what they multiply. Integers stay as they are.
         """
         if not (isinstance(x, Tensor) and x.is_floating_point()):

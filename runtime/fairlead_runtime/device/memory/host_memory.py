@@ -39,7 +39,7 @@ class Pinning(Protocol):
 
 
 class CudaPinning:
-    """By the CUDA runtime that torch uses, for ``device``."""
+    """Pinning by the CUDA runtime that torch uses, for ``device``."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -24,7 +24,7 @@ KeyValue = tuple[torch.Tensor, torch.Tensor]  # of keys and of values
 
 
 class _Units(NamedTuple):
-    """Where the host units of keys or of values lie: from the byte ``begin`` on, ``size`` each."""
+    """The place of host units of keys or of values: from the byte ``begin`` on, ``size`` each."""
 
     begin: int
     size: int
@@ -135,8 +135,8 @@ class Offload:
 
 
 class OffloadAtOnce:
-    """The same on a CPU, where host memory is one more tensor [slots, units, ...] for keys and for
-    values: copies are made when they are asked for, and pass nowhere.
+    """Offloading on a CPU, where host memory is one more tensor [slots, units, ...] for keys and
+    for values: copies are made when they are asked for, and pass nowhere.
     """
 
     staging_nbytes = 0

@@ -48,8 +48,8 @@ def _matrices(experts: Any, name: str) -> Matrices:
 def _experts(
     product: ExpertProduct, experts: Any, hidden: Tensor, chosen: Tensor, shares: Tensor
 ) -> Tensor:
-    """From ``hidden`` [T, width], the ``chosen`` experts of each token int64 [T, k] and their
-    ``shares`` [T, k]: [T, width].
+    """Compute from ``hidden`` [T, width] the ``chosen`` experts of each token int64 [T, k] and
+    their ``shares`` [T, k]: [T, width].
     """
     count, per_token = chosen.shape
     ids, order = torch.sort(chosen.reshape(-1))

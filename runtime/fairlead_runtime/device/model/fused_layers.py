@@ -158,7 +158,7 @@ class FusedLayer:
         return branch
 
     def _product(self, x: Tensor, weight: Packed, bias: Tensor | None) -> Tensor:
-        """With the bias, unless the ranks' products are still to be summed."""
+        """The product with the bias, unless the ranks' products are still to be summed."""
         return self._operations.linear(x, weight, None if self._group else bias)
 
     def _sum(self, part: Tensor, *biases: Tensor | None) -> Tensor:
@@ -241,7 +241,7 @@ class FusedRun:
         self._known.clear()
 
     def _note_rope(self, argument: RopeArgument, value: Rope | None, x: Tensor) -> None:
-        """The same tensors for layers that are given the same."""
+        """Note the tensors of rotary angles, the same for layers that are given the same."""
         key = 0 if value is None else id(value[0]), argument
         if key not in self._known:
             self._known[key] = argument.read(value or (x[..., :0], x[..., :0]))

@@ -66,7 +66,7 @@ class CachedPass(ABC):
 
     @abstractmethod
     def cached(self, layer: int) -> CachedLayer:
-        """Where this step's keys and values of a layer belong."""
+        """The place of this step's keys and values of a layer."""
 
     @abstractmethod
     def attend_cached(self, layer: int, query: Tensor, call: AttentionCall) -> Tensor:
@@ -163,8 +163,8 @@ class PagedPass(GroupedPass):
 
 
 def spec_of(call: AttentionCall, window: int | None) -> LayerSpec:
-    """With the window of the layer's group, not the call's: some models pass a window that their
-    mask ignores.
+    """The layer's settings with the window of its group, not the call's: some models pass a window
+    that their mask ignores.
     """
     return LayerSpec(call.scale, window, call.softcap, call.sinks)
 

@@ -237,7 +237,7 @@ class PagedModel:
 
     @contextmanager
     def plain(self, *, experts: bool = True) -> Iterator[PreTrainedModel]:
-        """The same model as transformers runs it eagerly, inside the ``with`` block only; with
+        """Let transformers run the model eagerly, inside the ``with`` block only; with
         ``experts`` False its experts are grouped. Raises RuntimeError once layers are fused.
         """
         if self.packed:
@@ -277,7 +277,7 @@ def prepare(
 
 
 def _nothing(*_: object) -> None:
-    """In the place of a warning."""
+    """Do nothing, in the place of a warning."""
 
 
 def _keep_rows(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:

@@ -90,7 +90,9 @@ class RankGroup:
         return x
 
     def gather(self, x: Tensor) -> Tensor:
-        """On rank 0 every rank's ``x`` side by side along the last dimension, elsewhere ``x``."""
+        """Join, on rank 0, every rank's ``x`` side by side along the last dimension, elsewhere
+        ``x``.
+        """
         if not x.numel():  # no logits in this step
             return x.new_empty(*x.shape[:-1], x.shape[-1] * self.size)
         x = x.contiguous()

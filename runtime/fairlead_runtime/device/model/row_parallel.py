@@ -38,8 +38,8 @@ class RowParallel(nn.Module):
 
 
 class QuantizedRowParallel(RowParallel):
-    """The same on quantized weights, whose scales are those of the whole rows or of groups of
-    columns.
+    """A row-parallel product on quantized weights, whose scales are those of the whole rows or of
+    groups of columns.
     """
 
     def __init__(self, weight: Quantized, bias: nn.Parameter | None, ranks: RankGroup) -> None:

@@ -247,7 +247,7 @@ def _check_fused(loaded: LoadedModel, quantized: str, fusion: Fusion) -> None:
 
 @contextmanager
 def _rounded_weights(model: PagedModel, choice: BackendChoice, to: Format | None) -> Iterator[None]:
-    """In the ``with`` block and after it a model has weights rounded ``to`` this format, if any."""
+    """Round a model's weights, in the ``with`` block and after it, ``to`` this format, if any."""
     if to is not None:
         operations = choice.operations
         packs_head = operations is not None and operations.model_operations is not None
@@ -376,7 +376,7 @@ def _products(
     compilers: int,
     ranks: int = 1,
 ) -> Products:
-    """Those of a package for int4 weights, or why there are none."""
+    """The products of a package for int4 weights, or why there are none."""
     if quantized != "int4":
         return None, ""
     if not packaged(loaded.shape, ranks):
@@ -407,7 +407,9 @@ class _ReferenceLogits:
         to: Format | None,
         rounds: AbstractContextManager[None],
     ) -> Self:
-        """By transformers' code, inside ``rounds`` with the weights rounded ``to`` this format."""
+        """Compute them by transformers' code, inside ``rounds`` with the weights rounded ``to``
+        this format.
+        """
         rounding: Rounding | None = None
         cached: Expected | None = None
         cache: Rounding | None = None

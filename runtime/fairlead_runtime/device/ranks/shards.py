@@ -113,7 +113,7 @@ def plan_of(model: PreTrainedModel, shape: ModelShape, count: int) -> Mapping[st
 
 
 def heads_of(heads: Heads, count: int) -> Heads:
-    """Those that each of ``count`` ranks has of a model's."""
+    """The heads that each of ``count`` ranks has of a model's."""
     return replace(heads, query=heads.query // count, kv=-(-heads.kv // count))
 
 
@@ -229,8 +229,8 @@ def _shard_columns(
 
 
 def _shard_of_experts(tensor: Tensor, style: str, ranks: RankGroup) -> Tensor:
-    """Of the matrices of all experts [experts, outputs, inputs]. Packed outputs are two matrices
-    one after the other: gate and up.
+    """A shard of the matrices of all experts [experts, outputs, inputs]. Packed outputs are two
+    matrices one after the other: gate and up.
     """
     if style == ROWS:
         return _shard_of(tensor, -1, ranks.rank, ranks.size)

@@ -29,8 +29,9 @@ WaitForMasks = Callable[[], Masks]
 
 
 class RowSampler:
-    """For steps of at most ``max_rows`` rows, padding included, of ``table``'s sequences. The
-    model's logits have ``width`` columns; ``padding_bytes``: of the unit that padding writes to.
+    """The sampler of steps of at most ``max_rows`` rows, padding included, of ``table``'s
+    sequences. The model's logits have ``width`` columns; ``padding_bytes``: of the unit that
+    padding writes to.
 
     ``nbytes``: on the device, as ``sizing.terms.decode_state`` plans them.
     """
@@ -68,9 +69,10 @@ class RowSampler:
         listed: int | None = None,
         max_rows: int = 0,
     ) -> Self:
-        """For at most ``sequences`` sequences of at most ``max_model_len`` tokens, in steps of at
-        most ``max_rows`` rows where these are more. The last unit of ``cache`` is for padding. A
-        row's changes of logits are at most ``listed`` ids, by default as many as planned.
+        """A sampler for at most ``sequences`` sequences of at most ``max_model_len`` tokens, in
+        steps of at most ``max_rows`` rows where these are more. The last unit of ``cache`` is for
+        padding. A row's changes of logits are at most ``listed`` ids, by default as many as
+        planned.
         """
         width, device = model.logits_width, model.device
         table = SequenceTable(
@@ -136,7 +138,7 @@ class RowSampler:
     def draw(
         self, rows: Sequence[Row], logits: Tensor, mode: SamplingMode, masks: WaitForMasks
     ) -> SampledStep:
-        """The same for the rows of the newest step, entered in the table, with what ``masks`` gives
+        """Draw for the rows of the newest step, entered in the table, with what ``masks`` gives
         where ``mode`` needs some; and queue the copy of their tokens.
         """
         sent: RowMasks | None = None
@@ -158,6 +160,6 @@ class RowSampler:
         return self._readbacks[0]
 
     def newest(self, count: int) -> tuple[Tensor, RowLogprobs]:
-        """On the device, what the newest step has sampled; it is there until the next."""
+        """Tokens that the newest step has sampled, on the device; it is there until the next."""
         logprobs = RowLogprobs(self._values[:count], self._numbers[:count])
         return self._tokens[:count], logprobs

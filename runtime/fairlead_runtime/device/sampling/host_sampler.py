@@ -1,4 +1,5 @@
-"""From logits to tokens: the sampling parameters of a step's rows, and the order they apply in.
+"""The way from logits to tokens: the sampling parameters of a step's rows, and the order they apply
+in.
 
 Owns the parameters of a step's sampling rows as vectors (SamplingBatch) and the one function that
 turns logits into tokens (``sample``). The arithmetic is in ``fairlead_kernels.sampling.sample``;
@@ -80,7 +81,8 @@ class SamplingBatch:
     def of(
         cls, sequences: abc.Sequence[Sequence], masks: Mapping[int, Array] | None = None
     ) -> "SamplingBatch":
-        """For sequences whose next token, at position ``len(tokens)``, is sampled in this step.
+        """The batch of sequences whose next token, at position ``len(tokens)``, is sampled in this
+        step.
 
         ``masks``: by sequence id, the tokens that structured output allows next, as int32 words
         [ceil(vocabulary / 32)]: token i is bit i % 32 of word i // 32, lowest bit first, as
@@ -111,7 +113,7 @@ class SamplingBatch:
 
 
 def _draws(rows: abc.Sequence[tuple[int, Sequence]]) -> Draws | None:
-    """Of the sequences that draw, each with its place."""
+    """The draws of the sequences that draw, each with its place."""
     if not rows:
         return None
     drawing = [sequence for _, sequence in rows]
@@ -309,8 +311,8 @@ def _token_hashes(vocabulary: int, device: torch.device) -> Tensor:
 def logprobs_of(
     logits: Tensor, rows: list[int], tokens: Tensor, count: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """For L ``rows`` of raw ``logits`` [S, V]: the log-probability [L] float32 and rank [L] of
-    ``tokens`` [L] int64, and the ids and log-probabilities [L, count] of the likeliest.
+    """Compute for L ``rows`` of raw ``logits`` [S, V]: the log-probability [L] float32 and rank [L]
+    of ``tokens`` [L] int64, and the ids and log-probabilities [L, count] of the likeliest.
 
     Works in chunks of rows, so that temporaries stay small. A negative token's values mean nothing.
     """

@@ -45,7 +45,7 @@ class ChangeList(NamedTuple):
 
     @classmethod
     def of(cls, sequence: Sequence) -> Self:
-        """As its tokens are now."""
+        """The list as its tokens are now."""
         notes, params = notes_of(sequence, masked=False), sequence.request.params
         if notes is None:
             nothing = np.empty(0, dtype=np.int32)
@@ -139,7 +139,9 @@ class ChangeLists:
             target.view(-1).index_copy_(0, places, sent)
 
     def of(self, index: Tensor, flags: Tensor, penalties: Tensor, early: Tensor) -> LogitEdits:
-        """Of the rows ``index`` int64 [R], with ``flags`` int64 [R]; the rest as in LogitEdits."""
+        """The edits of the rows ``index`` int64 [R], with ``flags`` int64 [R]; the rest as in
+        LogitEdits.
+        """
         # A row without a list may have that of who had the row before.
         has = (flags & LISTED) != 0
         return LogitEdits(

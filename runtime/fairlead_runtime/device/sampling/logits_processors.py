@@ -121,7 +121,7 @@ class Entries:
 
     @classmethod
     def of(cls, entries: abc.Sequence[RowEntries]) -> Self | None:
-        """From (row, ids, values) of each row that has any."""
+        """Entries from (row, ids, values) of each row that has any."""
         if not entries:
             return None
         rows = np.repeat([row for row, _, _ in entries], [len(ids) for _, ids, _ in entries])
@@ -129,7 +129,7 @@ class Entries:
         return cls(rows, ids, np.concatenate([values for _, _, values in entries]))
 
     def on(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The same on the device of ``logits`` [R, V], without ids beyond V."""
+        """The entries on the device of ``logits`` [R, V], without ids beyond V."""
         inside = np.flatnonzero(self.ids < logits.shape[1])
         return (
             _tensor(self.rows[inside], logits),
@@ -157,7 +157,8 @@ class LogitChanges:
 
     @classmethod
     def of(cls, sequences: abc.Sequence[Sequence], masks: Mapping[int, Array]) -> Self | None:
-        """For sequences whose next token is sampled in this step; None when nothing changes.
+        """The changes of sequences whose next token is sampled in this step; None when nothing
+        changes.
 
         ``masks``: by sequence id, the words of the tokens that structured output allows next.
         """

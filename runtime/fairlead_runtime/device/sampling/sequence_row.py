@@ -54,7 +54,7 @@ class Entry:
 
     @classmethod
     def of(cls, row: int, sequence: Sequence) -> Self:
-        """Of a row that has nothing of the sequence yet."""
+        """The entry of a row that has nothing of the sequence yet."""
         mode = mode_of(sequence, 0)
         return cls(
             row,

@@ -248,15 +248,15 @@ class SequenceTable:
     # -- on the device alone
 
     def lens(self, index: Tensor) -> Tensor:
-        """Of the rows ``index`` int64 [B], the lengths in their next step, int64 [B]."""
+        """Lengths int64 [B] of the rows ``index`` int64 [B] in their next step."""
         return self.state[index, LENGTH]
 
     def last_tokens(self, index: Tensor) -> Tensor:
-        """Of the rows ``index`` int64 [B], the last token, int64 [B]."""
+        """Last tokens int64 [B] of the rows ``index`` int64 [B]."""
         return self.state[index, TOKEN]
 
     def inputs(self, index: Tensor) -> Inputs:
-        """Of the rows ``index`` int64 [B], what their next step computes."""
+        """Inputs of the next step of the rows ``index`` int64 [B]."""
         rows = self.state[index]
         positions = rows[:, LENGTH] - 1
         block, offset = positions // self._block_size, positions % self._block_size

@@ -51,7 +51,9 @@ class TokenReadback:
         return values
 
     def logprobs(self, place: int, token: int, count: int) -> TokenLogprobs:
-        """Of the row's token and of the ``count`` likeliest, where the step had some."""
+        """Log-probabilities of the row's token and of the ``count`` likeliest, where the step had
+        some.
+        """
         values: list[float] = self._logprobs.values[place, : 1 + count].tolist()
         numbers: list[int] = self._logprobs.numbers[place, : 1 + count].tolist()
         return TokenLogprobs(token, values[0], numbers[0], tuple(numbers[1:]), tuple(values[1:]))
@@ -65,7 +67,7 @@ class SampledStep(NamedTuple):
 
 
 def results_of(rows: Sequence[Row], sampled: SampledStep) -> dict[int, Result]:
-    """By sequence id, of the step's rows: waits for it."""
+    """Results of the step's rows by sequence id; waits for them."""
     readback, failed = sampled
     tokens = readback.wait()  # the one wait for the device
     by_id: dict[int, Result] = {}

@@ -126,7 +126,7 @@ class ModelRunner:
         return self._newest.collect
 
     def _living_masks(self, work: Work) -> Masks:
-        """Those of a launched step, for the sequences that have not ended since."""
+        """The masks of a launched step, for the sequences that have not ended since."""
         with self._masks(work.living()) as masks:
             return masks()
 
@@ -242,7 +242,7 @@ class ModelRunner:
 def _results(
     sequences: abc.Sequence[Sequence], sampled: SampledTokens, failed: Mapping[int, str]
 ) -> dict[int, Result]:
-    """By sequence id; ``failed`` says why some could get no token."""
+    """Results by sequence id; ``failed`` says why some could get no token."""
     outcomes = sampled.outcomes()
     return {
         sequence.id: Result(token, logprobs, failed.get(sequence.id, error))
@@ -253,7 +253,7 @@ def _results(
 def _chosen(
     sequences: abc.Sequence[Sequence], values: abc.Sequence[float], tokens: abc.Sequence[int]
 ) -> dict[int, Result]:
-    """By sequence id, by each row's largest logit and its token."""
+    """Results by sequence id, from each row's largest logit and its token."""
     return {
         sequence.id: Result(token) if math.isfinite(value) else Result(-1, error=NON_FINITE)
         for sequence, value, token in zip(sequences, values, tokens, strict=True)
