@@ -104,7 +104,8 @@ def advise(fixes: Sequence[Fix], device: DeviceFacts, *, flags: bool) -> str:
             return f"{value} GiB of memory" if flags else f"memory {value}Gi"
         if flags:
             return f"{flag_of(field)} {value:.12g}"
-        return f"{_PATHS[field].rpartition('.')[2]} {'≤ ' * (field in UPPER_BOUNDS)}{value:.12g}"
+        bound = "≤ " if value and field in UPPER_BOUNDS else ""
+        return f"{_PATHS[field].rpartition('.')[2]} {bound}{value:.12g}"
 
     if not fixes:
         return "choose a smaller model"
