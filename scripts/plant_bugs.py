@@ -521,7 +521,7 @@ BUGS = (
     Bug(
         "a failed result is taken as a token",
         "fairlead_runtime.scheduling.scheduler:Scheduler.update",
-        "result.error is not None:",
+        "(failure := result.failure) is not None:",
         "False:",
     ),
 )

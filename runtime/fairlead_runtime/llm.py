@@ -251,4 +251,4 @@ def _append(result: CompletionOutput, output: Output) -> None:
         result.logprobs = [*(result.logprobs or []), *output.logprobs]
     if output.finish_reason is not None:
         result.finish_reason, result.stop_reason = output.finish_reason, output.stop_reason
-        result.message = output.message
+        result.message = str(output.failure or "")

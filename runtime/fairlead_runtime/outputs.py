@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import NamedTuple, Protocol, Self
 
 from fairlead_runtime.request.logprobs import Logprob, PromptLogprobs, TokenLogprobs
-from fairlead_runtime.request.sequence import FinishReason, SamplingParams, Status
+from fairlead_runtime.request.sequence import Failure, FinishReason, SamplingParams, Status
 from fairlead_runtime.scheduling.plan import Work
 from fairlead_runtime.scheduling.scheduler import SchedulerStats
 
@@ -102,7 +102,7 @@ class Output:
 
     ``text`` never ends within a character. ``logprobs``, if requested, has one mapping (token id →
     Logprob) per token id. Only the last Output of a choice has a ``finish_reason``. ERROR comes
-    with a ``message``. ``stop_reason`` is the stop token's id or the stop text that ended the
+    with a ``failure``. ``stop_reason`` is the stop token's id or the stop text that ended the
     choice. ``prompt_logprobs``, in the first Output of the first choice if requested, has an entry
     per prompt token, None for the first.
     """
@@ -113,7 +113,7 @@ class Output:
     logprobs: tuple[Mapping[int, Logprob], ...] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    message: str = ""
+    failure: Failure | None = None
     prompt_logprobs: PromptLogprobs | None = None
 
 
@@ -127,7 +127,7 @@ class ChoiceEvent(NamedTuple):
     token: int | None
     logprobs: TokenLogprobs | None
     finish: FinishReason | None
-    message: str = ""
+    failure: Failure | None = None
     error: ServiceError | None = None  # ends the whole request
     cached: int = 0  # prompt tokens found in the prefix cache
     started: float = 0.0  # of the request's first step, on the engine's clock; with a token

@@ -245,6 +245,22 @@ BUGS = (
         ("unit/api/test_completions.py",),
     ),
     PackageBug(
+        "a grammar's failure and an internal error are mixed up",
+        "fairlead_runtime.api.routes.completions:_Generation._as_shown",
+        "FailureKind.GRAMMAR",
+        "FailureKind.INTERNAL",
+        ("unit/api/test_completions.py",),
+        quick="test_an_answer_names_the_failure_that_is_the_clients",
+    ),
+    PackageBug(
+        "a choice's output does not say what has failed",
+        "fairlead_runtime.serving.choice:ChoiceText._output",
+        "last.failure if last is not None else None",
+        "None",
+        ("unit/serving/test_choice.py",),
+        quick="test_the_last_output_has_the_failure",
+    ),
+    PackageBug(
         "a proxy may buffer the stream",
         "fairlead_runtime.api.routes.completions:",
         '    (b"x-accel-buffering", b"no"),\n',
@@ -1067,8 +1083,8 @@ BUGS = (
     PackageBug(
         "choices share one place in their grammar",
         "fairlead_runtime.engine.engine:Engine._prepared",
-        "sequence.guide = guide.fork()",
-        "sequence.guide = guide",
+        "sequence.guide = outcome.fork()",
+        "sequence.guide = outcome",
         ("unit/engine/test_engine_grammars.py",),
     ),
     PackageBug(
@@ -2484,6 +2500,14 @@ BUGS = (
         '        self._write(encode({"recall": self.state.step}))\n',
         "",
         ("unit/scheduling/test_recording.py",),
+    ),
+    PackageBug(
+        "a recording loses the kinds of failures",
+        "fairlead_runtime.recording.record:RecordedScheduler.update",
+        "[i, *r.failure]",
+        "[i, r.failure.message]",
+        ("unit/scheduling/test_recording.py",),
+        quick="test_failures_keep_their_kinds_and_older_ones_are_internal",
     ),
     PackageBug(
         "the order of what attention returns is as wide as the hidden states",

@@ -170,7 +170,7 @@ def run_to_end(
         for event in scheduler.update(work, device.execute(work)):
             key = (event.sequence.request.id, event.sequence.choice)
             if isinstance(event, Finished):
-                pytest.fail(f"{key} ended without a token: {event.message}")
+                pytest.fail(f"{key} ended without a token: {event.failure}")
             outcome.texts.setdefault(key, []).append(event.token)
             if event.prompt:
                 assert key[0] not in outcome.prompts, "log-probabilities of a prompt came twice"

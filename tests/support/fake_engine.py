@@ -12,7 +12,7 @@ from fairlead_runtime.engine.progress import NO_TIMES, StepTimes
 from fairlead_runtime.outputs import ChoiceEvent
 from fairlead_runtime.request.logprobs import TokenLogprobs
 from fairlead_runtime.request.seeds import mix64
-from fairlead_runtime.request.sequence import FinishReason, Request, SamplingParams
+from fairlead_runtime.request.sequence import Failure, FinishReason, Request, SamplingParams
 from fairlead_runtime.scheduling.plan import Limits, Result, Row, Work
 from fairlead_runtime.scheduling.scheduler import Scheduler
 from fairlead_runtime.sizing.groups import LayerGroup
@@ -196,7 +196,7 @@ class Collected:
         self.logprobs: dict[tuple[str, int], list[TokenLogprobs]] = {}
         self.finish: dict[tuple[str, int], list[FinishReason]] = {}
         self.errors: dict[str, Exception] = {}
-        self.messages: dict[str, str] = {}
+        self.failures: dict[str, Failure | None] = {}
 
     def take(self, events: Sequence[ChoiceEvent]) -> None:
         for event in events:
@@ -209,7 +209,7 @@ class Collected:
                 self.errors[event.request_id] = event.error
             elif event.finish is not None:
                 self.finish.setdefault(key, []).append(event.finish)
-                self.messages[event.request_id] = event.message
+                self.failures[event.request_id] = event.failure
 
 
 def run(engine: Engine, most: int = 10_000, into: Collected | None = None) -> Collected:

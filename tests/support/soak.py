@@ -179,7 +179,7 @@ class Soak:
             if event.finish is not None:
                 report.ends[event.finish.value] += 1
                 if event.finish is FinishReason.ERROR:
-                    report.errors.append(event.message)
+                    report.errors.append(str(event.failure))
                 open_choices = self._open[event.request_id]
                 open_choices.discard(event.choice)
                 if not open_choices:

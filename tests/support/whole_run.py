@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from fairlead_runtime.request.sequence import FINAL, FinishReason, Sequence
+from fairlead_runtime.request.sequence import FINAL, Failure, FinishReason, Sequence
 from fairlead_runtime.scheduling import Finished, Plan, Result, Row, Scheduler, Token, Work
 from fairlead_runtime.sizing.groups import NULL, group_layers
 from support.whole_run_device import Device, RunError
@@ -221,10 +221,12 @@ class ScenarioRun:
             arrival = self.by_id[row.sequence.request.id]
             if self._fails(row):
                 if arrival.fail_by_engine:
-                    for event in self.scheduler.fail(row.sequence.id, "found by bisection"):
+                    for event in self.scheduler.fail(
+                        row.sequence.id, Failure("found by bisection")
+                    ):
                         self._finished(event)
                     continue
-                results[row.sequence.id] = Result(0, error="non-finite logits")
+                results[row.sequence.id] = Result(0, failure=Failure("non-finite logits"))
             rows.append(row)
         return work.subset(rows)
 

@@ -77,5 +77,5 @@ def _generate(options: argparse.Namespace) -> None:
             sys.stdout.write(output.text)
             sys.stdout.flush()
             if output.finish_reason is FinishReason.ERROR:
-                raise RequestError("prompt", output.message)
+                raise RequestError("prompt", str(output.failure))
         sys.stdout.write("\n")

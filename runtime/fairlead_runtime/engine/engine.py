@@ -32,7 +32,13 @@ from fairlead_runtime.outputs import (
     RequestView,
     ServiceError,
 )
-from fairlead_runtime.request.sequence import FinishReason, Request, RequestError
+from fairlead_runtime.request.sequence import (
+    Failure,
+    FailureKind,
+    FinishReason,
+    Request,
+    RequestError,
+)
 from fairlead_runtime.request.structured import StructuredOutputs
 from fairlead_runtime.scheduling.plan import DeviceLostError, Event, Token, Work
 from fairlead_runtime.scheduling.scheduler import InvariantViolation, Scheduler
@@ -44,9 +50,8 @@ FAULT_BUDGET = 3  # canaries that may fail in a row before the engine gives up
 CHECK_EVERY = 1024  # steps between two checks of the scheduler's invariants
 CHECK_SHARE = 0.01  # largest share of the time for these checks, which walk over every block
 
-# Compiles a grammar on another thread and calls the function there, with a Guide or with the reason
-# why there is none.
-Prepare = Callable[[StructuredOutputs, Callable[[Guide | None, str], None]], None]
+# Compiles a grammar on another thread and calls the function there.
+Prepare = Callable[[StructuredOutputs, Callable[[Guide | Failure], None]], None]
 Params = ParamSpec("Params")
 Value = TypeVar("Value")
 
@@ -196,8 +201,8 @@ class Engine:
                     self._add(request, arrived, has_timeout=bounded)
                 case Abort():
                     self._abort(message)
-                case Prepared(request, guide, reason):
-                    self._prepared(request, guide, reason)
+                case Prepared(request, outcome):
+                    self._prepared(request, outcome)
                 case Inspect(look, answer):
                     self._contain(answer, self._contain(look))
 
@@ -211,34 +216,31 @@ class Engine:
         if outputs is None:
             self._schedule(request)
         elif self._prepare is None:
-            message = "structured_outputs: this engine has no grammars"
-            self._end_request(request.id, FinishReason.ERROR, message)
+            failure = Failure("this engine has no grammars", FailureKind.GRAMMAR)
+            self._end_request(request.id, FinishReason.ERROR, failure)
         else:
             # The scheduler sees the request once its grammar is there, so no step waits for it.
             self._preparing.add(request.id)
-            self._prepare(
-                outputs,
-                lambda guide, reason: self._inbox.post(Prepared(request, guide, reason)),
-            )
+            self._prepare(outputs, lambda outcome: self._inbox.post(Prepared(request, outcome)))
 
-    def _prepared(self, request: Request, guide: Guide | None, reason: str) -> None:
+    def _prepared(self, request: Request, outcome: Guide | Failure) -> None:
         live = self._live.get(request.id)
         if live is None or live.request is not request:
             return  # it has ended meanwhile
         self._preparing.discard(request.id)
-        if guide is None:
+        if isinstance(outcome, Failure):
             log.warning("an accepted grammar was not compiled", extra={"request_id": request.id})
-            self._end_request(request.id, FinishReason.ERROR, reason)
+            self._end_request(request.id, FinishReason.ERROR, outcome)
             return
         self._schedule(request)
         for sequence in live.sequences:
-            sequence.guide = guide.fork()
+            sequence.guide = outcome.fork()
 
     def _schedule(self, request: Request) -> None:
         try:
             self._live[request.id].sequences = self._scheduler.add(request)
         except RequestError as error:
-            self._end_request(request.id, FinishReason.ERROR, str(error))
+            self._end_request(request.id, FinishReason.ERROR, Failure(str(error)))
 
     def _abort(self, abort: Abort) -> None:
         request_id, error = abort.request_id, abort.error
@@ -246,10 +248,10 @@ class Engine:
             return
         if error is not None:
             self._choice_events.append(
-                ChoiceEvent(request_id, 0, None, None, abort.reason, str(error), error)
+                ChoiceEvent(request_id, 0, None, None, abort.reason, error=error)
             )
         if not self._live[request_id].sequences:  # its grammar is not compiled yet
-            self._end_request(request_id, abort.reason, "")
+            self._end_request(request_id, abort.reason)
             return
         for event in self._scheduler.abort(request_id, abort.choice):
             self._emit([event._replace(reason=abort.reason)])
@@ -314,7 +316,7 @@ class Engine:
             )
             self.counters.failed_sequences += 1
             reason = f"the model could not compute this request ({type(error).__name__})"
-            events += self._scheduler.fail(row.sequence.id, reason)
+            events += self._scheduler.fail(row.sequence.id, Failure(reason))
         ended = self._now()
         if live_work.rows or not outcome.ran.rows:  # else it was a step of dead rows
             self.counters.count(live_work, ended - began)
@@ -354,7 +356,7 @@ class Engine:
                 )
             else:
                 finish = event.reason
-                choice_event = ChoiceEvent(request_id, choice, None, None, finish, event.message)
+                choice_event = ChoiceEvent(request_id, choice, None, None, finish, event.failure)
             self._choice_events.append(choice_event)
             if finish is not None:
                 self._close(request_id, choice, finish)
@@ -369,12 +371,16 @@ class Engine:
             self._contain(self._observer.ended, live.request, reason, self._now())
 
     def _end_request(
-        self, request_id: str, reason: FinishReason, message: str, error: ServiceError | None = None
+        self,
+        request_id: str,
+        reason: FinishReason,
+        failure: Failure | None = None,
+        error: ServiceError | None = None,
     ) -> None:
         """End every open choice without calling the scheduler."""
         for choice in sorted(self._live[request_id].open):
             self._choice_events.append(
-                ChoiceEvent(request_id, choice, None, None, reason, message, error)
+                ChoiceEvent(request_id, choice, None, None, reason, failure, error)
             )
             self._close(request_id, choice, reason)
 
@@ -386,10 +392,9 @@ class Engine:
         """
         self.counters.step_failures += 1
         canary_lost = self._fault_canary in self._live
+        failure = Failure("the engine started over after an internal error")
         for request_id in list(self._live):
-            self._end_request(
-                request_id, FinishReason.ERROR, "the engine started over after an internal error"
-            )
+            self._end_request(request_id, FinishReason.ERROR, failure)
         self._pipeline.clear()
         self._scheduler, self._checks = self._make_scheduler(), None
         self._fault(f"{type(error).__name__} outside any request", canary_lost=canary_lost)
@@ -412,13 +417,13 @@ class Engine:
     def _give_up(self, reason: str) -> None:
         log.critical("giving up: %s", reason)
         self.dead_reason = reason
-        error = EngineDead(reason)
+        failure, error = Failure(reason), EngineDead(reason)
         self._choice_events += [
-            ChoiceEvent(request.id, 0, None, None, FinishReason.ERROR, reason, error)
+            ChoiceEvent(request.id, 0, None, None, FinishReason.ERROR, failure, error)
             for request in self._inbox.close(reason)
         ]
         for request_id in list(self._live):
-            self._end_request(request_id, FinishReason.ERROR, reason, error)
+            self._end_request(request_id, FinishReason.ERROR, failure, error)
 
     def _check(self, checks: Iterator[None], began: float) -> None:
         """Run the next part of a check of the invariants: a whole one would stall the requests."""

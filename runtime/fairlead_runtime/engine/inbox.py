@@ -12,7 +12,7 @@ from typing import Any, Protocol, Self
 
 from fairlead_runtime.engine.progress import StepProgress
 from fairlead_runtime.outputs import EngineDead, QueueFull, ServiceError
-from fairlead_runtime.request.sequence import FinishReason, Request, RequestError
+from fairlead_runtime.request.sequence import Failure, FinishReason, Request, RequestError
 from fairlead_runtime.scheduling.admission import refusal
 from fairlead_runtime.scheduling.plan import Limits
 from fairlead_runtime.sizing.terms import QUEUE_TOKENS
@@ -90,13 +90,10 @@ class Inspect:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A request's grammar is compiled: each of its sequences gets a fork of ``guide``. None where
-    it could not be, for ``reason``.
-    """
+    """A compilation has ended: each of the request's sequences gets a fork of its Guide."""
 
     request: Request
-    guide: Guide | None
-    reason: str
+    outcome: Guide | Failure
 
 
 Message = Add | Abort | Inspect | Prepared

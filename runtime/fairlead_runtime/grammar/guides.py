@@ -25,8 +25,8 @@ from fairlead_runtime.grammar.compile import (
     check,
     compile_matcher,
 )
-from fairlead_runtime.request.sequence import Sequence
-from fairlead_runtime.request.structured import FAILED, TOO_COMPLEX, StructuredOutputs
+from fairlead_runtime.request.sequence import Failure, FailureKind, Sequence
+from fairlead_runtime.request.structured import TOO_COMPLEX, StructuredOutputs
 
 CACHE_BYTES = 128 * 1024 * 1024  # of compiled grammars that no sequence needs
 # A mask takes milliseconds; where one takes longer than this, beyond the forward pass, its sequence
@@ -84,7 +84,7 @@ class Masks(NamedTuple):
     """The masks by sequence id, and for a sequence without one the reason."""
 
     words: Mapping[int, Array]
-    failed: Mapping[int, str]
+    failed: Mapping[int, Failure]
 
 
 NO_MASKS = Masks({}, {})
@@ -109,7 +109,7 @@ class PendingMasks:
 
     def _wait(self) -> Masks:
         words: dict[int, Array] = {}
-        failed: dict[int, str] = {}
+        failed: dict[int, Failure] = {}
         futures = self._futures
         while futures:
             done, late = wait(futures.values(), timeout=MASK_SECONDS)
@@ -128,10 +128,10 @@ class PendingMasks:
                         words[sequence.id] = future.result()
                     except GrammarError as error:
                         log.warning("no mask of a grammar: %s", error, extra=_named(sequence))
-                        failed[sequence.id] = FAILED + TOO_COMPLEX
+                        failed[sequence.id] = Failure(TOO_COMPLEX, FailureKind.GRAMMAR)
                 else:
                     log.warning("the mask of a grammar is late", extra=_named(sequence))
-                    failed[sequence.id] = FAILED + TOO_COMPLEX
+                    failed[sequence.id] = Failure(TOO_COMPLEX, FailureKind.GRAMMAR)
             futures = again
         return Masks(words, failed)
 
@@ -167,26 +167,23 @@ class Guides:
         self._cached: OrderedDict[str, tuple[Guide, int]] = OrderedDict()
         self._cached_bytes = 0
 
-    def prepare(
-        self, outputs: StructuredOutputs, done: Callable[[Guide | None, str], None]
-    ) -> None:
+    def prepare(self, outputs: StructuredOutputs, done: Callable[[Guide | Failure], None]) -> None:
         """Compile on another thread, then call ``done`` there with a guide to ``fork`` for each
-        sequence, or with None and the reason.
+        sequence, or with a Failure.
         """
         self._compiler.submit(self._prepare, outputs, done)
 
-    def _prepare(
-        self, outputs: StructuredOutputs, done: Callable[[Guide | None, str], None]
-    ) -> None:
+    def _prepare(self, outputs: StructuredOutputs, done: Callable[[Guide | Failure], None]) -> None:
         try:
             guide = self.compile(outputs)
         except GrammarError as error:
-            done(None, f"{FAILED}{error}")
+            done(Failure(str(error), FailureKind.GRAMMAR))
         except Exception as error:
             log.exception("a grammar could not be compiled")
-            done(None, f"{FAILED}cannot be compiled ({type(error).__name__})")
+            message = f"cannot be compiled ({type(error).__name__})"
+            done(Failure(message, FailureKind.GRAMMAR))
         else:
-            done(guide, "")
+            done(guide)
 
     def compile(self, outputs: StructuredOutputs) -> Guide:
         """A guide at the start of the output, with its first mask. For one thread at a time. Raises

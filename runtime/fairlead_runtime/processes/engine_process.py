@@ -180,7 +180,7 @@ class Server:
 
 
 def _last_event(request_id: str, error: ServiceError) -> ChoiceEvent:
-    return ChoiceEvent(request_id, 0, None, None, FinishReason.ERROR, str(error), error)
+    return ChoiceEvent(request_id, 0, None, None, FinishReason.ERROR, error=error)
 
 
 if __name__ == "__main__":

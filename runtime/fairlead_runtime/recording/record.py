@@ -3,13 +3,13 @@
     {"fairlead_record": 1, "limits": …, "groups": …, "identity": …}     the first line
     {"add": request, "sequences": ids}
     {"abort": [request id, choice]}
-    {"fail": [sequence id, message]}
+    {"fail": [sequence id, message, kind]}                              the kind may be absent
     {"plan": canonical plan, "held": units by row, "free": n, "cached": n, "waiting": ids,
      "t": seconds}
     {"launch": step}                     the device has it; its update may come after the next plan
     {"recall": step}                     what was launched before this step is computed again
-    {"update": step, "ran": ids, "tokens": [[sequence id, token]], "errors": [[id, message]],
-     "ended": ids, "t": seconds}
+    {"update": step, "ran": ids, "tokens": [[sequence id, token]],
+     "errors": [[id, message, kind]], "ended": ids, "t": seconds}
 
 Owns the format, its writer and its reader. A write error stops the recording, never the run.
 """
@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from fairlead_runtime.request.sequence import Request, SamplingParams, Sequence
+from fairlead_runtime.request.sequence import Failure, Request, SamplingParams, Sequence
 from fairlead_runtime.scheduling.plan import Event, Finished, Limits, Plan, Result, Work
 from fairlead_runtime.scheduling.scheduler import Scheduler
 from fairlead_runtime.sizing.groups import LayerGroup
@@ -95,10 +95,10 @@ class RecordedScheduler(Scheduler):
             self._write(encode({"abort": [request_id, choice]}))
         return ended
 
-    def fail(self, sequence_id: int, message: str) -> list[Finished]:
-        ended = super().fail(sequence_id, message)
+    def fail(self, sequence_id: int, failure: Failure) -> list[Finished]:
+        ended = super().fail(sequence_id, failure)
         if ended:
-            self._write(encode({"fail": [sequence_id, message]}))
+            self._write(encode({"fail": [sequence_id, *failure]}))
         return ended
 
     def commit(self, plan: Plan) -> Work:
@@ -128,8 +128,8 @@ class RecordedScheduler(Scheduler):
         sampled = {row.sequence.id for row in work.rows if row.samples}
         answers = [(i, results[i]) for i in ran if i in results and i in living]
         line: Line = {"update": work.step, "ran": ran}
-        line["tokens"] = [[i, r.token] for i, r in answers if i in sampled and r.error is None]
-        line["errors"] = [[i, r.error] for i, r in answers if r.error is not None]
+        line["tokens"] = [[i, r.token] for i, r in answers if i in sampled and r.failure is None]
+        line["errors"] = [[i, *r.failure] for i, r in answers if r.failure is not None]
         line["ended"] = [
             e.sequence.id for e in events if isinstance(e, Finished) or e.finish is not None
         ]

@@ -13,6 +13,7 @@ from fairlead_runtime.recording.record import (
     encode,
     request_of,
 )
+from fairlead_runtime.request.sequence import Failure, FailureKind
 from fairlead_runtime.scheduling.plan import Result, Work
 from fairlead_runtime.scheduling.scheduler import Scheduler
 
@@ -66,8 +67,8 @@ def _apply(scheduler: Scheduler, line: Line, works: dict[int, Work]) -> None:
         request_id, choice = line["abort"]
         scheduler.abort(request_id, choice)
     elif "fail" in line:
-        sequence_id, message = line["fail"]
-        scheduler.fail(sequence_id, message)
+        sequence_id, *failure = line["fail"]
+        scheduler.fail(sequence_id, _failure(*failure))
     elif "launch" in line:
         scheduler.launch(works[line["launch"]])
     elif "recall" in line:
@@ -76,7 +77,12 @@ def _apply(scheduler: Scheduler, line: Line, works: dict[int, Work]) -> None:
         work = works.pop(line["update"], Work(0))
         ran = set(line["ran"])
         results = {i: Result(token) for i, token in line["tokens"]}
-        results |= {i: Result(0, error=message) for i, message in line["errors"]}
+        results |= {i: Result(0, failure=_failure(*failure)) for i, *failure in line["errors"]}
         scheduler.update(work.subset(row for row in work.rows if row.sequence.id in ran), results)
     else:
         raise RecordError(f"unknown kind of line, with the keys {sorted(line)}")
+
+
+def _failure(message: str, kind: str = FailureKind.INTERNAL) -> Failure:
+    """The failure of a line; earlier versions wrote no kind."""
+    return Failure(message, FailureKind(kind))

@@ -175,7 +175,7 @@ class _TraceReader:
         # The device computes one step after another.
         view.begin = max(view.begin, min(self.ended, view.end))
         self.ended = view.end
-        for i, message in line["errors"]:
+        for i, message, *_ in line["errors"]:
             view.errors.append(f"{self.sequences[i].name}: {message}")
         for i, _ in line["tokens"]:
             self.sequences[i].tokens += 1

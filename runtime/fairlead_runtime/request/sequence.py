@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
 from fairlead_runtime.request.logprobs import TokenLogprobs
-from fairlead_runtime.request.structured import StructuredOutputs, StructuredOutputsError
+from fairlead_runtime.request.structured import PARAM, StructuredOutputs, StructuredOutputsError
 
 MAX_CHOICES = 8
 MAX_LOGPROBS = 20
@@ -23,11 +23,6 @@ MAX_BAD_WORD_CHARS = 64
 MAX_BAD_WORD_IDS = 64
 MAX_STOPS = 4
 MAX_STOP_CHARS = 256
-# Why a choice fails when its parameters exclude every token.
-NOTHING_ALLOWED = (
-    "no token is allowed any more by allowed_token_ids, bad_words, min_tokens and the structured "
-    "output together"
-)
 
 
 class RequestError(ValueError):
@@ -48,6 +43,31 @@ class FinishReason(enum.StrEnum):
     LENGTH = "length"  # max_tokens, or the longest sequence that the model or cache holds
     ABORT = "abort"  # the client disconnected or the server drained
     ERROR = "error"  # this request failed
+
+
+class FailureKind(enum.StrEnum):
+    """The part of a request's run that failed."""
+
+    INTERNAL = "internal"  # the server: clients do not get the message
+    CONSTRAINTS = "constraints"  # the parameters exclude every token
+    GRAMMAR = "grammar"  # of the structured output
+
+
+class Failure(NamedTuple):
+    """The cause of FinishReason.ERROR."""
+
+    message: str
+    kind: FailureKind = FailureKind.INTERNAL
+
+    def __str__(self) -> str:
+        return f"{PARAM}: {self.message}" if self.kind is FailureKind.GRAMMAR else self.message
+
+
+NOTHING_ALLOWED = Failure(
+    "no token is allowed any more by allowed_token_ids, bad_words, min_tokens and the structured "
+    "output together",
+    FailureKind.CONSTRAINTS,
+)
 
 
 class Status(enum.StrEnum):

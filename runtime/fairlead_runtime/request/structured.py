@@ -24,8 +24,6 @@ MAX_DEPTH = 32  # levels of lists and objects in a schema
 WHITE_SPACE = r"(\r?\n)?[ \t]{0,16}"
 
 PARAM = "structured_outputs"  # the field of SamplingParams
-# The beginning of the message with which the engine ends a request because of its grammar.
-FAILED = f"{PARAM}: "
 TOO_COMPLEX = (
     "the grammar became too complex to follow: simplify its patterns, counts or alternatives"
 )

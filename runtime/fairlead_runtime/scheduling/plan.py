@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
 from fairlead_runtime.request.logprobs import TokenLogprobs
-from fairlead_runtime.request.sequence import FINAL, FinishReason, Sequence
+from fairlead_runtime.request.sequence import FINAL, Failure, FinishReason, Sequence
 from fairlead_runtime.settings.engine_config import EngineConfig, SchedulerType
 
 
@@ -152,14 +152,14 @@ class Work:
 
 
 class Result(NamedTuple):
-    """The device's result for a row that samples or scores its prompt; ``error`` fails that
-    sequence only. ``token`` counts only where the row samples. ``prompt``: log-probabilities of the
-    prompt's tokens after those that are scored already.
+    """The device's result for a row that samples or scores its prompt; ``failure`` ends
+    that sequence only. ``token`` counts only where the row samples. ``prompt``: log-probabilities
+    of the prompt's tokens after those that are scored already.
     """
 
     token: int
     logprobs: Any = None
-    error: str | None = None
+    failure: Failure | None = None
     prompt: tuple[TokenLogprobs, ...] = ()
 
 
@@ -186,7 +186,7 @@ class Finished(NamedTuple):
 
     sequence: Sequence
     reason: FinishReason
-    message: str = ""
+    failure: Failure | None = None
 
 
 Event = Token | Finished

@@ -19,6 +19,7 @@ from typing import cast
 from fairlead_runtime.cache.paged import PagedCache
 from fairlead_runtime.request.sequence import (
     FINAL,
+    Failure,
     FinishReason,
     Request,
     RequestError,
@@ -134,13 +135,13 @@ class Scheduler:
         choices = [s for s in siblings if choice is None or s.choice == choice]
         return [self._end(s, Status.ABORTED, FinishReason.ABORT) for s in choices]
 
-    def fail(self, sequence_id: int, message: str) -> list[Finished]:
+    def fail(self, sequence_id: int, failure: Failure) -> list[Finished]:
         """End one sequence that cannot be computed; no other is affected."""
         sequence = self._live.get(sequence_id)
         return (
             []
             if sequence is None
-            else [self._end(sequence, Status.FAILED, FinishReason.ERROR, message)]
+            else [self._end(sequence, Status.FAILED, FinishReason.ERROR, failure)]
         )
 
     # -- a step
@@ -227,8 +228,8 @@ class Scheduler:
                     f"sequence {sequence.id} has {sequence.computed} tokens computed, not {start}"
                 )
             result = results.get(sequence.id)
-            if result is not None and result.error is not None:
-                events.append(self._end(sequence, Status.FAILED, FinishReason.ERROR, result.error))
+            if result is not None and (failure := result.failure) is not None:
+                events.append(self._end(sequence, Status.FAILED, FinishReason.ERROR, failure))
                 continue
             if samples and result is None:
                 raise StepError(
@@ -325,7 +326,11 @@ class Scheduler:
         del running[at]
 
     def _end(
-        self, sequence: Sequence, status: Status, reason: FinishReason, message: str = ""
+        self,
+        sequence: Sequence,
+        status: Status,
+        reason: FinishReason,
+        failure: Failure | None = None,
     ) -> Finished:
         """End a sequence: release its blocks, take it out of its queue, set its final state. Every
         end passes through here; it also lets sequences start again after a preemption.
@@ -348,7 +353,7 @@ class Scheduler:
             del self.state.siblings[sequence.request.id]
         self.state.policy.on_end(sequence)
         self.state.victim = None
-        return Finished(sequence, reason, message)
+        return Finished(sequence, reason, failure)
 
     def _release(self, sequence: Sequence) -> None:
         # The content of a failed sequence may be the cause of the failure: remove its hashes.

@@ -137,6 +137,6 @@ class ChoiceText:
             tuple(logprobs) if self._wants_logprobs else None,
             reason,
             stop_reason,
-            last.message if last is not None else "",
+            last.failure if last is not None else None,
             prompt,
         )

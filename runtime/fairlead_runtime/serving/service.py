@@ -196,7 +196,7 @@ class Service:
                 return self._last_token
             raise ServiceError(f"no token within {max_wait:g} s") from None
         if not output.token_ids:
-            raise ServiceError(output.message or "the canary ended without a token")
+            raise ServiceError(str(output.failure or "the canary ended without a token"))
         return output.token_ids[0]
 
     # -- views

@@ -162,7 +162,7 @@ def play(
         Bounds.of(limits, max_queue=1024, queue_timeout=60.0),
         now=Clock(),
         launcher=device if ahead else None,
-        prepare=lambda outputs, done: done(GUIDES.compile(outputs), ""),
+        prepare=lambda outputs, done: done(GUIDES.compile(outputs)),
     )
     got = Collected()
     stopped: set[tuple[str, int]] = set()

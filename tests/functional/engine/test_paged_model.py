@@ -308,7 +308,7 @@ def test_a_request_whose_logits_are_not_finite_fails_alone_and_corrupts_no_block
     with torch.no_grad():
         engine.model.model.get_input_embeddings().weight[nan_token] = math.nan
     results = runner.execute(whole_prompts(batch))
-    assert "not finite" in str(results[1].error)
+    assert "not finite" in str(results[1].failure)
     assert (results[0], results[2]) == (healthy[0], healthy[2])
     # The next owner of the blocks with NaN leaves most of them unwritten, and decodes beside longer
     # rows.
@@ -321,7 +321,7 @@ def test_a_request_whose_logits_are_not_finite_fails_alone_and_corrupts_no_block
         Row(batch[2], 11, 1, samples=True),
     ]
     results = runner.execute(Work(2, rows))
-    assert [result.error for result in results.values()] == [None, None, None]
+    assert [result.failure for result in results.values()] == [None, None, None]
     assert (results[0], results[2]) == (healthy[0], healthy[2])
 
 

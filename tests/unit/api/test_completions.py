@@ -24,7 +24,7 @@ from fairlead_runtime.front.key_file import MAX_KEY, KeyRing
 from fairlead_runtime.front.limits import PromptPool
 from fairlead_runtime.outputs import Output
 from fairlead_runtime.request.logprobs import Logprob
-from fairlead_runtime.request.sequence import FinishReason
+from fairlead_runtime.request.sequence import Failure, FailureKind, FinishReason, RequestError
 from support.api_harness import asgi, chat
 
 FRAME = Frame(id="x", created=1, model="tiny", top=None, usage=False, token_bytes={})
@@ -116,6 +116,30 @@ def test_a_request_that_the_server_ended_is_no_success(
         assert refusal.value.status == status
         if code is not None:
             assert refusal.value.code == code
+
+
+@pytest.mark.parametrize("kind", ["stream", "json"])
+def test_an_answer_names_the_failure_that_is_the_clients(kind: str) -> None:
+    def refusal(failure_kind: FailureKind) -> Exception:
+        failed = Output(
+            0, (), "", finish_reason=FinishReason.ERROR, failure=Failure("why", failure_kind)
+        )
+        with pytest.raises((ApiError, RequestError)) as error:
+            answered(kind, ChatEncoder, failed)
+        return error.value
+
+    internal, constraints = refusal(FailureKind.INTERNAL), refusal(FailureKind.CONSTRAINTS)
+    assert isinstance(internal, ApiError)
+    assert (internal.status, "why" in internal.message) == (500, False)
+    assert isinstance(constraints, ApiError)
+    assert (constraints.status, constraints.message, constraints.code) == (
+        400,
+        "why",
+        "no_token_allowed",
+    )
+    grammar = refusal(FailureKind.GRAMMAR)
+    assert isinstance(grammar, RequestError)
+    assert (grammar.param, str(grammar)) == ("guided_json", "guided_json: why")
 
 
 def test_after_the_first_byte_the_end_is_an_error_event() -> None:

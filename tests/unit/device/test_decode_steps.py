@@ -370,7 +370,7 @@ def test_one_row_that_is_not_finite_fails_alone(monkeypatch: pytest.MonkeyPatch)
         work = scheduler.commit(scheduler.plan())
         events = scheduler.update(work, runner.execute(work))
     failed = [event for event in events if isinstance(event, Finished)]
-    assert [(e.sequence.id, e.message) for e in failed] == [(1, NON_FINITE)]
+    assert [(e.sequence.id, e.failure) for e in failed] == [(1, NON_FINITE)]
     assert len(events) == 3
 
 

@@ -12,7 +12,7 @@ from fairlead_runtime.device.model.paged_model import PagedModel
 from fairlead_runtime.device.sampling.logits_processors import LogitChanges
 from fairlead_runtime.device.sampling.mask_upload import MaskPacket
 from fairlead_runtime.grammar.guides import Guides, Masks, PendingMasks
-from fairlead_runtime.request.sequence import Request, SamplingParams, Sequence
+from fairlead_runtime.request.sequence import Failure, Request, SamplingParams, Sequence
 from fairlead_runtime.scheduling.plan import Finished, Token
 from support.engine_rig import Setting, greedy, rig
 from support.in_flight import InFlight
@@ -27,7 +27,7 @@ class World(InFlight):
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *asked: Request) -> None:
         super().__init__(rig("llama", "resident"), SETTING, *asked, guides=GUIDES)
         self.seen: list[Any] = []
-        self.failed: dict[int, str] = {}
+        self.failed: dict[int, Failure] = {}
         masks, run, seen = Guides.masks, PagedModel.run, self.seen
 
         def ask(guides: Guides, sequences: list[Sequence]) -> PendingMasks:
@@ -80,7 +80,7 @@ def test_a_row_without_its_mask_fails_alone(monkeypatch: pytest.MonkeyPatch) -> 
     assert world.launch() is not None
     assert world.launch() is not None
     events += world.collect()
-    world.failed[0] = "late"
+    late = world.failed[0] = Failure("late")
     assert world.launch() is not None
     events += world.collect()
     world.failed.clear()
@@ -90,7 +90,7 @@ def test_a_row_without_its_mask_fails_alone(monkeypatch: pytest.MonkeyPatch) -> 
         if isinstance(event, Token):
             texts.setdefault(event.sequence.request.id, []).append(event.token)
     failures = [e for e in events if isinstance(e, Finished)]
-    assert [(e.sequence.request.id, e.message) for e in failures] == [("a", "late")]
+    assert [(e.sequence.request.id, e.failure) for e in failures] == [("a", late)]
     assert texts["a"] == texts["c"][:1]
     assert len(texts["c"]) == 9
     assert texts["b"] == rig("llama", "resident").reference((9, 8, 7, 6), 4)

@@ -120,7 +120,7 @@ def test_a_row_that_is_not_finite_fails_alone(monkeypatch: pytest.MonkeyPatch) -
     world.launch()
     failed, token = world.collect()
     assert isinstance(failed, Finished)
-    assert (failed.sequence.request.id, failed.message) == ("bad", NON_FINITE)
+    assert (failed.sequence.request.id, failed.failure) == ("bad", NON_FINITE)
     assert isinstance(token, Token)
     wanted = rig("llama", "resident").reference((8, 9, 10), 4)
     (after,) = world.collect()  # nobody sees the dead row

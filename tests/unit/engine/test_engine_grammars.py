@@ -9,7 +9,7 @@ import pytest
 
 from fairlead_runtime.engine.inbox import Guide
 from fairlead_runtime.outputs import QueueTimeout, RequestView
-from fairlead_runtime.request.sequence import FinishReason, Request
+from fairlead_runtime.request.sequence import Failure, FailureKind, FinishReason, Request
 from fairlead_runtime.request.structured import StructuredOutputs
 from fairlead_runtime.scheduling.plan import Work
 from support.fake_engine import Clock, FakeRunner, request, rig, run
@@ -21,18 +21,16 @@ class Compiler:
     """Compiles when it is told to, as a thread would later. Its guides count their forks."""
 
     def __init__(self) -> None:
-        self.waiting: list[tuple[StructuredOutputs, Callable[[Guide | None, str], None]]] = []
+        self.waiting: list[tuple[StructuredOutputs, Callable[[Guide | Failure], None]]] = []
         self.forks = 0
 
-    def __call__(
-        self, outputs: StructuredOutputs, done: Callable[[Guide | None, str], None]
-    ) -> None:
+    def __call__(self, outputs: StructuredOutputs, done: Callable[[Guide | Failure], None]) -> None:
         self.waiting.append((outputs, done))
 
-    def finish(self, reason: str = "") -> None:
+    def finish(self, failure: Failure | None = None) -> None:
         outputs, done = self.waiting.pop(0)
         assert outputs == StructuredOutputs.of(ASKED)
-        done(None if reason else self, reason)
+        done(failure or self)
 
     def fork(self) -> Any:
         self.forks += 1
@@ -81,9 +79,10 @@ def test_a_grammar_that_fails_ends_its_request_alone() -> None:
     engine.submit(guided(n=2))
     engine.submit(request("free"))
     engine.step()
-    compiler.finish("structured_outputs: too complex")
+    failure = Failure("too complex", FailureKind.GRAMMAR)
+    compiler.finish(failure)
     collected = run(engine)
-    assert collected.messages["guided"] == "structured_outputs: too complex"
+    assert collected.failures["guided"] == failure
     assert collected.finish == {
         ("guided", 0): [FinishReason.ERROR],
         ("guided", 1): [FinishReason.ERROR],
@@ -129,7 +128,8 @@ def test_an_engine_without_grammars_refuses_the_request() -> None:
     engine.submit(guided())
     collected = run(engine)
     assert collected.finish == {("guided", 0): [FinishReason.ERROR]}
-    assert "no grammars" in collected.messages["guided"]
+    failure = Failure("this engine has no grammars", FailureKind.GRAMMAR)
+    assert collected.failures["guided"] == failure
 
 
 @pytest.mark.parametrize("failing", [True, False])
@@ -141,6 +141,6 @@ def test_an_engine_that_starts_over_forgets_what_it_compiles(failing: bool) -> N
     engine._recover(RuntimeError("the scheduler failed"))
     collected = run(engine)
     assert FinishReason.ERROR in collected.finish["guided", 0]
-    compiler.finish("structured_outputs: too late" if failing else "")
+    compiler.finish(Failure("too late", FailureKind.GRAMMAR) if failing else None)
     run(engine, into=collected)
     assert collected.finish["guided", 0] == [FinishReason.ERROR]

@@ -18,8 +18,8 @@ from fairlead_runtime.grammar import compile as compile_module
 from fairlead_runtime.grammar import guides as module
 from fairlead_runtime.grammar.compile import GrammarError, TokenizerFacts
 from fairlead_runtime.grammar.guides import Guide, Guides
-from fairlead_runtime.request.sequence import SamplingParams, Sequence
-from fairlead_runtime.request.structured import FAILED, TOO_COMPLEX, StructuredOutputs
+from fairlead_runtime.request.sequence import Failure, FailureKind, SamplingParams, Sequence
+from fairlead_runtime.request.structured import TOO_COMPLEX, StructuredOutputs
 from support import tiny
 from support.grammars import (
     EOS,
@@ -174,25 +174,18 @@ def test_a_token_that_is_not_allowed_is_an_error_of_its_sequence() -> None:
         guide({"regex": "ab"}).mask(of)
 
 
-def prepared(guides: Guides, value: dict[str, Any]) -> tuple[Guide | None, str]:
-    answers: list[tuple[Guide | None, str]] = []
-    done = threading.Event()
-
-    def answer(one: Guide | None, reason: str) -> None:
-        answers.append((one, reason))
-        done.set()
-
-    guides.prepare(StructuredOutputs.of(value), answer)
-    assert done.wait(300)
-    return answers[0]
+def prepared(guides: Guides, value: dict[str, Any]) -> Guide | Failure:
+    answers: queue.Queue[Guide | Failure] = queue.Queue()
+    guides.prepare(StructuredOutputs.of(value), answers.put)
+    return answers.get(timeout=300)
 
 
-def test_a_compilation_answers_on_another_thread_with_a_guide_or_a_reason() -> None:
-    one, reason = prepared(GUIDES, {"regex": "ab"})
-    assert (type(one), reason) == (Guide, "")
-    one, reason = prepared(GUIDES, {"regex": "["})
-    assert one is None
-    assert reason.startswith(FAILED)
+def test_a_compilation_answers_on_another_thread_with_a_guide_or_a_failure() -> None:
+    assert isinstance(prepared(GUIDES, {"regex": "ab"}), Guide)
+    failure = prepared(GUIDES, {"regex": "["})
+    assert isinstance(failure, Failure)
+    assert failure.kind is FailureKind.GRAMMAR
+    assert str(failure) == f"structured_outputs: {failure.message}"
 
 
 def test_compiled_grammars_are_kept_up_to_a_number_of_bytes(
@@ -219,7 +212,7 @@ def test_the_steps_go_before_a_compilation() -> None:
 
     found: queue.Queue[int] = queue.Queue()
     guides = Guides(facts())
-    guides.prepare(StructuredOutputs(regex="a"), lambda *_: found.put(priority()))
+    guides.prepare(StructuredOutputs(regex="a"), lambda _: found.put(priority()))
     assert found.get(timeout=300) == min(19, priority() + module.COMPILER_NICE)
 
 
@@ -245,7 +238,7 @@ def test_a_late_mask_fails_its_own_sequence_and_none_that_waits_behind_it(
     late.guide, behind.guide = stuck, guide({"regex": "ab"})
     with guides.masks([late, behind]) as pending:
         words, failed = pending.result()
-    assert dict(failed) == {1: FAILED + TOO_COMPLEX}
+    assert dict(failed) == {1: Failure(TOO_COMPLEX, FailureKind.GRAMMAR)}
     assert list(words) == [2]
     with guides.masks([behind]) as pending:  # the next step has threads that work
         assert list(pending.result().words) == [2]
@@ -263,7 +256,7 @@ def test_a_grammar_that_exceeds_a_limit_while_it_runs_fails_its_sequence() -> No
         if failed:
             break
         of.tokens.append(choose.choice(letters))
-    assert dict(failed) == {of.id: FAILED + TOO_COMPLEX}
+    assert dict(failed) == {of.id: Failure(TOO_COMPLEX, FailureKind.GRAMMAR)}
     assert not words
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from fairlead_runtime.request.sequence import Request, SamplingParams, Sequence
+from fairlead_runtime.request.sequence import Failure, Request, SamplingParams, Sequence
 from fairlead_runtime.scheduling import Limits, Plan, Result, Scheduler
 from fairlead_runtime.scheduling.planner import ACCRUAL_STEPS, PASSED_SEQUENCES
 from fairlead_runtime.sizing.groups import group_layers
@@ -105,7 +105,7 @@ def test_when_the_leader_fails_the_next_one_computes_the_prefix_again(policy: st
     burst(s)
     work = s.commit(s.plan())
     assert len(work.rows) == 1
-    s.fail(work.rows[0].sequence.id, "found by bisection")
+    s.fail(work.rows[0].sequence.id, Failure("found by bisection"))
     assert sum(map(prompt_tokens, steps(s))) == 512 + 31 * 8
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,8 +12,8 @@ from fairlead_runtime.commands import replay as replay_command
 from fairlead_runtime.commands import trace as trace_command
 from fairlead_runtime.recording.record import RecordedScheduler, Recording
 from fairlead_runtime.recording.trace import as_text, steps
-from fairlead_runtime.request.sequence import Request, SamplingParams
-from fairlead_runtime.scheduling import Limits, Result, Scheduler, Work
+from fairlead_runtime.request.sequence import Failure, FailureKind, Request, SamplingParams
+from fairlead_runtime.scheduling import Finished, Limits, Result, Scheduler, Work
 from fairlead_runtime.sizing.groups import group_layers
 from support import whole_run
 from support.full import LONG_FORM
@@ -241,6 +242,38 @@ def test_every_line_is_on_disk_while_the_run_goes_on_and_only_the_owner_may_read
     scheduler.update(work, {0: Result(5)})
     scheduler.close()
     assert path.read_text().endswith("\n")
+
+
+def test_failures_keep_their_kinds_and_older_ones_are_internal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "run.jsonl"
+    scheduler = RecordedScheduler(
+        Limits("fifo", 8, 2, 0.0, 4, 8, 32), group_layers([None]), path=path
+    )
+    ids = [scheduler.add(Request(i, (1, 2), SamplingParams(), 2))[0].id for i in "ab"]
+    failures = [Failure("a", FailureKind.GRAMMAR), Failure("b", FailureKind.CONSTRAINTS)]
+    results = {ids[0]: Result(0, failure=failures[0]), ids[1]: Result(5)}
+    scheduler.update(scheduler.commit(scheduler.plan()), results)
+    scheduler.fail(ids[1], failures[1])
+    scheduler.close()
+    replayed: list[Failure | None] = []
+    end = Scheduler._end
+
+    def recorded_end(*arguments: Any) -> Finished:
+        finished = end(*arguments)
+        replayed.append(finished.failure)
+        return finished
+
+    monkeypatch.setattr(Scheduler, "_end", recorded_end)
+    assert replay_command.main([str(path)]) == 0
+    assert replayed == failures
+    text = path.read_text()
+    for failure in failures:
+        text = text.replace(f',"{failure.kind}"]', "]")
+    path.write_text(text)
+    assert replay_command.main([str(path)]) == 0
+    assert replayed[2:] == [Failure("a"), Failure("b")]
 
 
 def test_a_full_disk_stops_the_recording_and_not_the_run(

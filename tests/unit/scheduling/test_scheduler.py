@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from fairlead_runtime.request.sequence import (
+    Failure,
     FinishReason,
     Request,
     RequestError,
@@ -391,16 +392,17 @@ def test_an_error_fails_its_own_sequence_and_drops_its_blocks_from_the_cache() -
     a, b = s.add(request("a", prompt, 9))[0], s.add(request("b", 3, 2))[0]
     step(s)
     work = s.commit(s.plan())
-    events = s.update(work, {a.id: Result(0, error="logits are not finite"), b.id: Result(1)})
-    assert [(e.sequence, e.reason, e.message) for e in events if isinstance(e, Finished)] == [
-        (a, FinishReason.ERROR, "logits are not finite")
+    failure = Failure("logits are not finite")
+    events = s.update(work, {a.id: Result(0, failure=failure), b.id: Result(1)})
+    assert [(e.sequence, e.reason, e.failure) for e in events if isinstance(e, Finished)] == [
+        (a, FinishReason.ERROR, failure)
     ]
     assert a.status is Status.FAILED
     s.add(request("again", prompt, 2))
     plan, _, _ = step(s)
     assert shape(plan)[-1] == ("again", 0, 12, True)
-    assert [e.reason for e in s.fail(s.running[-1].id, "culprit")] == [FinishReason.ERROR]
-    assert s.fail(a.id, "twice") == []
+    assert [e.reason for e in s.fail(s.running[-1].id, Failure("culprit"))] == [FinishReason.ERROR]
+    assert s.fail(a.id, Failure("twice")) == []
 
 
 def test_stop_tokens_end_a_sequence_unless_ignored_or_too_early() -> None:

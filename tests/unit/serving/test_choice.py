@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fairlead_runtime.outputs import ChoiceEvent, Submission
-from fairlead_runtime.request.sequence import FinishReason, SamplingParams
+from fairlead_runtime.request.sequence import Failure, FailureKind, FinishReason, SamplingParams
 from fairlead_runtime.serving.choice import ChoiceText, StopTexts
 from fairlead_runtime.serving.detokenize import Vocabulary
 
@@ -141,3 +141,10 @@ def test_a_kept_stop_token_is_shown_and_a_kept_stop_text_ends_the_text() -> None
     output, ended = text.take([ChoiceEvent("r", 0, 1, None, None)])
     assert ended
     assert output.text == "b"
+
+
+def test_the_last_output_has_the_failure() -> None:
+    failure = Failure("why", FailureKind.CONSTRAINTS)
+    event = ChoiceEvent("r", 0, None, None, FinishReason.ERROR, failure)
+    choice = ChoiceText(0, Submission(prompt=(0,)), VOCABULARY)
+    assert choice.take([event])[0].failure == failure

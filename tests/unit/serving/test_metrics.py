@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from fairlead_runtime.engine.engine import Bounds, Engine, Prepare, canary
 from fairlead_runtime.engine.inbox import Guide
 from fairlead_runtime.outputs import QueueFull
-from fairlead_runtime.request.sequence import FinishReason
+from fairlead_runtime.request.sequence import Failure, FinishReason
 from fairlead_runtime.scheduling.plan import Work
 from fairlead_runtime.scheduling.scheduler import Scheduler
 from fairlead_runtime.serving.measurements import EngineReport, Histogram, RequestMetrics, Totals
@@ -217,7 +217,7 @@ def test_a_request_of_one_token_has_no_time_between_tokens() -> None:
 
 
 def test_a_request_whose_grammar_is_compiled_waits_and_is_deferred() -> None:
-    answers: list[Callable[[Guide | None, str], None]] = []
+    answers: list[Callable[[Guide | Failure], None]] = []
     bench = Bench(prepare=lambda _, answer: answers.append(answer))
 
     def waiting() -> tuple[float, float, float]:
@@ -234,7 +234,7 @@ def test_a_request_whose_grammar_is_compiled_waits_and_is_deferred() -> None:
     assert waiting() == (2, 1, 1)
     bench.engine.step()
     assert waiting() == (1, 0, 1)
-    answers.pop()(None, "too complex")
+    answers.pop()(Failure("too complex"))
     bench.engine.step()
     assert waiting() == (0, 0, 0)
 

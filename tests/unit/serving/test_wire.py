@@ -26,7 +26,14 @@ from fairlead_runtime.outputs import (
     SlowReader,
 )
 from fairlead_runtime.request.logprobs import TokenLogprobs
-from fairlead_runtime.request.sequence import FinishReason, Request, SamplingParams, Status
+from fairlead_runtime.request.sequence import (
+    Failure,
+    FailureKind,
+    FinishReason,
+    Request,
+    SamplingParams,
+    Status,
+)
 from fairlead_runtime.serving import wire
 from fairlead_runtime.serving.measurements import EngineReport, RequestMetrics
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
@@ -107,7 +114,7 @@ def test_the_events_of_a_step_cross_with_log_probabilities() -> None:
     logprobs = TokenLogprobs(5, -0.5, 2, (4, 5), (-0.25, -0.5))
     events = [
         ChoiceEvent("a", 0, 5, logprobs, None, cached=16),
-        ChoiceEvent("a", 1, None, None, FinishReason.ERROR, "why"),
+        ChoiceEvent("a", 1, None, None, FinishReason.ERROR, Failure("why", FailureKind.GRAMMAR)),
     ]
     assert across(wire.Events(events)) == wire.Events(events)
 
@@ -124,7 +131,7 @@ def test_the_events_of_a_step_cross_with_log_probabilities() -> None:
     ],
 )
 def test_an_error_of_the_service_keeps_its_class_message_and_time(error: ServiceError) -> None:
-    event = ChoiceEvent("a", 0, None, None, FinishReason.ERROR, str(error), error)
+    event = ChoiceEvent("a", 0, None, None, FinishReason.ERROR, error=error)
     found = across(wire.Events([event])).events[0].error
     assert type(found) is type(error)
     assert (str(found), found.retry_after) == (str(error), error.retry_after)

@@ -43,8 +43,8 @@ from fairlead_runtime.front.limits import (
     while_connected,
 )
 from fairlead_runtime.outputs import Output, OutputStream, Submission
-from fairlead_runtime.request.sequence import NOTHING_ALLOWED, FinishReason, RequestError
-from fairlead_runtime.request.structured import FAILED, PARAM
+from fairlead_runtime.request.sequence import Failure, FailureKind, FinishReason, RequestError
+from fairlead_runtime.request.structured import PARAM
 
 MERGED_AHEAD = 8  # outputs per prompt that may wait to be written
 
@@ -276,11 +276,11 @@ class _Generation(NamedTuple):
     def _as_shown(self, output: Output) -> Output:
         """The output as the answer shows it, counted. Raises what its end stands for."""
         if output.finish_reason is FinishReason.ERROR:
-            if output.message == NOTHING_ALLOWED:
-                raise errors.ApiError(400, NOTHING_ALLOWED, code="no_token_allowed")
-            if output.message.startswith(FAILED):
-                reason = output.message.removeprefix(FAILED)
-                raise RequestError(PARAM, reason).renamed(self.sent_names)
+            match output.failure:
+                case Failure(message, FailureKind.CONSTRAINTS):
+                    raise errors.ApiError(400, message, code="no_token_allowed")
+                case Failure(message, FailureKind.GRAMMAR):
+                    raise RequestError(PARAM, message).renamed(self.sent_names)
             raise errors.internal_error()
         if output.finish_reason is FinishReason.ABORT:
             raise errors.ApiError(503, "the server cancelled the request; retry", code="aborted")

@@ -21,7 +21,7 @@ from fairlead_runtime.device.sampling.sampling_mode import GENERAL, DrawKind, Sa
 from fairlead_runtime.device.sampling.sequence_table import SequenceTable
 from fairlead_runtime.device.sampling.token_readback import SampledStep, TokenReadback
 from fairlead_runtime.grammar.guides import Masks
-from fairlead_runtime.request.sequence import MAX_LOGPROBS
+from fairlead_runtime.request.sequence import MAX_LOGPROBS, Failure
 from fairlead_runtime.scheduling.plan import Row
 from fairlead_runtime.sizing.terms import list_room
 
@@ -142,7 +142,7 @@ class RowSampler:
         where ``mode`` needs some; and queue the copy of their tokens.
         """
         sent: RowMasks | None = None
-        failed: Mapping[int, str] = {}
+        failed: Mapping[int, Failure] = {}
         if mode.masked:
             words, failed = masks()
             sent = self._masks.send([row.sequence for row in rows], words)

@@ -32,11 +32,11 @@ from fairlead_kernels.sampling.sample_rows import NOT_FINITE, NOTHING_LEFT
 from fairlead_kernels.sampling.splitmix64 import GOLDEN, MUL1, MUL2
 from fairlead_runtime.device.sampling.logits_processors import LogitChanges
 from fairlead_runtime.request.logprobs import TokenLogprobs
-from fairlead_runtime.request.sequence import NOTHING_ALLOWED, Sequence
+from fairlead_runtime.request.sequence import NOTHING_ALLOWED, Failure, Sequence
 
-NON_FINITE = "the model's logits for this request are not finite"
+NON_FINITE = Failure("the model's logits for this request are not finite")
 # By what stands for the token of a row that has none.
-ERRORS = {NOT_FINITE: NON_FINITE, NOTHING_LEFT: NOTHING_ALLOWED}
+FAILURES = {NOT_FINITE: NON_FINITE, NOTHING_LEFT: NOTHING_ALLOWED}
 # A lower temperature counts as 0, as in vLLM: the division would overflow float32.
 GREEDY_BELOW = 1e-5
 
@@ -169,16 +169,16 @@ class SampledTokens:
     top_ids: Tensor | None = None
     top_logprobs: Tensor | None = None
 
-    def outcomes(self) -> list[tuple[int, TokenLogprobs | None, str | None]]:
-        """Per row (token, logprobs or None, error or None), as Python values: waits for the device
-        once.
+    def outcomes(self) -> list[tuple[int, TokenLogprobs | None, Failure | None]]:
+        """Per row (token, logprobs or None, failure or None), as Python values: waits for the
+        device once.
         """
         tokens: list[int] = self.tokens.tolist()
         logprobs: dict[int, TokenLogprobs] = self._logprobs(tokens)
         if min(tokens, default=0) >= 0:
             return [(token, logprobs.get(i), None) for i, token in enumerate(tokens)]
         return [
-            (token, logprobs.get(i), None) if token >= 0 else (-1, None, ERRORS[token])
+            (token, logprobs.get(i), None) if token >= 0 else (-1, None, FAILURES[token])
             for i, token in enumerate(tokens)
         ]
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from fairlead_kernels.sampling.sample_rows import RowLogprobs
-from fairlead_runtime.device.sampling.host_sampler import ERRORS
+from fairlead_runtime.device.sampling.host_sampler import FAILURES
 from fairlead_runtime.request.logprobs import TokenLogprobs
+from fairlead_runtime.request.sequence import Failure
 from fairlead_runtime.scheduling.plan import Result, Row
 
 
@@ -63,7 +64,7 @@ class SampledStep(NamedTuple):
     """What a step's rows take, queued; ``failed``: by sequence id, why some can get no token."""
 
     readback: TokenReadback
-    failed: Mapping[int, str]
+    failed: Mapping[int, Failure]
 
 
 def results_of(rows: Sequence[Row], sampled: SampledStep) -> dict[int, Result]:
@@ -73,9 +74,9 @@ def results_of(rows: Sequence[Row], sampled: SampledStep) -> dict[int, Result]:
     by_id: dict[int, Result] = {}
     for place, (row, token) in enumerate(zip(rows, tokens, strict=True)):
         count = row.sequence.request.params.logprobs
-        reason = failed.get(row.sequence.id) or ERRORS.get(token)
-        if reason is not None:
-            by_id[row.sequence.id] = Result(-1, error=reason)
+        failure = failed.get(row.sequence.id) or FAILURES.get(token)
+        if failure is not None:
+            by_id[row.sequence.id] = Result(-1, failure=failure)
         elif count is None:
             by_id[row.sequence.id] = Result(token)
         else:

@@ -30,7 +30,7 @@ from fairlead_runtime.device.step.mixed_steps import MixedSteps
 from fairlead_runtime.device.step.pending_step import PendingStep
 from fairlead_runtime.grammar.guides import NO_MASKS, Guides, Masks
 from fairlead_runtime.request.logprobs import TokenLogprobs
-from fairlead_runtime.request.sequence import Sequence
+from fairlead_runtime.request.sequence import Failure, Sequence
 from fairlead_runtime.scheduling.plan import Result, Row, Work
 
 Sampler = Callable[[Tensor, SamplingBatch], SampledTokens]
@@ -148,7 +148,7 @@ class ModelRunner:
             for number, result in self._score(rows, masks).items():
                 before = results.get(number, _NOTHING)
                 results[number] = result._replace(
-                    error=before.error or result.error, prompt=before.prompt + result.prompt
+                    failure=before.failure or result.failure, prompt=before.prompt + result.prompt
                 )
         return results
 
@@ -234,19 +234,19 @@ class ModelRunner:
             scored = _prompt_result(logits, row, first)
             sampled = results.get(row.sequence.id, scored)
             results[row.sequence.id] = sampled._replace(
-                error=scored.error or sampled.error, prompt=scored.prompt
+                failure=scored.failure or sampled.failure, prompt=scored.prompt
             )
         return results
 
 
 def _results(
-    sequences: abc.Sequence[Sequence], sampled: SampledTokens, failed: Mapping[int, str]
+    sequences: abc.Sequence[Sequence], sampled: SampledTokens, failed: Mapping[int, Failure]
 ) -> dict[int, Result]:
     """Results by sequence id; ``failed`` says why some could get no token."""
     outcomes = sampled.outcomes()
     return {
-        sequence.id: Result(token, logprobs, failed.get(sequence.id, error))
-        for sequence, (token, logprobs, error) in zip(sequences, outcomes, strict=True)
+        sequence.id: Result(token, logprobs, failed.get(sequence.id, failure))
+        for sequence, (token, logprobs, failure) in zip(sequences, outcomes, strict=True)
     }
 
 
@@ -255,7 +255,7 @@ def _chosen(
 ) -> dict[int, Result]:
     """Results by sequence id, from each row's largest logit and its token."""
     return {
-        sequence.id: Result(token) if math.isfinite(value) else Result(-1, error=NON_FINITE)
+        sequence.id: Result(token) if math.isfinite(value) else Result(-1, failure=NON_FINITE)
         for sequence, value, token in zip(sequences, values, tokens, strict=True)
     }
 
@@ -296,7 +296,7 @@ def _prompt_result(logits: Tensor, row: Row, first: int) -> Result:
     chosen, ranks, ids, likeliest = (column.tolist() for column in values)
     # NaN anywhere in a row's logits makes all its log-probabilities NaN.
     if any(math.isnan(value) for value in chosen):
-        return Result(-1, error=NON_FINITE)
+        return Result(-1, failure=NON_FINITE)
     columns = zip(tokens, chosen, ranks, ids, likeliest, strict=True)
     return Result(
         -1,
