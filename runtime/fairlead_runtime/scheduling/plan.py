@@ -164,7 +164,9 @@ class Result(NamedTuple):
 
 
 class DeviceLostError(Exception):
-    """The device can run no further step: one of the processes that share the model has ended."""
+    """The device can run no further step: its context has failed, or one of the processes that
+    share the model has ended.
+    """
 
 
 class Token(NamedTuple):

@@ -26,6 +26,7 @@ from fairlead_runtime.device.sampling.host_sampler import (
 from fairlead_runtime.device.sampling.sampling_mode import GREEDY, mode_of
 from fairlead_runtime.device.step.decode_steps import DecodeSteps, is_decode
 from fairlead_runtime.device.step.follower_ranks import Followers
+from fairlead_runtime.device.step.lost_device import lost_device
 from fairlead_runtime.device.step.mixed_steps import MixedSteps
 from fairlead_runtime.device.step.pending_step import PendingStep
 from fairlead_runtime.grammar.guides import NO_MASKS, Guides, Masks
@@ -88,9 +89,10 @@ class ModelRunner:
         """The step's offload, restore and copy-on-write copies: once, before ``execute``, however
         often that runs.
         """
-        if self._followers is not None and (work.offload or work.restore or work.copies):
-            self._followers.copy(work)
-        self._cache.copy(work)
+        with lost_device(self._model.device):
+            if self._followers is not None and (work.offload or work.restore or work.copies):
+                self._followers.copy(work)
+            self._cache.copy(work)
 
     @torch.inference_mode()
     def execute(self, work: Work) -> Mapping[int, Result]:
@@ -99,11 +101,15 @@ class ModelRunner:
 
         Writes the same keys and values to the same slots when called again with the same rows, or
         with some of them. A row whose logits are not finite gets a Result with ``error``; the
-        others are unaffected.
+        others are unaffected. Raises DeviceLostError when the device computes nothing any more.
         """
         if not work.rows:
             return {}
-        with self._cache.step(work.rows), self._masks(work) as masks:
+        with (
+            lost_device(self._model.device),
+            self._cache.step(work.rows),
+            self._masks(work) as masks,
+        ):
             return self._execute(work, masks)
 
     def launches(self, rows: abc.Sequence[Row]) -> bool:
@@ -112,18 +118,23 @@ class ModelRunner:
 
     def launch(self, work: Work) -> Callable[[], Mapping[int, Result]]:
         """Queue the step and return what waits for its tokens. One may be in flight before it, of
-        which the tokens before are known: so are its masks.
+        which the tokens before are known: so are its masks. Both raise what ``execute`` raises.
         """
         if self._mixed is None:
             raise ValueError("rows: this device launches no steps")
         newest, self._newest = self._newest, None
-        if newest is not None:
-            newest.sample()
         launch = self._mixed.launch
         if self._decodes is not None and all(map(is_decode, work.rows)):
             launch = self._decodes.launch
-        self._newest = launch(work.rows, lambda: self._living_masks(work))
-        return self._newest.collect
+        with lost_device(self._model.device):
+            if newest is not None:
+                newest.sample()
+            self._newest = step = launch(work.rows, lambda: self._living_masks(work))
+        return lambda: self._collect(step)
+
+    def _collect(self, step: PendingStep) -> Mapping[int, Result]:
+        with lost_device(self._model.device):
+            return step.collect()
 
     def _living_masks(self, work: Work) -> Masks:
         """The masks of a launched step, for the sequences that have not ended since."""
