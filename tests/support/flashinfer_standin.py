@@ -525,7 +525,6 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
             return_lse=(return_lse, False),
             lse_base=(lse_base, "log2"),
             lse_layout=(lse_layout, "NH"),
-            enable_pdl=(enable_pdl, None),
             window_left=(window_left, None),
             sinks=(sinks, None),  # fa2 ignores them
             kv_cache_sf=(kv_cache_sf, None),
@@ -740,7 +739,6 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
             v_scale=(v_scale, None),
             lse=(lse, None),
             return_lse=(return_lse, False),
-            enable_pdl=(enable_pdl, None),
             window_left=(window_left, None),
             sinks=(sinks, None),  # fa2 ignores them
             q_len_per_req=(q_len_per_req, None),

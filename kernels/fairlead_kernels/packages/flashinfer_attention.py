@@ -136,6 +136,9 @@ class FlashinferAttention:
     All work is queued on the current stream, so that the wrappers can share one workspace. Raises
     NotAvailableError with the reason for a model that ``supported`` leaves out, or where a wrapper
     cannot be made: that of sinks compiles or loads its module at once.
+
+    ``enable_pdl``: whether a kernel may begin before the one ahead of it has ended (programmatic
+    dependent launch); None: where the package says that the GPU can.
     """
 
     name = "flashinfer"
@@ -149,12 +152,14 @@ class FlashinferAttention:
         *,
         supported: Supported = SUPPORTED,
         workspace_bytes: int = WORKSPACE_BYTES,
+        enable_pdl: bool | None = None,
     ) -> None:
         supported.check_heads(heads)
         supported.check_kinds(kinds, heads)
         self.heads = heads
         self.kinds = kinds
         self._package = package
+        self._enable_pdl = enable_pdl
         # Zeros: the decode wrapper asks for them before its first use.
         self._workspace = torch.zeros(workspace_bytes, dtype=torch.uint8, device=device)
         # Those of plans at fixed addresses that need larger ones; the largest is the last.
@@ -327,11 +332,8 @@ class FlashinferAttention:
         out = torch.empty(
             (*query.shape[:2], self.heads.value_dim), dtype=query.dtype, device=query.device
         )
-        if spec.sinks is None:
-            wrapper.wrapper.run(query, caches, out=out)
-        else:
-            sinks = spec.sinks.float().contiguous()
-            wrapper.wrapper.run(query, caches, sinks, spec.scale, out=out)
+        sinks = () if spec.sinks is None else (spec.sinks.float().contiguous(), spec.scale)
+        wrapper.wrapper.run(query, caches, *sinks, out=out, enable_pdl=self._enable_pdl)
         return out.to(dtype)
 
 

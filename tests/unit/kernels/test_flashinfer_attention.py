@@ -133,10 +133,12 @@ def test_a_plan_shares_no_memory_with_the_steps_rows() -> None:
     torch.testing.assert_close(got, want, atol=4e-6, rtol=1e-5)
 
 
-def test_decodes_alone_run_on_the_decode_wrapper_and_any_other_step_on_the_prefill_wrapper() -> (
-    None
-):
-    used: list[str] = []
+@pytest.mark.parametrize("pdl", [None, False])
+def test_decodes_alone_run_on_the_decode_wrapper_and_any_other_step_on_the_prefill_wrapper(
+    pdl: bool | None,
+) -> None:
+    """Each told whether it may begin before the kernel ahead of it has ended."""
+    used: list[tuple[str, bool | None]] = []
 
     def counted(name: str, make: Any) -> Any:
         def made(*args: Any, **options: Any) -> Any:
@@ -144,7 +146,7 @@ def test_decodes_alone_run_on_the_decode_wrapper_and_any_other_step_on_the_prefi
             run = wrapper.run
 
             def counted_run(*args: Any, **options: Any) -> Any:
-                used.append(name)
+                used.append((name, options["enable_pdl"]))
                 return run(*args, **options)
 
             wrapper.run = counted_run
@@ -161,14 +163,20 @@ def test_decodes_alone_run_on_the_decode_wrapper_and_any_other_step_on_the_prefi
     sinks = torch.zeros(4)
     kinds = frozenset({PLAIN, LayerSpec(0.3, sinks=sinks).kind})
     attention = FlashinferAttention(
-        HEADS, (kinds,), CPU, package, supported=standin.SUPPORTED, workspace_bytes=1024
+        HEADS,
+        (kinds,),
+        CPU,
+        package,
+        supported=standin.SUPPORTED,
+        workspace_bytes=1024,
+        enable_pdl=pdl,
     )
     for rows in ([(4, 1), (9, 1)], [(4, 1), (9, 2)]):
         case = make_case(rows)
         plan = attention.plan(case.ragged)
         for spec in (LayerSpec(0.3), LayerSpec(0.3, sinks=sinks)):
             attention.run(plan, case.query, case.key_cache, case.value_cache, spec)
-    assert used == ["decode", "sinks", "prefill", "sinks"]
+    assert used == [(name, pdl) for name in ("decode", "sinks", "prefill", "sinks")]
 
 
 def test_layer_groups_of_one_step_keep_their_own_plans() -> None:
