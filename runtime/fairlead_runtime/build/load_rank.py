@@ -79,6 +79,7 @@ def load_rank(
     ``build`` does.
     """
     place, fp8_cache = torch.device(device.kind), config.fp8_cache
+    sum_in_float32()
     compilers = compilers_of(cpu_limit(), memory_limit())
     loaded = loading.load(path, config=config, device=place if group is None else "cpu")
     result: selftest.SelfTestResult | None
@@ -116,6 +117,15 @@ def load_rank(
         log.info("%s", result)
     profile = _profile(model, choice.attention, config, loaded.max_model_len)
     return LoadedRank(loaded, served, result, profile, loaded_at)
+
+
+def sum_in_float32() -> None:
+    """Let products of 16 bits on a GPU sum in float32 alone: by default their partial sums may be
+    rounded to 16 bits, in one size of step and not in the next.
+    """
+    products = torch.backends.cuda.matmul
+    products.allow_bf16_reduced_precision_reduction = False
+    products.allow_fp16_reduced_precision_reduction = False
 
 
 def compilers_of(cpus: int, memory: int) -> int:

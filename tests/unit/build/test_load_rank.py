@@ -4,11 +4,14 @@ import re
 from typing import Any
 
 import pytest
+import torch
 
 from fairlead_kernels.plain.torch_attention import TorchAttention
-from fairlead_runtime.build.load_rank import compilers_of, price_of_attention
+from fairlead_runtime.build.load_rank import compilers_of, load_rank, price_of_attention
 from fairlead_runtime.device.model.paged_model import PagedModel
+from fairlead_runtime.models import loading
 from fairlead_runtime.settings.engine_config import EngineConfig
+from fairlead_runtime.sizing.terms import DeviceFacts
 from support import flashinfer_standin, triton_standin
 from support.engine_rig import rig
 
@@ -45,3 +48,19 @@ def test_compilers_take_a_quarter_of_the_pods_memory_and_one_runs_in_any(
     cpus: int, gigabytes: int, count: int
 ) -> None:
     assert compilers_of(cpus, gigabytes << 30) == count
+
+
+def test_products_of_16_bits_round_no_partial_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is settled before a model is there, and so before any product."""
+    products = torch.backends.cuda.matmul
+    products.allow_bf16_reduced_precision_reduction = True
+    products.allow_fp16_reduced_precision_reduction = True
+
+    def stop(*_: object, **__: object) -> None:
+        raise InterruptedError
+
+    monkeypatch.setattr(loading, "load", stop)
+    with pytest.raises(InterruptedError):
+        load_rank("nowhere", EngineConfig(), DeviceFacts("cpu", 1 << 30), None)
+    assert not products.allow_bf16_reduced_precision_reduction
+    assert not products.allow_fp16_reduced_precision_reduction
