@@ -75,7 +75,9 @@ def missing(
     load: Callable[[str], object] = importlib.import_module,
     version: Callable[[str], str] = importlib.metadata.version,
 ) -> Iterator[tuple[Need, str]]:
-    """Each need that is not met, with what is wrong."""
+    """Each need that is not met, with what is wrong. An old version of what does not compute may
+    serve all the same, and a run on a GPU is dear: ``some`` of it may do without.
+    """
     least = least_versions()
     for need in needs:
         wanted = least.get(need.distribution, "")
@@ -92,7 +94,8 @@ def missing(
         except importlib.metadata.PackageNotFoundError:
             continue  # a module without metadata: it was imported, so it is used
         if _numbers(found) < _numbers(wanted):
-            yield need, f"{name}: {found} is too old"
+            computes = need.module in ("torch", "transformers")
+            yield need._replace(some=need.some or not computes), f"{name}: {found} is too old"
 
 
 def _numbers(version: str) -> tuple[int, ...]:

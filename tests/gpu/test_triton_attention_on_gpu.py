@@ -2,6 +2,8 @@
 without a GPU or without Triton and a C compiler it fails.
 """
 
+import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,11 @@ def _gpu() -> None:
         pytest.fail("these tests need an NVIDIA GPU, and torch sees none")
 
 
-def random_case(seed: int, heads: Heads, window: int | None) -> Case:
+# A kernel is compiled for a size of blocks.
+SIZES, USUAL = (1, 4, 16, 32), (16,)
+
+
+def random_case(seed: int, heads: Heads, window: int | None, sizes: tuple[int, ...]) -> Case:
     """A step of one to nine rows: decodes alone, or prefills, chunks and decodes."""
     generator = np.random.default_rng(seed)
     longest = 1 if seed % 3 == 0 else 90
@@ -39,26 +45,38 @@ def random_case(seed: int, heads: Heads, window: int | None) -> Case:
         (int(generator.integers(0, 900)), int(generator.integers(1, longest + 1)))
         for _ in range(int(generator.integers(1, 10)))
     ]
-    size = int(generator.choice([1, 4, 16, 32]))
+    size = int(generator.choice(sizes))
     return make_case(rows, block_size=size, window=window, heads=heads, seed=seed)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("query", "kv", "dim"), [(32, 8, 128), (9, 9, 80), (8, 4, 256), (71, 1, 64), (8, 1, 512)]
-)
-@pytest.mark.parametrize("window", [None, 1, 128])
-@pytest.mark.parametrize("extra", ["", "softcap and sinks", "sinks and fp8 cache"])
+def steps_of_every_kind() -> Iterator[Any]:
+    """Every eleventh combination, which has each value of each list, on blocks of one size; the
+    others, and all sizes, in the long form.
+    """
+    heads = (32, 8, 128), (9, 9, 80), (8, 4, 256), (71, 1, 64), (8, 1, 512)
+    extras = "", "softcap and sinks", "sinks and fp8 cache"
+    for number, case in enumerate(itertools.product(DTYPES, heads, (None, 1, 128), extras)):
+        if number % 11 == 0:
+            yield pytest.param(*case, USUAL)
+        yield pytest.param(*case, SIZES, marks=pytest.mark.full)
+
+
+@pytest.mark.parametrize(("dtype", "counts", "window", "extra", "sizes"), [*steps_of_every_kind()])
 def test_random_steps_match_the_definition(
-    dtype: torch.dtype, query: int, kv: int, dim: int, window: int | None, extra: str
+    dtype: torch.dtype,
+    counts: tuple[int, int, int],
+    window: int | None,
+    extra: str,
+    sizes: tuple[int, ...],
 ) -> None:
     """All steps are queued before one is looked at: a plan that overwrites the last one shows."""
+    query, kv, dim = counts
     heads = Heads(query, kv, dim, dim, dtype, fp8_cache="fp8" in extra)
     sinks = torch.randn(query).to(dtype) if "sinks" in extra else None
     spec = LayerSpec(dim**-0.5, window, 5.0 if "softcap" in extra else None, sinks)
     there = LayerSpec(spec.scale, window, spec.softcap, None if sinks is None else sinks.to(CUDA))
     attention = triton_attention.load(heads, CUDA)
-    cases = [random_case(seed, heads, window) for seed in range(STEPS)]
+    cases = [random_case(seed, heads, window, sizes) for seed in range(STEPS)]
     got = []
     for case in cases:
         query_, keys, values = (x.to(CUDA) for x in (case.query, case.key_cache, case.value_cache))

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 
 from gpu import conftest as gpu_conftest
 
@@ -115,6 +116,16 @@ def test_versions_are_those_of_pyproject(found: str, *, old: bool) -> None:
     assert [what for _, what in lacks] == ([f"torch>=2.11: {found} is too old"] if old else [])
 
 
+@pytest.mark.parametrize(
+    ("module", "stops"), [("torch", True), ("transformers", True), ("pytest", False)]
+)
+def test_only_old_versions_of_what_computes_stop_a_run(module: str, *, stops: bool) -> None:
+    needs = [need for need in gpu_python.NEEDS if need.module == module]
+    ((need, what),) = gpu_python.missing(needs, lambda _name: None, _version_of("0.1"))
+    assert need.some is not stops
+    assert what.endswith("0.1 is too old")
+
+
 def test_a_module_that_cannot_be_imported_says_why_and_some_do_without() -> None:
     def load(name: str) -> None:
         if name == "flashinfer":
@@ -152,11 +163,27 @@ def test_a_torch_without_cuda_is_told_from_a_missing_gpu() -> None:
 def test_a_gpu_test_that_would_start_too_late_does_not_run(
     minutes: str, seconds: float, *, starts: bool
 ) -> None:
-    reason = gpu_conftest.why_not(True, minutes, seconds)
+    reason = gpu_conftest.why_not(minutes, seconds)
     assert (reason == "") is starts
     assert starts or "MINUTES=N" in reason
 
 
-def test_without_a_gpu_a_test_fails_and_says_why() -> None:
-    reason = "these tests need an NVIDIA GPU, and torch sees none"
-    assert gpu_conftest.why_not(False, "", 0) == reason
+@pytest.mark.parametrize(
+    ("gpu", "seconds", "outcome"),
+    [
+        (False, 0, pytest.fail.Exception("torch sees none")),
+        (True, 61, pytest.skip.Exception("MINUTES=N")),
+    ],
+)
+def test_without_a_gpu_a_test_fails_and_without_time_it_is_skipped(
+    gpu: bool, seconds: float, outcome: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setenv(gpu_conftest.VARIABLE, "2")
+    with pytest.raises(type(outcome), match=str(outcome)):
+        gpu_conftest.check_start(seconds)
+
+
+def test_what_serves_is_tested_first() -> None:
+    files = {path.name for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
+    assert set(gpu_conftest.FIRST) <= files
