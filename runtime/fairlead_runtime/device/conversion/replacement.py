@@ -53,5 +53,10 @@ class Replacement:
 
 
 def by_rows(compute: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """A module's ``forward`` [..., K] → [..., N] by what computes [T, K] → [T, N]."""
-    return lambda x: compute(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+    """A module's ``forward`` [..., K] → [..., N] by what computes [T, K] → [T, N], T = 0 too."""
+
+    def forward(x: Tensor) -> Tensor:
+        rows = compute(x.reshape(-1, x.shape[-1]))
+        return rows.view(*x.shape[:-1], rows.shape[-1])
+
+    return forward
