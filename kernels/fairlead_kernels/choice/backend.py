@@ -14,7 +14,7 @@ from fairlead_kernels.cpu.cpu_operations import CpuOperations
 from fairlead_kernels.gpu import triton_attention, triton_fixed, triton_operations, triton_package
 from fairlead_kernels.interface.attention import AttentionBackend, GroupKinds, Heads
 from fairlead_kernels.interface.layer import LayerOperations
-from fairlead_kernels.interface.not_available import NotAvailableError, name_of
+from fairlead_kernels.interface.not_available import NotAvailableError, fall_back, name_of
 from fairlead_kernels.packages import flashinfer_package, humming_package
 from fairlead_kernels.packages.flashinfer_attention import SUPPORTED, FlashinferAttention
 from fairlead_kernels.packages.flashinfer_package import FlashinferPackage
@@ -99,7 +99,7 @@ def _gpu_attention(
     except NotAvailableError as error:
         if kernels == "flashinfer":
             raise
-        reason = f"; no flashinfer: {error}"
+        reason = f"; no flashinfer: {fall_back(error)}"
     else:
         return flashinfer, f"attention by flashinfer {package.version}", ""
     try:
@@ -107,7 +107,11 @@ def _gpu_attention(
         prove_attention(triton, heads, kinds, device, block_size)
     except NotAvailableError as error:
         plain = TorchAttention(heads, device)
-        return plain, PORTABLE.format(device.type), f"{reason}; no Triton attention: {error}"
+        return (
+            plain,
+            PORTABLE.format(device.type),
+            f"{reason}; no Triton attention: {fall_back(error)}",
+        )
     return triton, "attention in Triton", reason
 
 
@@ -151,12 +155,13 @@ def gpu_operations(
         try:
             prove_fp8(device)
         except NotAvailableError as error:
-            fp8, without = False, f"; activations are not rounded to 8-bit floats: {error}"
+            fp8 = False
+            without = f"; activations are not rounded to 8-bit floats: {fall_back(error)}"
     try:
         operations = triton_operations.load(fp8=fp8)
         prove_operations(operations, dtype, device, cache_dtype)
     except NotAvailableError as error:
-        return TorchOperations(fp8=fp8), f"layers in torch: {error}{without}"
+        return TorchOperations(fp8=fp8), f"layers in torch: {fall_back(error)}{without}"
     return operations, f"layers in Triton{without}"
 
 
@@ -174,7 +179,7 @@ def int4_products(
     try:
         return HummingProducts(humming_package.load(), dtype, device, compilers), ""
     except NotAvailableError as error:
-        return None, f"4-bit products of ours: {error}"
+        return None, f"4-bit products of ours: {fall_back(error)}"
 
 
 def cpu_operations(device: str, dtype: torch.dtype, *, fp8_cache: bool = False) -> CpuOperations:

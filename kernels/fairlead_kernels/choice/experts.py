@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fairlead_kernels.gpu import triton_experts
 from fairlead_kernels.interface import reference
-from fairlead_kernels.interface.not_available import NotAvailableError
+from fairlead_kernels.interface.not_available import NotAvailableError, fall_back
 from fairlead_kernels.proofs.comparison import prove
 
 # Of the tokens that a product is tried on: more for the last expert than a tile has, and some
@@ -65,7 +65,7 @@ def choose(
         for sample in samples:
             prove_product(triton_product, sample, "Triton's product")
     except NotAvailableError as error:
-        return None, f"experts in torch, though {reason}: {error}"
+        return None, f"experts in torch, though {reason}: {fall_back(error)}"
     return triton_product, f"experts in Triton: {reason}"
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from fairlead_kernels.interface.not_available import NotAvailableError, brief
+from fairlead_kernels.interface.not_available import FaultError, NotAvailableError, brief
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ def load(module: str) -> Any:
         hand_out_library(triton, Path(triton.__path__[0]))
         kernels = importlib.import_module(module)
     except Exception as error:  # it looks for drivers and reads files of its own
-        raise NotAvailableError(f"Triton cannot be imported: {brief(error)}") from error
+        raise FaultError(f"Triton cannot be imported: {brief(error)}") from error
     keep_kernels(triton)
     return kernels
 

@@ -1,11 +1,35 @@
-"""The error of kernels that this process cannot use, and the words of its reasons."""
+"""The errors of kernels that this process cannot use, the words of their reasons, and what becomes
+of one for which something slower serves.
+"""
 
+import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+# Set where a fault must not hide: then nothing slower serves in the place of what is broken.
+NO_FALLBACK = "FAIRLEAD_NO_FALLBACK"
+
+log = logging.getLogger("fairlead.kernels")
+
 
 class NotAvailableError(RuntimeError):
-    """These kernels cannot be used here; the message says why."""
+    """Kernels that cannot be used here; the message says why."""
+
+
+class FaultError(NotAvailableError):
+    """Kernels that should serve here, and do not compile, do not run or compute something else."""
+
+
+def fall_back(error: Exception) -> str:
+    """The reason why something slower serves. Logs the whole of a fault, and raises it where the
+    environment has NO_FALLBACK; that kernels do not serve some type or size is no fault.
+    """
+    if isinstance(error, FaultError) or not isinstance(error, NotAvailableError):
+        log.warning("something slower serves in the place of what fails", exc_info=error)
+        if os.environ.get(NO_FALLBACK):
+            raise error
+    return str(error)
 
 
 def brief(error: Exception) -> str:
@@ -26,6 +50,6 @@ def importing(distribution: str, module: str) -> Iterator[None]:
     except ModuleNotFoundError as error:
         if error.name == module:
             raise NotAvailableError(f"{distribution} is not installed") from error
-        raise NotAvailableError(f"{distribution} cannot be imported: {error}") from error
+        raise FaultError(f"{distribution} cannot be imported: {error}") from error
     except Exception as error:  # it reads the driver, the compiler and files of its own
-        raise NotAvailableError(f"{distribution} cannot be imported: {brief(error)}") from error
+        raise FaultError(f"{distribution} cannot be imported: {brief(error)}") from error

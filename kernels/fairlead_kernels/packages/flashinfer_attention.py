@@ -23,7 +23,7 @@ from fairlead_kernels.interface.attention import (
     LayerSpec,
     RaggedRows,
 )
-from fairlead_kernels.interface.not_available import NotAvailableError, brief, name_of
+from fairlead_kernels.interface.not_available import FaultError, NotAvailableError, brief, name_of
 from fairlead_kernels.packages.flashinfer_memory import PLAN_BYTES, WORKSPACE_BYTES, split_bytes
 from fairlead_kernels.packages.flashinfer_package import FlashinferPackage
 from fairlead_kernels.packages.flashinfer_plan import PagedRows, decode_rows, paged_rows
@@ -175,7 +175,7 @@ class FlashinferAttention:
                 rows = self._make(group, kind, "rows")
                 decodes = rows if kind.sinks else self._make(group, kind, "decodes")
             except Exception as error:
-                raise NotAvailableError(
+                raise FaultError(
                     f"flashinfer's wrapper for {kind} cannot be made here: {brief(error)}"
                 ) from error
             self._wrappers[group, kind, "rows"] = rows

@@ -18,7 +18,13 @@ from torch import Tensor
 
 from fairlead_kernels.formats.int4 import paired, widened
 from fairlead_kernels.interface.layer import Groups, Packed
-from fairlead_kernels.interface.not_available import NotAvailableError, brief, name_of
+from fairlead_kernels.interface.not_available import (
+    FaultError,
+    NotAvailableError,
+    brief,
+    fall_back,
+    name_of,
+)
 from fairlead_kernels.packages.humming_memory import UNPACKAGED, takes
 from fairlead_kernels.packages.humming_package import HummingPackage, compilers
 from fairlead_kernels.proofs.comparison import prove
@@ -115,7 +121,7 @@ class HummingProducts:
         try:
             packed = self._repacked(weight, weight.scales, weight.groups)
         except NotAvailableError as error:
-            self._refusals[str(error)] += 1
+            self._refusals[fall_back(error)] += 1
             return weight
         self._packed_count += 1
         return packed
@@ -157,7 +163,7 @@ class HummingProducts:
             shape = f"[{weight.rows}, {weight.columns}]"
             reason = str(error) if isinstance(error, NotAvailableError) else brief(error)
             self._known[key] = f"humming's product with {shape}: {reason}"
-            raise NotAvailableError(self._known[key]) from error
+            raise FaultError(self._known[key]) from error
         self._known[key] = ""
         return packed
 

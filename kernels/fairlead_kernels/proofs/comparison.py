@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fairlead_kernels.interface.not_available import NotAvailableError, brief
+from fairlead_kernels.interface.not_available import FaultError, brief
 
 # The largest difference that rounding explains, by what is computed and its type. What right
 # kernels reach, and where that was measured: docs/design/0015-rounding.md.
@@ -33,15 +33,15 @@ def prove(
 ) -> None:
     """Compare a result in ``dtype`` with the ``expected`` one. Their difference is a share of
     ``scale``, which says what was summed; None: of 1 and the expected value together. Raises
-    NotAvailableError with the reason where ``compute`` fails, or gives something else or NaN.
+    FaultError with the reason where ``compute`` fails, or gives something else or NaN.
     """
     exact, allowed = expected.double(), TOLERANCE[kind][dtype]
     scale = 1 + exact.abs() if scale is None else scale.clamp(min=TINY)
     try:
         difference = float(((compute().to(exact) - exact).abs() / scale).max())
     except Exception as error:
-        raise NotAvailableError(f"{name} does not run here: {brief(error)}") from error
+        raise FaultError(f"{name} does not run here: {brief(error)}") from error
     if not difference <= allowed:
-        raise NotAvailableError(
+        raise FaultError(
             f"{name} differs from the reference by {difference:.2g} of {allowed:g} allowed"
         )

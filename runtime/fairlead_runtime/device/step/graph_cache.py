@@ -10,6 +10,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Protocol
 
+from fairlead_kernels.interface.not_available import fall_back
+
 log = logging.getLogger("fairlead.graphs")
 
 # Steps that a graph must have been out of use before another takes its place: capturing takes as
@@ -95,5 +97,6 @@ class GraphCache:
         try:
             self._graphs[key] = self._recorder.record(step), self._steps
         except Exception as error:  # noqa: BLE001 - the step itself has run, and goes on without
+            fall_back(error)
             self.failure = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             log.warning("no further CUDA graph is captured: %s", self.failure)

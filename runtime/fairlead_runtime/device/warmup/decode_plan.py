@@ -14,6 +14,7 @@ import torch
 from tqdm import tqdm
 
 from fairlead_kernels.interface.attention import AttentionBackend, DecodeAttention
+from fairlead_kernels.interface.not_available import fall_back
 from fairlead_runtime.device.memory.storage import CacheStorage
 from fairlead_runtime.device.model.paged_model import PagedModel
 from fairlead_runtime.device.proof.graph_proof import replay_error, units_of
@@ -115,9 +116,9 @@ class DecodePlan:
             reason = f"a step cannot be captured: {graphs.failure}"
             if not graphs.failure:
                 reason = self._differs(steps, cache, max_model_len)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - it goes without graphs
             # Of a plan at fixed addresses, the first: without graphs there is none.
-            log.exception("a step of padding failed")
+            fall_back(error)
             self.turn_off(f"a step cannot be captured: {first_line(error)}")
             return self.attention.fixed_nbytes
         graphs.clear()
@@ -185,9 +186,9 @@ class DecodePlan:
                 ):
                     bar.total = total
                     bar.update(done - bar.n)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - it goes without graphs
                 # Of a plan at fixed addresses, or of the step itself, for want of memory.
-                log.exception("a step of padding failed")
+                fall_back(error)
                 failure = first_line(error)
         if failure or not len(self.graphs):
             steps.drop_graphs()
