@@ -1146,8 +1146,8 @@ BUGS = (
     PackageBug(
         "a bfloat16 model's weights are packed in float32",
         "fairlead_runtime.device.conversion.fusion:_fused.packed",
-        "parts.pack(operations, model.heads.dtype)",
-        "parts.pack(operations)",
+        "structure.pack(operations, model.heads.dtype)",
+        "structure.pack(operations)",
         ("functional/engine/test_fused_layers.py",),
     ),
     PackageBug(
@@ -1256,7 +1256,7 @@ BUGS = (
         ("unit/device/test_shards.py",),
     ),
     PackageBug(
-        "the parts of a rank's results are not summed",
+        "the results of the ranks are not summed",
         "fairlead_runtime.device.model.row_parallel:RowParallel.forward",
         "out = self._ranks.sum(self._multiply(x))",
         "out = self._multiply(x)",
@@ -1274,14 +1274,14 @@ BUGS = (
     PackageBug(
         "a fused layer does not sum what the ranks give",
         "fairlead_runtime.device.model.fused_layers:FusedLayer._sum",
-        "total = self._group.sum(part)",
-        "total = part",
+        "total = self._ranks.sum(product)",
+        "total = product",
         (RANKS,),
     ),
     PackageBug(
         "every rank adds a fused layer's bias, and again after the sum",
         "fairlead_runtime.device.model.fused_layers:FusedLayer._product",
-        "weight, None if self._group else bias)",
+        "weight, None if self._ranks else bias)",
         "weight, bias)",
         (RANKS,),
     ),
@@ -1300,7 +1300,7 @@ BUGS = (
         (RANKS,),
     ),
     PackageBug(
-        "the norm after attention is that of a rank's part",
+        "the norm after attention is that of a rank's product",
         "fairlead_runtime.device.model.fused_layers:FusedLayer.run",
         """        branch = self._sum(branch, layer.out_bias)
         if layer.after_attention is not None:
@@ -1322,15 +1322,15 @@ BUGS = (
     PackageBug(
         "a rank whose layer does not fit leaves the others waiting for its word",
         "fairlead_runtime.device.conversion.fusion:_on_every_rank",
-        "        group.all_true(False)\n",
+        "        ranks.all_true(False)\n",
         "",
         (FUSED_RANKS,),
     ),
     PackageBug(
         "one rank fuses a layer around an MLP that another takes apart",
         "fairlead_runtime.device.conversion.fusion:_fused",
-        "if group is not None and not group.same_everywhere(fused.unfused_mlp is None):",
-        "if group is not None and group.same_everywhere(fused.unfused_mlp is None) is None:",
+        "if ranks is not None and not ranks.same_everywhere(fused.unfused_mlp is None):",
+        "if ranks is not None and ranks.same_everywhere(fused.unfused_mlp is None) is None:",
         (FUSED_RANKS,),
     ),
     PackageBug(
@@ -1368,7 +1368,7 @@ BUGS = (
     PackageBug(
         "layers of which only some matrices are split are fused with sums",
         "fairlead_runtime.device.conversion.fusion:_fused.packed",
-        "if group is not None and not parts.split:",
+        "if ranks is not None and not structure.sharded:",
         "if False:",
         (FUSED_RANKS,),
     ),

@@ -132,9 +132,9 @@ def quantize_weights(model: PagedModel, to: Format, *, head: bool = False) -> No
 def _quantize_layer(layer: nn.Module, recorded: Recorded, owners: Counter[int], to: Format) -> None:
     try:
         with widened_to_float32(layer):
-            parts = recognize(recording_of(recorded)[0])
-            fits = not isinstance(parts.mlp, UnfusedMlp) and not _shares(layer, owners)
-            weights = {x.module: x.stored for x in parts.matrices} if fits else {}
+            structure = recognize(recording_of(recorded)[0])
+            fits = not isinstance(structure.mlp, UnfusedMlp) and not _shares(layer, owners)
+            weights = {x.module: x.stored for x in structure.matrices} if fits else {}
     except DoesNotFitError:
         weights = {}  # `fuse` gives the reason
     for parent in list(layer.modules()):
@@ -165,7 +165,7 @@ def _quantize_head(model: PagedModel, layers: list[nn.Module], to: Format) -> No
 def fuse(
     model: PagedModel,
     operations: LayerOperations | None,
-    group: RankGroup | None = None,
+    ranks: RankGroup | None = None,
     repack: Callable[[Packed], Packed] | None = None,
 ) -> Fusion:
     """Replace every layer that fits by a fused one on these operations; without any, none. Weights
@@ -179,13 +179,13 @@ def fuse(
 
     ``repack`` gives each matrix the layout in which it is served, once its layer is proven.
 
-    With ``group`` the model is one rank's part of a split one (``shards.shard``), and every rank
-    must call this with the same kind of operations: a layer is fused on all of them or on none, and
-    what lies around the layers stays as it is.
+    With ``ranks`` the model is one rank's shard (``shards.shard``), and every rank must call this
+    with the same kind of operations: a layer is fused on all of them or on none, and what lies
+    around the layers stays as it is.
     """
     if operations is None:
         return Fusion(0, len(model.windows))
-    fusion, runs = _fuse_layers(model, operations, group, repack)
+    fusion, runs = _fuse_layers(model, operations, ranks, repack)
     step = _ScratchPass(model.heads, model.device)
     model_operations: CpuOperations | None = operations.model_operations
     if fusion.fused == fusion.layers:
@@ -193,11 +193,11 @@ def fuse(
             if model_operations is None and operations.fixed_order:
                 layers = decoder_layers(model)
                 return replace(fusion, head=use_fixed_order_ends(model, layers, operations, step))
-            if model_operations is not None and group is None:
+            if model_operations is not None and ranks is None:
                 return replace(fusion, head=_fuse_ends(model, runs, model_operations, step))
         except DoesNotFitError as error:
             fusion = replace(fusion, head_reason=str(error))
-    if model_operations is None or group is not None:
+    if model_operations is None or ranks is not None:
         return fusion
     products = pack_products(model, model_operations, step)
     return replace(fusion, head=products.head, products=products)
@@ -206,7 +206,7 @@ def fuse(
 def _fuse_layers(
     model: PagedModel,
     operations: LayerOperations,
-    group: RankGroup | None,
+    ranks: RankGroup | None,
     repack: Callable[[Packed], Packed] | None,
 ) -> tuple[Fusion, list[FusedRun]]:
     layers, total = decoder_layers(model), len(model.windows)
@@ -218,7 +218,7 @@ def _fuse_layers(
     for index, recorded in enumerate(record(model, layers)):
         try:
             with widened_to_float32(recorded.layer):
-                layer, replacement = _fused(index, recorded, owners, model, operations, group)
+                layer, replacement = _fused(index, recorded, owners, model, operations, ranks)
         except DoesNotFitError as error:
             reasons.setdefault(str(error), index)
             continue
@@ -230,8 +230,8 @@ def _fuse_layers(
         model.packed += layer.layer.tensors
         model.calls[index] = layer.call  # a factor of its queries is one of the scores here
         fused.append(layer)
-    split = group is not None
-    runs = [FusedRun(run, model.heads, operations, split=split) for run in _runs(fused)]
+    sharded = ranks is not None
+    runs = [FusedRun(run, model.heads, operations, sharded=sharded) for run in _runs(fused)]
     for run in runs:
         places = enumerate(run.layers)
         Replacement({layers[x.index]: run.forward_of(place) for place, x in places}).apply()
@@ -318,7 +318,7 @@ def _fused(
     owners: Counter[int],
     model: PagedModel,
     operations: LayerOperations,
-    group: RankGroup | None,
+    ranks: RankGroup | None,
 ) -> tuple[FusedLayer, Replacement]:
     """The fused layer, proven equal to the original, and the weights in whose place it is. Raises
     DoesNotFitError, on every rank or on none.
@@ -326,23 +326,24 @@ def _fused(
 
     def packed() -> tuple[FusedLayer, Recording, Rope]:
         recording, rope = recording_of(recorded)
-        parts = recognize(recording)
+        structure = recognize(recording)
         if _shares(recorded.layer, owners):
             raise DoesNotFitError("it shares weights with another module")
-        unfused_mlp = parts.mlp if isinstance(parts.mlp, UnfusedMlp) else None
+        unfused_mlp = structure.mlp if isinstance(structure.mlp, UnfusedMlp) else None
         # Those in float32 are C++, which computes runs of whole layers, and would give the model's
         # own code another type than it has.
         if unfused_mlp is not None and operations.in_float32:
             raise DoesNotFitError(unfused_mlp.reason)
-        if group is not None and not parts.split:
+        if ranks is not None and not structure.sharded:
             raise DoesNotFitError("not all of its matrices are split")
-        spec = spec_of(parts.call, model.windows[index])
-        argument = RopeArgument(rope if parts.rotates else "", parts.rope_in_pairs)
-        layer = parts.pack(operations, model.heads.dtype)
+        call = structure.call
+        spec = spec_of(call, model.windows[index])
+        argument = RopeArgument(rope if structure.rotates else "", structure.rope_in_pairs)
+        layer = structure.pack(operations, model.heads.dtype)
         x = recording.input
-        cos, sin = recording.rope if parts.rotates else (x[:, :0], x[:, :0])
+        cos, sin = recording.rope if structure.rotates else (x[:, :0], x[:, :0])
         angles = argument.read((cos[None], sin[None]))
-        fused = FusedLayer(index, layer, spec, parts.call, argument, operations, group, unfused_mlp)
+        fused = FusedLayer(index, layer, spec, call, argument, operations, ranks, unfused_mlp)
         return fused, recording, angles
 
     def proven() -> None:
@@ -356,28 +357,28 @@ def _fused(
             "its fused layer gives other results",
         )
 
-    fused, recording, angles = _on_every_rank(group, packed)
-    if group is not None and not group.same_everywhere(fused.unfused_mlp is None):
+    fused, recording, angles = _on_every_rank(ranks, packed)
+    if ranks is not None and not ranks.same_everywhere(fused.unfused_mlp is None):
         raise DoesNotFitError(OTHER_RANK)
     replacement = _replacement_of(recorded.layer, operations, fused.unfused_mlp)
-    _on_every_rank(group, proven)
+    _on_every_rank(ranks, proven)
     if not operations.in_float32:
         fused.layer = fused.layer.cast(model.heads.dtype)
     return fused, replacement
 
 
-def _on_every_rank(group: RankGroup | None, do: Callable[[], T]) -> T:
+def _on_every_rank(ranks: RankGroup | None, do: Callable[[], T]) -> T:
     """What ``do`` returns, once it has succeeded on every rank. Raises DoesNotFitError on each of
     them where it does on one: they would wait for each other's sums for ever.
     """
-    if group is None:
+    if ranks is None:
         return do()
     try:
         done = do()
     except DoesNotFitError:
-        group.all_true(False)
+        ranks.all_true(False)
         raise
-    if not group.all_true(True):
+    if not ranks.all_true(True):
         raise DoesNotFitError(OTHER_RANK)
     return done
 

@@ -2,9 +2,9 @@
 other, without the model's own code.
 
 Owns the recognition of what lies around the decoder layers, by what it computes as in
-``layer_parts``, and the pass of such a model. Of transformers' code only those rotary embeddings
-are still called that are not cosines of positions times known frequencies. A model that does
-anything else in between keeps its own code around its fused layers.
+``recognize_layer``, and the pass of such a model. Of transformers' code only those rotary
+embeddings are still called that are not cosines of positions times known frequencies. A model that
+does anything else in between keeps its own code around its fused layers.
 
 All is recognized in float32. A model in another type has its weights widened meanwhile
 (``fusion``): what is kept of them is either the parameter, whose values are narrow again
@@ -155,9 +155,9 @@ class FusedModel:
         """Give the head, and embeddings that share it, their weights back."""
         stored = ends.head.stored
         numbers = stored.numbers if isinstance(stored, Quantized) else stored
-        for part in row_chunks(*numbers.shape):
-            loaded = numbers[part]
-            packed = self._operations.unpack(self._head, part.start, len(loaded)).to(loaded.dtype)
+        for chunk in row_chunks(*numbers.shape):
+            loaded = numbers[chunk]
+            packed = self._operations.unpack(self._head, chunk.start, len(loaded)).to(loaded.dtype)
             # Those that are mapped from a file are what they were, and need no copy.
             if not torch.equal(loaded, packed):
                 loaded.copy_(packed)
@@ -348,7 +348,7 @@ def _record(
 
 
 def _outside(model: PagedModel, layers: Sequence[nn.Module]) -> list[nn.Module]:
-    inside = {id(part) for layer in layers for part in layer.modules()}
+    inside = {id(module) for layer in layers for module in layer.modules()}
     return [module for module in model.model.modules() if id(module) not in inside]
 
 

@@ -1,4 +1,4 @@
-"""Recognizes a decoder layer by what it computes, and finds its parts.
+"""Recognizes a decoder layer by what it computes, and finds its structure.
 
 Owns the verdict whether a layer is a ``fairlead_kernels.interface.layer.Layer``, with the reason if
 it is not, and whether it is one around an MLP that stays a module: experts, for one. Every part is
@@ -99,7 +99,7 @@ class Matrix:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class MlpParts:
+class MlpStructure:
     """The matrices of gate and up in this order, or of up alone, and the last one."""
 
     gate_up: Sequence[Matrix]
@@ -108,7 +108,7 @@ class MlpParts:
 
 
 @dataclass(slots=True, eq=False)
-class LayerParts:
+class LayerStructure:
     """The modules of a layer that fits, in the terms of ``Layer``, or of ``LayerWithoutMlp`` where
     its MLP is the model's own. ``rotates`` False: the layer ignores the rotary embedding;
     ``rope_in_pairs``: its elements 2i and 2i + 1 belong to a pair, not i and i + R/2; ``parallel``:
@@ -122,7 +122,7 @@ class LayerParts:
     out: Matrix
     after_attention: Norm | None
     mlp_norm: Norm
-    mlp: MlpParts | UnfusedMlp
+    mlp: MlpStructure | UnfusedMlp
     after_mlp: Norm | None
     parallel: bool
     rotates: bool
@@ -135,7 +135,7 @@ class LayerParts:
         return [*self.qkv, self.out, *mlp]
 
     @property
-    def split(self) -> bool:
+    def sharded(self) -> bool:
         """Whether the inputs of both of its last matrices are split over ranks, an own MLP's
         apart.
         """
@@ -183,11 +183,11 @@ def _bias(matrices: Sequence[Matrix]) -> Tensor | None:
     if all(matrix.bias is None for matrix in matrices):
         return None
     known = next(matrix.bias for matrix in matrices if matrix.bias is not None)
-    parts = [
+    biases = [
         known.new_zeros(matrix.weight.shape[0]) if matrix.bias is None else matrix.bias
         for matrix in matrices
     ]
-    return torch.cat(parts)
+    return torch.cat(biases)
 
 
 def close(got: Tensor, want: Tensor, residual: Tensor | None = None) -> bool:
@@ -270,8 +270,8 @@ class _Calls:
             raise DoesNotFitError(f"it computes with {kinds}")
 
 
-def recognize(recording: Recording) -> LayerParts:
-    """The parts of the layer. Raises DoesNotFitError with the reason when it is not even a
+def recognize(recording: Recording) -> LayerStructure:
+    """The structure of the layer. Raises DoesNotFitError with the reason when it is not even a
     ``LayerWithoutMlp``.
     """
     r = recording
@@ -304,7 +304,7 @@ def recognize(recording: Recording) -> LayerParts:
     if after_attention is not None and out_factor != 1:
         raise DoesNotFitError(FACTOR)
     mlp, after_mlp = _second_half(calls, r, normed, hidden)
-    return LayerParts(
+    return LayerStructure(
         input_norm=input_norm,
         qkv=heads.rows_of([matrix for matrix, _ in projections]),
         q_norm=heads.norm(q_norm),
@@ -340,7 +340,7 @@ def matrix_of(call: ModuleCall, x: Tensor) -> Matrix | None:
 
 def _product(weight: Tensor | Quantized, bias: Tensor | None, x: Tensor) -> Tensor:
     if isinstance(weight, Quantized):
-        quantized: Tensor = QuantizedLinear(weight, bias)(x)  # which dequantizes it in parts
+        quantized: Tensor = QuantizedLinear(weight, bias)(x)  # which dequantizes it in chunks
         return quantized
     product = x @ weight.T
     return product if bias is None else product + bias
@@ -465,37 +465,37 @@ def _projected(
 def _candidates(r: Recording, width: int, *, single: bool) -> Iterator[_Heads]:
     """The known ways to project heads, for matrices of ``width`` rows, ``single``: for one."""
     kv, dim, rotated = *r.key.shape[1:], r.rope[0].shape[1]
-    group = r.query.shape[1] // kv
-    if r.value.shape != r.key.shape or width != (group + 2) * kv * dim:
+    per_kv = r.query.shape[1] // kv
+    if r.value.shape != r.key.shape or width != (per_kv + 2) * kv * dim:
         return
     rows = torch.arange(width, device=r.key.device)
-    query, key = group * kv * dim, (group + 1) * kv * dim
-    splits = [(rows[:query], rows[query:key], rows[key:])]
+    query, key = per_kv * kv * dim, (per_kv + 1) * kv * dim
+    layouts = [(rows[:query], rows[query:key], rows[key:])]
     if single:  # for each key head its queries, the key and the value, as in GPT-NeoX
-        by_head = rows.view(kv, group + 2, dim)
-        splits.append((by_head[:, :group], by_head[:, group], by_head[:, group + 1]))
+        by_head = rows.view(kv, per_kv + 2, dim)
+        layouts.append((by_head[:, :per_kv], by_head[:, per_kv], by_head[:, per_kv + 1]))
     elements = torch.arange(dim, device=r.key.device)
     orders: list[tuple[Tensor, bool, bool]] = [(elements, False, False)]
     if 0 < rotated <= dim and rotated % 2 == 0:
         pairs = torch.cat([halves_of(elements[:rotated]), elements[rotated:]])
         orders = [(elements, True, False), (pairs, True, False), (pairs, True, True), *orders]
-    for (*turned, value), (order, rotates, in_pairs) in itertools.product(splits, orders):
-        heads = [part.reshape(-1, dim)[:, order].flatten() for part in turned]
+    for (*turned, value), (order, rotates, in_pairs) in itertools.product(layouts, orders):
+        heads = [indices.reshape(-1, dim)[:, order].flatten() for indices in turned]
         yield _Heads(torch.cat([*heads, value.flatten()]), order, 1.0, rotates, in_pairs)
 
 
 def _second_half(
     calls: _Calls, r: Recording, normed: Tensor, hidden: Tensor
-) -> tuple[MlpParts | UnfusedMlp, Norm | None]:
-    """The MLP of ``normed`` [T, hidden] and the norm of its result: in parts, else as the outermost
-    module that explains the layer's result as well. ``hidden`` [T, hidden] is what the layer adds
-    it to.
+) -> tuple[MlpStructure | UnfusedMlp, Norm | None]:
+    """The MLP of ``normed`` [T, hidden] and the norm of its result: its matrices, else the
+    outermost module that explains the layer's result as well. ``hidden`` [T, hidden] is what the
+    layer adds it to.
     """
     try:
         rest = calls.without()
-        parts, branch = _mlp(rest, normed)
+        structure, branch = _mlp(rest, normed)
         norm, factor = _added(rest, branch, hidden, r.output)
-        return replace(parts, down=parts.down.scaled(factor)), norm
+        return replace(structure, down=structure.down.scaled(factor)), norm
     except DoesNotFitError as error:
         for block in reversed(r.blocks):
             if close(block.input[0], normed):
@@ -520,7 +520,7 @@ def _added(
     return None if norm is None else norm[0], factor
 
 
-def _mlp(calls: _Calls, normed: Tensor) -> tuple[MlpParts, Tensor]:
+def _mlp(calls: _Calls, normed: Tensor) -> tuple[MlpStructure, Tensor]:
     """The MLP, and what it gives [T, hidden]."""
     products = calls.matrices(normed)
     results = [result for _, result in products]
@@ -542,5 +542,5 @@ def _mlp(calls: _Calls, normed: Tensor) -> tuple[MlpParts, Tensor]:
                 if len(downs) != 1:
                     raise DoesNotFitError(OTHER_MLP)
                 ((down, branch),) = downs
-                return MlpParts([products[i][0] for i in order], activation, down), branch
+                return MlpStructure([products[i][0] for i in order], activation, down), branch
     raise DoesNotFitError(OTHER_MLP)

@@ -71,7 +71,7 @@ def decoder_layers(model: PagedModel) -> list[nn.Module]:
     for module in model.model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             indices = [
-                {getattr(part, "layer_idx", None) for part in layer.modules()} - {None}
+                {getattr(module, "layer_idx", None) for module in layer.modules()} - {None}
                 for layer in module
             ]
             if indices == [{index} for index in range(count)]:
@@ -116,7 +116,7 @@ def recording_of(recorded: Recorded) -> tuple[Recording, str]:
             name, rope = key, (value[0][0], value[1][0])
     query, key_, value_, attended, call = recorded.attention
     inside = [x for x in recorded.calls if x.module is not recorded.layer]
-    before, after = ([x.unary for x in part] for part in (inside[:at], inside[at:]))
+    before, after = ([x.unary for x in calls] for calls in (inside[:at], inside[at:]))
     return Recording(
         input=hidden[0],
         output=layer_call.output[0],
@@ -186,8 +186,8 @@ def modules_in_float32(model: nn.Module) -> Iterator[None]:
 
 def _product_in_float32(module: nn.Linear, x: Tensor) -> Tensor:
     x, weight, bias = x.float(), module.weight, module.bias
-    parts = [x @ weight[part].float().T for part in row_chunks(*weight.shape)]
-    product = torch.cat(parts, dim=-1)
+    products = [x @ weight[chunk].float().T for chunk in row_chunks(*weight.shape)]
+    product = torch.cat(products, dim=-1)
     return product if bias is None else product + bias.float()
 
 

@@ -37,7 +37,7 @@ def halves_of(pairs: Tensor) -> Tensor:
 @dataclass(frozen=True, slots=True)
 class RopeArgument:
     """The argument of a layer's ``forward`` with the rotary embedding; "" where the layer uses
-    none. ``in_pairs``: see ``LayerParts``.
+    none. ``in_pairs``: see ``LayerStructure``.
     """
 
     name: str
@@ -54,7 +54,7 @@ class RopeArgument:
 @dataclass(frozen=True, slots=True, eq=False)
 class UnfusedMlp:
     """An MLP that stays a module of the model's own code; the layer adds ``factor`` times what it
-    gives. ``reason``: why it is no ``MlpParts``, as in ``DoesNotFitError``. On several ranks it
+    gives. ``reason``: why it is no ``MlpStructure``, as in ``DoesNotFitError``. On several ranks it
     gives the same on each: the sum over them is its own.
     """
 
@@ -70,7 +70,7 @@ class UnfusedMlp:
 
 class FusedLayer:
     """One decoder layer as a chain of operations, or all of it but ``unfused_mlp``, which is a
-    module of the model's. With ``group`` its matrices are one rank's part: what those give whose
+    module of the model's. With ``ranks`` its matrices are one rank's shards: what those give whose
     inputs are split is summed over the ranks, then biases are added. Such a module sums by itself.
     """
 
@@ -82,7 +82,7 @@ class FusedLayer:
         call: AttentionCall,
         rope: RopeArgument,
         operations: LayerOperations,
-        group: RankGroup | None = None,
+        ranks: RankGroup | None = None,
         unfused_mlp: UnfusedMlp | None = None,
     ) -> None:
         self.index = index
@@ -92,7 +92,7 @@ class FusedLayer:
         self.rope = rope
         self.call = call
         self._operations = operations
-        self._group = group
+        self._ranks = ranks
 
     def run(self, x: Tensor, added: list[Tensor], rope: Rope, current: CachedPass) -> Tensor:
         """Hidden states x [T, hidden] and the rotary embedding → hidden states. May change x.
@@ -124,7 +124,7 @@ class FusedLayer:
         sum of both branches, unless a norm comes between.
         """
         layer = self.layer
-        if self._group is None or not isinstance(layer, Layer) or layer.after_mlp is not None:
+        if self._ranks is None or not isinstance(layer, Layer) or layer.after_mlp is not None:
             residual.add_(self._sum(attended, layer.out_bias))
             return self._after_mlp(self._mlp(normed))
         both = attended.add_(self._mlp(normed))
@@ -159,13 +159,13 @@ class FusedLayer:
 
     def _product(self, x: Tensor, weight: Packed, bias: Tensor | None) -> Tensor:
         """The product with the bias, unless the ranks' products are still to be summed."""
-        return self._operations.linear(x, weight, None if self._group else bias)
+        return self._operations.linear(x, weight, None if self._ranks else bias)
 
-    def _sum(self, part: Tensor, *biases: Tensor | None) -> Tensor:
-        """All ranks' products and the biases; ``part`` itself where it is whole. May change it."""
-        if self._group is None:
-            return part
-        total = self._group.sum(part)
+    def _sum(self, product: Tensor, *biases: Tensor | None) -> Tensor:
+        """All ranks' products and the biases; ``product`` itself if it is whole. May change it."""
+        if self._ranks is None:
+            return product
+        total = self._ranks.sum(product)
         for bias in biases:
             if bias is not None:
                 total.add_(bias)
@@ -190,8 +190,8 @@ class FusedLayer:
 
 class FusedRun:
     """Consecutive fused layers of equal sizes, computed together when the last one is called; the
-    others only note their rotary embedding. In C++ they are one call, but for ``split`` ones, whose
-    sums lie in between; elsewhere one operation after another.
+    others only note their rotary embedding. In C++ they are one call, but for ``sharded`` ones,
+    whose sums lie in between; elsewhere one operation after another.
     """
 
     def __init__(
@@ -200,16 +200,16 @@ class FusedRun:
         heads: Heads,
         operations: LayerOperations,
         *,
-        split: bool = False,
+        sharded: bool = False,
     ) -> None:
         self.layers = tuple(layers)
         self.arguments = tuple(layer.rope for layer in layers)
         self._chain: LayerChain | None = None
         self._cache: CacheStorage | None = None  # whose layers the chain has
         model_operations: CpuOperations | None = operations.model_operations
-        if model_operations is not None and not split:
-            parts, specs = [x.with_mlp for x in layers], [x.spec for x in layers]
-            self._chain = model_operations.chain(heads, parts, specs)
+        if model_operations is not None and not sharded:
+            whole_layers, specs = [x.with_mlp for x in layers], [x.spec for x in layers]
+            self._chain = model_operations.chain(heads, whole_layers, specs)
         self._ropes: list[Rope] = []
         # By the id of the model's own tensor.
         self._known: dict[tuple[int, RopeArgument], Rope] = {}

@@ -1,7 +1,7 @@
 """A linear layer whose inputs are split over the ranks.
 
 Owns how the ranks' results become one: a sum, then the bias. Layers that are recognized by what
-they compute take the weights out of it (``layer_parts``), and place the sum themselves.
+they compute take the weights out of it (``recognize_layer``), and place the sum themselves.
 """
 
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
