@@ -992,8 +992,8 @@ BUGS = (
     PackageBug(
         "a body one byte too long is read",
         "fairlead_runtime.front.limits:read_body",
-        "                if len(body) + len(part) > MAX_BODY:",
-        "                if len(body) + len(part) > MAX_BODY + 1:",
+        "                if len(body) + len(chunk) > MAX_BODY:",
+        "                if len(body) + len(chunk) > MAX_BODY + 1:",
         ("unit/api/test_limits.py",),
     ),
     PackageBug(
@@ -1536,7 +1536,7 @@ BUGS = (
     PackageBug(
         "nobody learns how a rank ended",
         "fairlead_runtime.build.rank_leader:Ranks._has_ended",
-        'EngineDead(f"rank {rank} of {self.group.size} {end}")',
+        'EngineDead(f"rank {rank} of {self.rank_group.size} {end}")',
         'EngineDead("a rank ended")',
         ("functional/api/test_ranks.py",),
     ),

@@ -315,11 +315,11 @@ class Rig:
         self._kernels, self._cached, self._overrides = kernels, cached, overrides
         self._odd = odd
         pair = self._pair
-        group = None if pair is None else pair.group
-        if pair is not None and group is not None:
+        ranks = None if pair is None else pair.rank_group
+        if pair is not None and ranks is not None:
             pair.hold(kernels, odd=odd, **self._described)
-            rank_pair.shard(self.model, group, QUANTIZED.get(kernels))
-        self.fusion = fuse(self.model, operations_of(self.model, kernels), group)
+            rank_pair.shard(self.model, ranks, QUANTIZED.get(kernels))
+        self.fusion = fuse(self.model, operations_of(self.model, kernels), ranks)
         use_experts(self.model, kernels)
         self.groups: tuple[LayerGroup, ...] = group_layers(self.model.windows)
         self._references: dict[tuple[tuple[int, ...], int], list[int]] = {}

@@ -26,8 +26,7 @@ from fairlead_runtime.device.model.batch import Batch
 from fairlead_runtime.device.model.paged_model import PagedModel
 from fairlead_runtime.device.model.rank_group import RankGroup
 from fairlead_runtime.device.proof import selftest
-from fairlead_runtime.device.ranks import rank_messages as ranks
-from fairlead_runtime.device.ranks import shards
+from fairlead_runtime.device.ranks import rank_messages, shards
 from fairlead_runtime.device.ranks.step_messages import Copies, Forward
 from fairlead_runtime.models import architecture, loading
 from fairlead_runtime.models.headers import Header, TensorEntry
@@ -54,12 +53,12 @@ def shape_of(model: Any) -> ModelShape:
     return architecture.check(config, weights={"model.safetensors": Header(tensors, b"", 0, 0)})
 
 
-def shard(model: PagedModel, group: RankGroup, quantize_to: Format | None = None) -> PagedModel:
-    """The same with this rank's part of its weights."""
+def shard(model: PagedModel, ranks: RankGroup, quantize_to: Format | None = None) -> PagedModel:
+    """The same with this rank's shard of its weights."""
     shape = shape_of(model.model)
-    shards.shard(model.model, shape, group, CPU, quantize_to)
+    shards.shard(model.model, shape, ranks, CPU, quantize_to)
     model.probe_again()
-    shards.check_heads(model.heads, shape, group.size)
+    shards.check_heads(model.heads, shape, ranks.size)
     return model
 
 
@@ -85,14 +84,14 @@ class Pair:
             _follow(theirs, store)
         theirs.close()
         self._channel = Channel(ours, MESSAGES, MESSAGES)
-        self.group = Met(0, 2, f"/proc/self/fd/{store}", lambda: None)
-        self.group.connect(CPU)
+        self.rank_group = Met(0, 2, f"/proc/self/fd/{store}", lambda: None)
+        self.rank_group.connect(CPU)
 
     def end(self) -> None:
         """Rank 1, and what connects it with this process."""
         self._channel.connection.shutdown(socket.SHUT_RDWR)
         os.waitpid(self.pid, 0)
-        self.group.close()
+        self.rank_group.close()
 
     def hold(self, kernels: str, *, odd: int | None = None, **model: Any) -> None:
         """Let rank 1 take the model that ``engine_rig.paged`` builds from this. The first time it
@@ -122,13 +121,13 @@ class Pair:
         return int(answer["bytes"])
 
     def copy(self, work: Work) -> None:
-        self._send(ranks.copies(work))
+        self._send(rank_messages.copies(work))
 
     def forward(self, batch: Batch, keep: Tensor | None, *, ahead: bool = False) -> None:
-        self._send(ranks.forward(batch, keep, ahead=ahead))
+        self._send(rank_messages.forward(batch, keep, ahead=ahead))
 
     def share(self, ids: Tensor) -> None:
-        self.group.broadcast(ids)
+        self.rank_group.broadcast(ids)
 
     def failure(self, error: Exception) -> DeviceLostError:
         return DeviceLostError(str(error))
@@ -174,8 +173,8 @@ def _follow(connection: socket.socket, store: int) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(BaseException):
         channel = Channel(connection, MESSAGES, MESSAGES)
-        group = Met(1, 2, f"/proc/self/fd/{store}", lambda: None)
-        group.connect(CPU)
+        ranks = Met(1, 2, f"/proc/self/fd/{store}", lambda: None)
+        ranks.connect(CPU)
         models: dict[str, PagedModel] = {}
         model: PagedModel
         kernels: str
@@ -188,7 +187,7 @@ def _follow(connection: socket.socket, store: int) -> NoReturn:
                 case {"model": _}:
                     name, kernels = repr(message), message["kernels"]
                     if name not in models:
-                        models[name] = _loaded(message["model"], kernels, message["odd"], group)
+                        models[name] = _loaded(message["model"], kernels, message["odd"], ranks)
                     model, served = models[name], None
                 case {"folder": _}:
                     on_gpu, quantization = message["on_gpu"], message["quantization"]
@@ -199,7 +198,7 @@ def _follow(connection: socket.socket, store: int) -> NoReturn:
                     loaded = load(message["folder"], quantization)
                     with contextlib.suppress(ConfigError):
                         served, _ = selftest.prepare_rank(
-                            loaded, group, CPU, quantization=quantization
+                            loaded, ranks, CPU, quantization=quantization
                         )
                         model = served.model
                 case {"cache": sizes}:
@@ -209,7 +208,7 @@ def _follow(connection: socket.socket, store: int) -> NoReturn:
                 case {"weigh": _}:
                     channel.send({"bytes": model.weight_bytes})
                 case _:
-                    ranks.follow(message, model, cache, attention, group)
+                    rank_messages.follow(message, model, cache, attention, ranks)
     os._exit(1)
 
 
@@ -224,14 +223,14 @@ class _Times(nn.Module):
         return x * self.weight
 
 
-def _loaded(described: Any, kernels: str, odd: int | None, group: RankGroup) -> PagedModel:
+def _loaded(described: Any, kernels: str, odd: int | None, ranks: RankGroup) -> PagedModel:
     from support.engine_rig import QUANTIZED, operations_of, paged, use_experts
 
     model = paged(**described)
     if odd is not None:
         mlp: Any = model.model.get_submodule(f"model.layers.{odd}.mlp")
         mlp.act_fn = nn.Sequential(mlp.act_fn, _Times())
-    shard(model, group, QUANTIZED.get(kernels))
-    fuse(model, operations_of(model, kernels), group)
+    shard(model, ranks, QUANTIZED.get(kernels))
+    fuse(model, operations_of(model, kernels), ranks)
     use_experts(model, kernels)
     return model

@@ -108,9 +108,17 @@ def build(
     if config.tensor_parallel > 1:
         ranks = Ranks(path, config, threads=threads, lost=lost)
     try:
-        parts = load_rank(path, config, device, ranks.group if ranks else None, now)
+        loaded_rank = load_rank(path, config, device, ranks.rank_group if ranks else None, now)
         return _with_engine(
-            parts, inspected, config, device, process_bytes, observer, now, queue_timeout, ranks
+            loaded_rank,
+            inspected,
+            config,
+            device,
+            process_bytes,
+            observer,
+            now,
+            queue_timeout,
+            ranks,
         )
     except BaseException as error:
         if ranks is not None:
@@ -121,7 +129,7 @@ def build(
 
 
 def _with_engine(
-    parts: LoadedRank,
+    loaded_rank: LoadedRank,
     inspected: InspectedModel,
     config: EngineConfig,
     device: DeviceFacts,
@@ -131,10 +139,10 @@ def _with_engine(
     queue_timeout: float | None,
     ranks: Ranks | None,
 ) -> BuiltEngine:
-    loaded, model, profile = parts.loaded, parts.model, parts.profile
-    profiled = parts.measured if ranks is None else ranks.sync(parts.measured)
+    loaded, model, profile = loaded_rank.loaded, loaded_rank.model, loaded_rank.profile
+    profiled = loaded_rank.measured if ranks is None else ranks.sync(loaded_rank.measured)
     process = {"process": process_bytes} if device.kind == "cpu" else {}
-    choice = DecodePlan.choose(config, model, parts.attention, sharded=ranks is not None)
+    choice = DecodePlan.choose(config, model, loaded_rank.attention, sharded=ranks is not None)
     resident, host_batch = choice.state_on_device, profiled["batch"]
     groups = group_layers(model.windows)
     state_bytes = decode_state(inspected.shape, config, groups) if resident else 0
@@ -146,7 +154,7 @@ def _with_engine(
     units = resolved.num_blocks * len(groups)
     # One more for padding.
     sizes = {"units": units + resident, "block_size": resolved.plan.block_size}
-    cache = parts.cache(**sizes, host_units=resolved.offload_units)
+    cache = loaded_rank.cache(**sizes, host_units=resolved.offload_units)
     not_pinned = cache.not_pinned
     if ranks is not None:
         elsewhere = ranks.serve(**sizes, host_units=resolved.offload_units)
@@ -164,7 +172,7 @@ def _with_engine(
     runner = ModelRunner(
         model,
         cache,
-        parts.attention,
+        loaded_rank.attention,
         max_logits=limits.max_rows,
         guides=guides,
         followers=ranks,
@@ -201,10 +209,10 @@ def _with_engine(
             choice.graphs_off_because,
             cache.host_nbytes,
             not_pinned,
-            parts.losses,
+            loaded_rank.losses,
         ),
         grammar_facts=grammar_facts,
-        loaded_at=parts.loaded_at,
+        loaded_at=loaded_rank.loaded_at,
         ranks=ranks,
     )
 

@@ -19,7 +19,7 @@ def memory_limit(root: Path = Path("/")) -> int:
     ram = _ram(root / "proc/meminfo")
     names = ("memory.max", "memory.limit_in_bytes")  # of cgroup v2 and v1
     limits = [
-        n for folder in _groups(root, "memory") for name in names for n in _number(folder / name)
+        n for folder in _cgroups(root, "memory") for name in names for n in _number(folder / name)
     ]
     return min([ram, *(limit for limit in limits if 0 < limit < UNLIMITED)])
 
@@ -31,7 +31,7 @@ def cpu_limit(root: Path = Path("/"), cpus: int | None = None) -> int:
     throttling.
     """
     usable = len(os.sched_getaffinity(0)) if cpus is None else cpus
-    quotas = [quota for folder in _groups(root, "cpu") for quota in _quota(folder)]
+    quotas = [quota for folder in _cgroups(root, "cpu") for quota in _quota(folder)]
     return max(1, min([usable, *(round(quota + 0.49) for quota in quotas)]))
 
 
@@ -68,14 +68,14 @@ def _ram(meminfo: Path) -> int:
     raise ValueError(f"{meminfo} has no MemTotal")
 
 
-def _groups(root: Path, controller: str) -> list[Path]:
+def _cgroups(root: Path, controller: str) -> list[Path]:
     """The folders of this process's cgroup and of the enclosing ones, v2 or v1."""
     try:
-        groups = (root / "proc/self/cgroup").read_text().splitlines()
+        cgroups = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return []
     folders: list[Path] = []
-    for line in groups:
+    for line in cgroups:
         _, controllers, path = line.split(":", 2)
         if not controllers:
             mount = root / "sys/fs/cgroup"
@@ -85,8 +85,8 @@ def _groups(root: Path, controller: str) -> list[Path]:
                 mount = root / "sys/fs/cgroup" / controller
         else:
             continue
-        group_path = PurePosixPath(path.lstrip("/"))
-        folders += [mount / group for group in (group_path, *group_path.parents)]
+        cgroup_path = PurePosixPath(path.lstrip("/"))
+        folders += [mount / cgroup for cgroup in (cgroup_path, *cgroup_path.parents)]
     return folders
 
 

@@ -1,4 +1,4 @@
-"""One rank's part of a model, or all of it: loaded, tested, measured, and the cache beside it.
+"""One rank's shard of a model, or all of it: loaded, tested, measured, and the cache beside it.
 
 Owns what every rank does alike, before the first of them sizes the cache.
 """
@@ -70,10 +70,10 @@ def load_rank(
     path: Path | str,
     config: EngineConfig,
     device: DeviceFacts,
-    group: RankGroup | None,
+    ranks: RankGroup | None,
     now: Callable[[], float] = time.monotonic,
 ) -> LoadedRank:
-    """Load the model, or with ``group`` this rank's part of it, test and measure it.
+    """Load the model, or with ``ranks`` this rank's shard of it, test and measure it.
 
     Every rank makes the same passes in the same order: they meet in each of them. Raises as
     ``build`` does.
@@ -81,9 +81,9 @@ def load_rank(
     place, fp8_cache = torch.device(device.kind), config.fp8_cache
     sum_in_float32()
     compilers = compilers_of(cpu_limit(), memory_limit())
-    loaded = loading.load(path, config=config, device=place if group is None else "cpu")
+    loaded = loading.load(path, config=config, device=place if ranks is None else "cpu")
     result: selftest.SelfTestResult | None
-    if group is None:
+    if ranks is None:
         served, result = selftest.prepare_and_test(
             loaded,
             config.kernels,
@@ -95,10 +95,10 @@ def load_rank(
         )
     else:
         if place.type == "cuda":
-            place = torch.device("cuda", group.rank)
+            place = torch.device("cuda", ranks.rank)
         served, result = selftest.prepare_rank(
             loaded,
-            group,
+            ranks,
             place,
             config.kernels,
             config.quantization,

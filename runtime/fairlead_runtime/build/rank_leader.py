@@ -53,7 +53,7 @@ class Ranks:
     ``lost`` is called in another thread when one ends by itself or refuses to start, with
     EngineDead or with what it refuses. ``error`` is the same from then on, and no sum of this
     process waits for that rank. ``threads``: those that each may compute with on a CPU. They need
-    ``sync``, then ``serve``, in this order, after ``group`` has met. Raises ConfigError in a
+    ``sync``, then ``serve``, in this order, after ``rank_group`` has met. Raises ConfigError in a
     process that has a process group already.
     """
 
@@ -75,7 +75,7 @@ class Ranks:
         # An empty file in memory, in which the ranks find each other's addresses.
         self._store = os.memfd_create("fairlead-ranks")
         size = config.tensor_parallel
-        self.group = RankGroup(0, size, f"/proc/self/fd/{self._store}", self._all_are_loaded)
+        self.rank_group = RankGroup(0, size, f"/proc/self/fd/{self._store}", self._all_are_loaded)
         self._peers: list[_Peer] = []
         level = logging.getLogger().getEffectiveLevel()
         try:
@@ -118,14 +118,15 @@ class Ranks:
         self._step(rank_messages.forward(batch, keep, ahead=ahead))
 
     def share(self, ids: Tensor) -> None:
-        self.group.broadcast(ids)
+        self.rank_group.broadcast(ids)
 
     def failure(self, error: Exception) -> DeviceLostError:
         if self._ended.wait(WORDS_SECONDS):
             return DeviceLostError(str(self.error))
-        log.error("a step of %d ranks failed", self.group.size, exc_info=error)
+        size = self.rank_group.size
+        log.error("a step of %d ranks failed", size, exc_info=error)
         return DeviceLostError(
-            f"a step that {self.group.size} ranks compute together failed: {type(error).__name__}"
+            f"a step that {size} ranks compute together failed: {type(error).__name__}"
         )
 
     def _step(self, message: ToRank) -> None:
@@ -149,7 +150,7 @@ class Ranks:
         return message
 
     def _has_ended(self, rank: int, end: str) -> None:
-        self._has_failed(EngineDead(f"rank {rank} of {self.group.size} {end}"))
+        self._has_failed(EngineDead(f"rank {rank} of {self.rank_group.size} {end}"))
 
     def _has_failed(self, error: Exception) -> None:
         """Keep the error of a rank and tell of it; called in that rank's thread."""
@@ -161,7 +162,7 @@ class Ranks:
         log.error("%s", error)
         if self._lost is not None:
             self._lost(error)
-        self.group.abort()
+        self.rank_group.abort()
 
     def close(self) -> None:
         """End the ranks; a second call does nothing."""
@@ -171,7 +172,7 @@ class Ranks:
             self._closing = True
         for peer in self._peers:
             peer.close()
-        self.group.close()
+        self.rank_group.close()
         os.close(self._store)
 
 

@@ -7,8 +7,8 @@ from fairlead_runtime.settings.engine_config import EngineConfig
 
 
 class Start(Message):
-    """The first message to a rank: load its part of the model in this directory. ``threads``: those
-    that it may compute with on a CPU; ``level`` of logging.
+    """The first message to a rank: load its shard of the model in this directory. ``threads``:
+    those that it may compute with on a CPU; ``level`` of logging.
     """
 
     rank: int

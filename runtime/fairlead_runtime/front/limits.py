@@ -101,15 +101,15 @@ class LogprobBytes(NamedTuple):
         return f"{self.count_formula} * {bytes_per_token}"
 
 
-def answer_bytes(parts: Sequence[LogprobBytes]) -> int:
+def answer_bytes(chunks: Sequence[LogprobBytes]) -> int:
     """The bytes to hold for the log-probabilities of one answer.
 
     Raises ApiError 400 when that is more than those of all answers may take together.
     """
-    needed = sum(part.size for part in parts)
+    needed = sum(chunk.size for chunk in chunks)
     if needed > ANSWER_BYTES:
-        largest = max(parts, key=lambda part: part.size)
-        formula = " + ".join(part.formula for part in parts)
+        largest = max(chunks, key=lambda chunk: chunk.size)
+        formula = " + ".join(chunk.formula for chunk in chunks)
         raise ApiError(
             400,
             f"{largest.param}: {formula} = {needed} bytes, but all answers that are held whole "
@@ -167,11 +167,11 @@ async def read_body(scope: Scope, receive: Receive, take: Callable[[int], None])
                 message = await receive()
                 if message["type"] == "http.disconnect":
                     raise ClientDisconnected
-                part = message.get("body", b"")
-                if len(body) + len(part) > MAX_BODY:
+                chunk = message.get("body", b"")
+                if len(body) + len(chunk) > MAX_BODY:
                     raise _too_large()
-                take(len(part))
-                body += part
+                take(len(chunk))
+                body += chunk
                 if not message.get("more_body", False):
                     return bytes(body)
                 limit.reschedule(pace.arrived(len(body), now()))

@@ -52,4 +52,4 @@ def explain(error: ValidationError) -> ApiError:
 
 
 def _path(location: tuple[int | str, ...]) -> str:
-    return ".".join(str(part) for part in location)[:MAX_NAME]
+    return ".".join(str(key) for key in location)[:MAX_NAME]

@@ -61,7 +61,7 @@ def _serve(channel: wire.EngineChannel) -> int:
             leave(FAILED)
 
         try:
-            parts = build(
+            built_engine = build(
                 Path(start.path),
                 start.config,
                 observer=measurements,
@@ -74,9 +74,10 @@ def _serve(channel: wire.EngineChannel) -> int:
                 log.exception("the engine cannot start")
             channel.send(refusal)
             return FAILED
-        memory = parts.memory.as_dict()
-        channel.send(wire.Loaded(parts.facts, parts.engine.bounds, memory, parts.loaded_at))
-        return Server(parts.engine, measurements, channel).run()
+        engine, memory = built_engine.engine, built_engine.memory.as_dict()
+        facts, loaded_at = built_engine.facts, built_engine.loaded_at
+        channel.send(wire.Loaded(facts, engine.bounds, memory, loaded_at))
+        return Server(engine, measurements, channel).run()
     except FrameError:
         log.exception("the HTTP process sent what is no message")
         return FAILED

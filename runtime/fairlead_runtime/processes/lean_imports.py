@@ -29,7 +29,7 @@ def _is_plain(value: object) -> bool:
 
 
 class LazyModule(ModuleType):
-    """Stands for a module until somebody needs more than ``known`` of it, or a part of it that
+    """Stands for a module until somebody needs more than ``known`` of it, or a submodule that
     ``install`` did not import: then the real one takes its place.
     """
 
@@ -42,19 +42,19 @@ class LazyModule(ModuleType):
         self._folders = spec.submodule_search_locations
         self.__dict__.update(known)
 
-    def install(self, parts: Sequence[str] = ()) -> None:
+    def install(self, submodules: Sequence[str] = ()) -> None:
         """Let imports find it, unless the real module is there."""
         if self.__name__ in sys.modules:
             return
         sys.modules[self.__name__] = self
-        if parts:
+        if submodules:
             self.__path__ = self._folders or []
-            for part in parts:
-                importlib.import_module(f"{self.__name__}.{part}")
-            del self.__path__  # whoever imports another part asks for it
+            for submodule in submodules:
+                importlib.import_module(f"{self.__name__}.{submodule}")
+            del self.__path__  # whoever imports another submodule asks for it
 
     def __getattr__(self, name: str) -> Any:
-        # Whoever looks through all modules asks for such names, an import of a part for the path.
+        # Who looks through all modules asks for such names, an import of a submodule for the path.
         if name.startswith("__") and (name != "__path__" or self._folders is None):
             raise AttributeError(name)
         if sys.modules.get(self.__name__) is self:
@@ -112,8 +112,8 @@ def leave_compiler_out() -> None:
     LazyModule("sympy", {"Basic": NoSymbol}).install()
     SymbolicShapes("torch.fx.experimental.symbolic_shapes").install()
     compiler = LazyModule("torch._dynamo", dict.fromkeys(decorators, leave_as_it_is))
-    # transformers' masks have a class of this part.
-    compiler.install(parts=("_trace_wrapped_higher_order_op",))
+    # transformers' masks have a class of this submodule.
+    compiler.install(submodules=("_trace_wrapped_higher_order_op",))
 
 
 def leave_as_it_is(function: Callable[..., Any] | None = None, *_: object, **__: object) -> Any:

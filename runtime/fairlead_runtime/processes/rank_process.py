@@ -1,4 +1,4 @@
-"""The process of a rank from 1 on: it loads its part of the model and makes every step of rank 0.
+"""The process of a rank from 1 on: it loads its shard of the model and makes every step of rank 0.
 
 Owns this process's life. However its leader ends, this one ends too: the kernel ends it with the
 thread that started it, and a thread of its own sees the end of the socket, in the middle of a step
@@ -102,7 +102,7 @@ def _follow(leader: _Leader, store: int) -> NoReturn:
     rank, config = start.rank, start.config
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(start.threads)
-    group = RankGroup(
+    ranks = RankGroup(
         rank,
         config.tensor_parallel,
         f"/proc/self/fd/{store}",
@@ -112,10 +112,10 @@ def _follow(leader: _Leader, store: int) -> NoReturn:
         device = device_facts(config.device, config.tensor_parallel)
         if device.kind == "cuda":
             torch.cuda.set_device(rank)
-        parts = load_rank(Path(start.path), config, device, group)
-        leader.send(Measured(dict(parts.measured)))
+        loaded_rank = load_rank(Path(start.path), config, device, ranks)
+        leader.send(Measured(dict(loaded_rank.measured)))
         sizes = leader.receive(Sizes)
-        cache = parts.cache(
+        cache = loaded_rank.cache(
             units=sizes.units, block_size=sizes.block_size, host_units=sizes.host_units
         )
     except (ConfigError, ModelError, SelfTestError) as error:
@@ -123,16 +123,17 @@ def _follow(leader: _Leader, store: int) -> NoReturn:
         while True:  # until the leader has read it and closes the socket
             leader.receive(Message)
     leader.send(Allocated(cache.not_pinned))
-    _serve(leader, parts, cache, group)
+    _serve(leader, loaded_rank, cache, ranks)
 
 
 def _serve(
-    leader: _Leader, parts: "LoadedRank", cache: "CacheStorage", group: "RankGroup"
+    leader: _Leader, loaded_rank: "LoadedRank", cache: "CacheStorage", ranks: "RankGroup"
 ) -> NoReturn:
     from fairlead_runtime.device.ranks import rank_messages
 
+    model, attention = loaded_rank.model, loaded_rank.attention
     while True:
-        rank_messages.follow(leader.receive(Message), parts.model, cache, parts.attention, group)
+        rank_messages.follow(leader.receive(Message), model, cache, attention, ranks)
 
 
 if __name__ == "__main__":

@@ -94,7 +94,7 @@ def test_two_ranks_give_the_text_of_transformers_on_the_matrices_that_are_stored
     if on_gpu is not None:
         monkeypatch.setattr(selftest, "_pick", partial(rank_pair.pick_on_gpu, **on_gpu))
     loaded = rank_pair.load(quantized)
-    served, result = selftest.prepare_rank(loaded, pair.group, rank_pair.CPU)
+    served, result = selftest.prepare_rank(loaded, pair.rank_group, rank_pair.CPU)
     count = served.fusion.layers
     stored = loaded.shape.quantized
     assert str(served.fusion) == f"fused {count}/{count} layers, {stored} weights"
@@ -116,7 +116,9 @@ def test_fp8_weights_are_judged_with_and_without_rounded_activations_on_both_ran
     pair.prepare(folder, "fp8", on_gpu={"fp8": rounds})
     monkeypatch.setattr(selftest, "_pick", partial(rank_pair.pick_on_gpu, fp8=rounds))
     loaded = rank_pair.load(folder, "fp8")
-    served, result = selftest.prepare_rank(loaded, pair.group, rank_pair.CPU, quantization="fp8")
+    served, result = selftest.prepare_rank(
+        loaded, pair.rank_group, rank_pair.CPU, quantization="fp8"
+    )
     assert str(served.fusion) == "fused 3/3 layers, fp8 weights"
     assert result is not None
     assert result.delta < selftest.TOLERANCE[torch.bfloat16] / 2
@@ -160,7 +162,9 @@ def test_stored_weights_in_16_bits_are_judged_by_layers_in_float32(
     pair.prepare(quantized, on_gpu=on_gpu)
     if on_gpu is not None:
         monkeypatch.setattr(selftest, "_pick", partial(rank_pair.pick_on_gpu, **on_gpu))
-    served, result = selftest.prepare_rank(rank_pair.load(quantized), pair.group, rank_pair.CPU)
+    served, result = selftest.prepare_rank(
+        rank_pair.load(quantized), pair.rank_group, rank_pair.CPU
+    )
     assert result is not None
     assert result.delta < result.tolerance / 2, "no further than transformers' own bfloat16"
     texts_of(served)
@@ -178,7 +182,7 @@ def test_a_packages_products_of_four_bits_are_judged_and_held_by_two_ranks_as_th
     monkeypatch.setattr(selftest, "_pick", rank_pair.pick_on_gpu)
     monkeypatch.setattr(selftest, "int4_products", humming_standin.int4_products)
     loaded = rank_pair.load(quantized)
-    served, result = selftest.prepare_rank(loaded, pair.group, rank_pair.CPU)
+    served, result = selftest.prepare_rank(loaded, pair.rank_group, rank_pair.CPU)
     assert str(served.fusion) == "fused 3/3 layers, int4 weights"
     assert served.choice.reason.endswith("; 4-bit products by humming stand-in")
     assert result is not None
@@ -211,7 +215,7 @@ def test_a_published_fp8_checkpoint_in_16_bits_is_served_by_two_ranks_bit_for_bi
     pair.prepare(quantized, on_gpu={"fp8": True})
     monkeypatch.setattr(selftest, "_pick", partial(rank_pair.pick_on_gpu, fp8=True))
     loaded = rank_pair.load(quantized)
-    served, result = selftest.prepare_rank(loaded, pair.group, rank_pair.CPU)
+    served, result = selftest.prepare_rank(loaded, pair.rank_group, rank_pair.CPU)
     assert str(served.fusion) == "fused 3/3 layers, fp8 weights"
     assert result is not None
     assert result.delta < selftest.TOLERANCE[torch.bfloat16] / 2

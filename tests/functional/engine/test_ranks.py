@@ -107,13 +107,13 @@ def test_a_fused_layer_sums_twice_and_with_both_branches_side_by_side_once(
 ) -> None:
     engine, pair = rig(family, "ranks layers"), rank_pair.pair()
     counted: list[torch.Size] = []
-    real = pair.group.sum
+    real = pair.rank_group.sum
 
     def sum_(x: Tensor) -> Tensor:
         counted.append(x.shape)
         return real(x)
 
-    monkeypatch.setattr(pair.group, "sum", sum_)
+    monkeypatch.setattr(pair.rank_group, "sum", sum_)
     steps = run(engine).steps
     assert len(counted) == steps * sums * engine.fusion.layers
     assert {shape[1:] for shape in counted} == {(engine.model.model.config.hidden_size,)}
@@ -136,8 +136,8 @@ def test_with_int8_weights_the_self_test_compares_with_the_whole_rounded_model(
     folder = tiny.save(tiny.build("granite").to(torch.bfloat16), tmp_path)
     pair = rank_pair.pair()
     pair.prepare(folder, "int8")
-    loaded, group = rank_pair.load(folder, "int8"), pair.group
-    _, result = selftest.prepare_rank(loaded, group, rank_pair.CPU, quantization="int8")
+    loaded, ranks = rank_pair.load(folder, "int8"), pair.rank_group
+    _, result = selftest.prepare_rank(loaded, ranks, rank_pair.CPU, quantization="int8")
     assert result is not None
     assert result.delta < result.tolerance / 2, "no further than transformers' own bfloat16"
     assert result.rounding is not None
@@ -154,7 +154,7 @@ def test_int8_weights_of_layers_that_do_not_fuse_are_refused_on_every_rank(tmp_p
     pair.prepare(folder, "int8")
     loaded = rank_pair.load(folder, "int8")
     with pytest.raises(ConfigError, match="int8 needs every layer of 'exaone4' fused: fused 0/"):
-        selftest.prepare_rank(loaded, pair.group, rank_pair.CPU, quantization="int8")
+        selftest.prepare_rank(loaded, pair.rank_group, rank_pair.CPU, quantization="int8")
     assert run(rig("llama", "ranks")).steps > 0
 
 
@@ -202,7 +202,7 @@ def test_ranks_fuse_at_start_and_the_self_test_compares_with_the_whole_model(
     folder = tiny.save(tiny.build(family).to(dtype), tmp_path)
     pair = rank_pair.pair()
     pair.prepare(folder)
-    served, result = selftest.prepare_rank(rank_pair.load(folder), pair.group, rank_pair.CPU)
+    served, result = selftest.prepare_rank(rank_pair.load(folder), pair.rank_group, rank_pair.CPU)
     assert str(served.fusion).startswith("fused 3/3 layers")
     assert result is not None
     assert result.delta < result.tolerance / 2, "no further than transformers' own type"

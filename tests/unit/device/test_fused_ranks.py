@@ -36,55 +36,55 @@ class Other(RankGroup):
 
 
 def test_a_layer_is_fused_where_both_ranks_say_that_it_fits_and_gives_the_same() -> None:
-    group = Other(yes=True)
-    fused = fuse(shard(paged("llama"), group), reference, group)
+    ranks = Other(yes=True)
+    fused = fuse(shard(paged("llama"), ranks), reference, ranks)
     assert str(fused) == "fused 3/3 layers"
-    assert group.answers == [True] * 6
+    assert ranks.answers == [True] * 6
 
 
 def test_a_layer_is_not_fused_where_the_other_rank_says_no() -> None:
-    group = Other(yes=False)
-    model = shard(paged("llama"), group)
+    ranks = Other(yes=False)
+    model = shard(paged("llama"), ranks)
     before = model.weight_bytes
-    fused = fuse(model, reference, group)
+    fused = fuse(model, reference, ranks)
     assert str(fused) == "fused 0/3 layers (layer 0: it does not fit on another rank)"
-    assert group.answers == [True] * 3
+    assert ranks.answers == [True] * 3
     assert (model.packed, model.weight_bytes) == ([], before)
 
 
 def test_the_other_rank_hears_of_a_layer_that_does_not_fit_here() -> None:
-    group = Other(yes=True)
-    fused = fuse(shard(paged("mixtral"), group), reference, group)
+    ranks = Other(yes=True)
+    fused = fuse(shard(paged("mixtral"), ranks), reference, ranks)
     assert fused.fused == 0
-    assert group.answers == [False] * 3
+    assert ranks.answers == [False] * 3
 
 
 @pytest.mark.parametrize(("family", "apart"), [("llama", True), ("mixtral", False)])
 def test_a_layer_is_fused_around_an_own_mlp_where_the_other_rank_does_so_too(
     family: str, apart: bool
 ) -> None:
-    group = Other(yes=True, apart=apart)
-    fused = fuse(shard(paged(family), group), TorchOperations(), group)
+    ranks = Other(yes=True, apart=apart)
+    fused = fuse(shard(paged(family), ranks), TorchOperations(), ranks)
     assert (fused.fused, fused.around_mlp) == ((3, 0) if apart else (0, 3))
-    group = Other(yes=True, apart=not apart)
-    model = shard(paged(family), group)
+    ranks = Other(yes=True, apart=not apart)
+    model = shard(paged(family), ranks)
     before = model.weight_bytes
-    fused = fuse(model, TorchOperations(), group)
+    fused = fuse(model, TorchOperations(), ranks)
     assert str(fused) == "fused 0/3 layers (layer 0: it does not fit on another rank)"
     assert (model.packed, model.weight_bytes) == ([], before)
-    assert group.answers == [True] * 3
+    assert ranks.answers == [True] * 3
 
 
 @pytest.mark.parametrize(("answers", "alike"), [((1, 1), True), ((0, 0), True), ((1, 0), False)])
 def test_ranks_are_alike_where_all_say_yes_or_all_say_no(
     answers: tuple[int, int], alike: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    group = RankGroup(0, 2, "", lambda: None)
-    monkeypatch.setattr(group, "sum", lambda x: x + answers[1])
-    assert group.same_everywhere(bool(answers[0])) is alike
+    ranks = RankGroup(0, 2, "", lambda: None)
+    monkeypatch.setattr(ranks, "sum", lambda x: x + answers[1])
+    assert ranks.same_everywhere(bool(answers[0])) is alike
 
 
 def test_layers_whose_matrices_are_whole_get_no_sums() -> None:
-    group = Other(yes=True)
-    fused = fuse(paged("llama"), reference, group)
+    ranks = Other(yes=True)
+    fused = fuse(paged("llama"), reference, ranks)
     assert str(fused) == "fused 0/3 layers (layer 0: not all of its matrices are split)"

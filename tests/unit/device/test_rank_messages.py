@@ -58,14 +58,14 @@ def batch_of(ids: list[int]) -> Batch:
     return BatchBuilder(GROUPS, 4).build(rows)
 
 
-def followed(sent: Batch, group: SecondRank, *, ahead: bool) -> Batch:
+def followed(sent: Batch, ranks: SecondRank, *, ahead: bool) -> Batch:
     model = Model()
     rank_messages.follow(
         rank_messages.forward(sent, None, ahead=ahead),
         cast("PagedModel", model),
         cast("CacheStorage", Cache()),
         cast("AttentionBackend", None),
-        cast("RankGroup", group),
+        cast("RankGroup", ranks),
     )
     (given,) = model.given
     return given
@@ -76,9 +76,9 @@ def test_a_rank_computes_with_the_ids_that_the_leader_has(ahead: bool) -> None:
     """``ahead``: the host that sends the message does not know the last of them yet."""
     known = [10, 11, 12, 13]
     sent = batch_of([*known[:3], UNKNOWN if ahead else 13])
-    group = SecondRank(known)
-    assert followed(sent, group, ahead=ahead).input_ids.tolist() == known
-    assert group.shared == ahead
+    ranks = SecondRank(known)
+    assert followed(sent, ranks, ahead=ahead).input_ids.tolist() == known
+    assert ranks.shared == ahead
 
 
 def test_a_rank_gets_the_batch_that_the_leader_sent() -> None:

@@ -137,7 +137,7 @@ class SelfTestResult:
     canary: determinism.CanaryResult | None = None
 
     def __str__(self) -> str:
-        rounding = "".join(f"; {part}" for part in (self.rounding, self.cache) if part)
+        rounding = "".join(f"; {loss}" for loss in (self.rounding, self.cache) if loss)
         if self.cached is not None:
             delta, tolerance = self.cached
             rounding += (
@@ -318,7 +318,7 @@ def _in_every_pass(
 
 def prepare_rank(
     loaded: LoadedModel,
-    group: RankGroup,
+    ranks: RankGroup,
     device: torch.device,
     kernels: str = "auto",
     quantization: str = "none",
@@ -327,8 +327,8 @@ def prepare_rank(
     block_size: int = PROVEN,
     compilers: int = 1,
 ) -> tuple[ServedModel, SelfTestResult | None]:
-    """One rank's part of a model, split on ``device``, and on rank 0 the result of the self-test;
-    the other ranks only take part in it. The other arguments as in ``prepare_and_test``.
+    """One rank's shard of a model, on ``device``, and on rank 0 the result of the self-test; the
+    other ranks only compute in it. The other arguments as in ``prepare_and_test``.
 
     The expected logits are those of the whole model, computed before it is split: on an accelerator
     with each module's weights lent to it while the module runs. Raises as ``prepare_and_test``
@@ -336,34 +336,34 @@ def prepare_rank(
     """
     name = str(loaded.config.model_type)
     with _packed_or_not(name):
-        plan = shards.plan_of(loaded.model, loaded.shape, group.size)
+        plan = shards.plan_of(loaded.model, loaded.shape, ranks.size)
         quantized = loaded.shape.quantized or quantization
         # A checkpoint's own weights are as they are.
         to = None if loaded.shape.quantized else _rounded_to(quantization)
         with shards.computed_on(device, loaded.model):
             model = paged_model.prepare(loaded, device, fp8_cache=fp8_cache)
-            choice = _pick(model, kernels, ranks=group.size, block_size=block_size)
+            choice = _pick(model, kernels, ranks=ranks.size, block_size=block_size)
             reference: _ReferenceLogits | None = None
-            if group.rank == 0:
+            if ranks.rank == 0:
                 rounds = nullcontext() if to is None else shards.quantized(model.model, plan, to)
                 reference = _ReferenceLogits.of(model, loaded, to, rounds)
-        shards.shard(loaded.model, loaded.shape, group, device, to)
-        group.connect(device)
+        shards.shard(loaded.model, loaded.shape, ranks, device, to)
+        ranks.connect(device)
         model.probe_again()
-        shards.check_heads(model.heads, loaded.shape, group.size)
-        products = _products(loaded, quantized, choice, model, compilers, group.size)
+        shards.check_heads(model.heads, loaded.shape, ranks.size)
+        products = _products(loaded, quantized, choice, model, compilers, ranks.size)
         settings: dict[str, Any] = {"products": products, "block_size": block_size}
-        fusion, choice = _fused(model, choice, kernels, group, **settings)
+        fusion, choice = _fused(model, choice, kernels, ranks, **settings)
         _check_fused(loaded, quantized, fusion)
         served, fp8 = ServedModel(model, choice, fusion), quantized == "fp8"
         if reference is None:
             prompts = _prompts(model, loaded.max_model_len, text_ids(loaded))
 
-            def take_part(step: _Pass) -> None:
+            def compute_along(step: _Pass) -> None:
                 _paged_logits(model, step.attention, prompts, fp8_cache=step.fp8_cache)
 
             with torch.inference_mode():
-                _in_every_pass(model, choice, take_part, fp8=fp8)
+                _in_every_pass(model, choice, compute_along, fp8=fp8)
             return served, None
         return served, _check(model, choice, fusion, reference, fp8=fp8)
 
@@ -463,7 +463,7 @@ def _fused(
     model: PagedModel,
     choice: BackendChoice,
     kernels: str,
-    group: RankGroup | None = None,
+    ranks: RankGroup | None = None,
     products: Products = (None, ""),
     **settings: Any,
 ) -> tuple[Fusion, BackendChoice]:
@@ -473,7 +473,7 @@ def _fused(
     """
     kinds, (int4_product, int4_reason) = model.kinds, products
     fusion = fuse(
-        model, choice.operations, group, None if int4_product is None else int4_product.repack
+        model, choice.operations, ranks, None if int4_product is None else int4_product.repack
     )
     if model.kinds != kinds:  # the operations are those that fused layers have
         choice = replace(_pick(model, kernels, **settings), operations=choice.operations)
@@ -520,13 +520,13 @@ class Expected:
         needed.
         """
         prompts = _prompts(model, max_model_len, text or [])
-        ends = [[end - 1 for end in accumulate(_chunks(len(p)))] for p in prompts]
+        chunk_ends = [[end - 1 for end in accumulate(_chunks(len(p)))] for p in prompts]
         scored = _scored(prompts[0], text or [])
         compute = partial(
             _plain_and_text,
             model,
             [*prompts, prompts[-1]],
-            [*ends, ends[-1][-1:]],
+            [*chunk_ends, chunk_ends[-1][-1:]],
             scored,
             fp8_cache=fp8_cache,
         )
