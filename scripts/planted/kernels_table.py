@@ -304,14 +304,14 @@ BUGS = (
     ),
     PackageBug(
         "joined 4-bit weights all have the first one's order of columns",
-        "fairlead_kernels.plain.torch_groups:_same",
+        "fairlead_kernels.plain.torch_int4:_same",
         "return torch.equal(first, second)",
         "return True",
         GPU_OPERATIONS,
     ),
     PackageBug(
         "4-bit weights lose their factor",
-        "fairlead_kernels.plain.torch_groups:pack",
+        "fairlead_kernels.plain.torch_int4:pack",
         ".mul_(factor)",
         "",
         GPU_OPERATIONS,
@@ -1356,8 +1356,8 @@ BUGS = (
     PackageBug(
         "products in one order are not proven for weights as they are",
         "fairlead_kernels.proofs.triton_proof:_results",
-        "product, grouped, dense\n",
-        "product, grouped\n",
+        "product, int4_product, dense\n",
+        "product, int4_product\n",
         ON_FIXED,
     ),
     PackageBug(

@@ -1964,10 +1964,10 @@ BUGS = (
     ),
     PackageBug(
         "a rank has the scales of the first groups, whichever its columns are",
-        "fairlead_kernels.formats.int4:Grouped.columns",
+        "fairlead_kernels.formats.int4:Int4Matrix.columns",
         "group_span = slice(span.start // size, span.stop // size)",
         "group_span = slice(0, (span.stop - span.start) // size)",
-        (SHARD_TESTS, "unit/kernels/test_grouped.py"),
+        (SHARD_TESTS, "unit/kernels/test_int4.py"),
     ),
     PackageBug(
         "a rank holds a stored matrix after it has its part",
@@ -2034,10 +2034,10 @@ BUGS = (
     ),
     PackageBug(
         "a byte of two int4 columns is cut apart",
-        "fairlead_kernels.formats.int4:Grouped.columns",
+        "fairlead_kernels.formats.int4:Int4Matrix.columns",
         "if span.start % 2 or span.stop % 2:",
         "if False:",
-        ("unit/kernels/test_grouped.py",),
+        ("unit/kernels/test_int4.py",),
     ),
     PackageBug(
         "the ids of a launched step are written into what the other ranks were told",

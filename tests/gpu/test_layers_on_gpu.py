@@ -33,13 +33,13 @@ from fairlead_runtime.sizing.terms import weights
 from support import tiny
 from support.operation_cases import (
     ActivationCase,
-    GroupedCase,
+    Int4Case,
     NormCase,
     ProductCase,
     RopeCase,
     activation_cases,
-    grouped,
-    grouped_cases,
+    int4_cases,
+    int4_matrix,
     norm_cases,
     product_cases,
     rope_cases,
@@ -98,10 +98,8 @@ def test_a_product_is_the_references(name: str, case: ProductCase) -> None:
 
 @both
 @examples
-@given(case=grouped_cases)
-def test_a_product_with_weights_of_four_bits_is_the_references(
-    name: str, case: GroupedCase
-) -> None:
+@given(case=int4_cases)
+def test_a_product_with_weights_of_four_bits_is_the_references(name: str, case: Int4Case) -> None:
     case.check(operations(name), CUDA)
 
 
@@ -179,7 +177,7 @@ def test_a_packages_product_of_four_bits_is_the_references_in_steps_of_all_sizes
 ) -> None:
     rows, columns = 384, 1024
     order = torch.randperm(columns).int() if ordered else None
-    held = [grouped(n, columns, groups, order).to(CUDA) for n in (256, 128)]
+    held = [int4_matrix(n, columns, groups, order).to(CUDA) for n in (256, 128)]
     products = HummingProducts(humming_package.load(), dtype, CUDA, COMPILERS)
     weight = products.repack(TorchOperations().pack(held))
     assert isinstance(weight, HummingPacked), str(products)

@@ -23,7 +23,7 @@ from fairlead_kernels.packages.humming_package import HummingPackage
 from fairlead_kernels.packages.humming_products import UNBOUNDED, HummingProducts
 from fairlead_kernels.plain.torch_operations import TorchOperations
 from support import humming_standin
-from support.operation_cases import grouped
+from support.operation_cases import int4_matrix
 
 CPU = torch.device("cpu")
 # Of what an H100 says of itself, as far as a GPU is asked.
@@ -149,7 +149,7 @@ def main() -> None:
     package = multiplying(package)
     for dtype, rows, columns, groups in CASES[:1] if few else CASES:
         ours = HummingProducts(package, dtype, CPU, 2)
-        ours.repack(TorchOperations().pack([grouped(rows, columns, groups)]))
+        ours.repack(TorchOperations().pack([int4_matrix(rows, columns, groups)]))
         print("choice", ours)
     for file in files:
         print("multiplies", file)

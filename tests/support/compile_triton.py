@@ -12,7 +12,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from fairlead_kernels.formats.int4 import Grouped
+from fairlead_kernels.formats.int4 import Int4Matrix
 from fairlead_kernels.gpu import (
     triton_attention_kernels,
     triton_expert_kernels,
@@ -136,7 +136,7 @@ def launch(dtype: torch.dtype, tokens: int, *, every: bool) -> None:
         numbers = torch.zeros(512, 2048, dtype=torch.uint8)
         scales, zeros = torch.zeros(512, groups), torch.zeros(512, groups, dtype=torch.uint8)
         order = torch.arange(4096, dtype=torch.int32) if groups == 32 else None
-        fours = ours.pack([Grouped("int4", numbers, scales, zeros, order)])
+        fours = ours.pack([Int4Matrix("int4", numbers, scales, zeros, order)])
         ours.linear(x, fours, torch.zeros(512, dtype=dtype) if every else None)
     if every:
         ours.activate(x, "gelu")

@@ -12,7 +12,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fairlead_kernels.formats.int4 import Grouped
+from fairlead_kernels.formats.int4 import Int4Matrix
 from fairlead_kernels.formats.quantize import Format, Quantized, quantize
 from fairlead_kernels.gpu.triton_fixed import FixedAttention, FixedOperations
 from fairlead_kernels.gpu.triton_operations import TritonOperations
@@ -246,15 +246,15 @@ class ProductCase:
 
 
 @dataclass(frozen=True)
-class GroupedCase:
-    """4-bit weights: a group of ``group`` columns, ``groups`` of them in a row; ``orders``: of each
-    part of the rows which order its columns have, 0 for none.
+class Int4Case:
+    """4-bit weights: ``groups`` of ``group_size`` columns in a row; ``orders``: of each matrix the
+    order of its columns, 0 for none.
     """
 
     tokens: int
     rows: tuple[int, ...]
     orders: tuple[int, ...]
-    group: int
+    group_size: int
     groups: int
     biased: bool
     factor: float
@@ -263,12 +263,12 @@ class GroupedCase:
 
     def check(self, ours: LayerOperations, device: torch.device) -> None:
         torch.manual_seed(self.seed)
-        columns = self.group * self.groups
+        columns = self.group_size * self.groups
         x = _random(self.dtype, self.tokens, columns)
         order = torch.randperm(columns).int()
         orders = [None, order, order.flip(0)]
         held: list[Tensor | Quantized] = [
-            grouped(n, columns, self.groups, orders[order])
+            int4_matrix(n, columns, self.groups, orders[order])
             for n, order in zip(self.rows, self.orders, strict=False)
         ]
         rows = sum(weight.shape[0] for weight in held)
@@ -289,12 +289,12 @@ class GroupedCase:
         torch.testing.assert_close(got.cpu().double(), want, rtol=0, atol=2 * rounding + 1e-5)
 
 
-def grouped(rows: int, columns: int, groups: int, order: Tensor | None = None) -> Grouped:
+def int4_matrix(rows: int, columns: int, groups: int, order: Tensor | None = None) -> Int4Matrix:
     """Random integers of 4 bits, with scales that float16 holds and zero points up to 15."""
     bits = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8)
     scales = torch.randn(rows, groups).half().float()
     zeros = torch.randint(0, 16, (rows, groups), dtype=torch.uint8)
-    return Grouped("int4", bits, scales, zeros, order)
+    return Int4Matrix("int4", bits, scales, zeros, order)
 
 
 norm_cases = st.builds(
@@ -345,8 +345,8 @@ product_cases = st.builds(
     seed=seeds,
 )
 # Groups of which there are several have the sizes that are published; a single one has any.
-grouped_cases = st.builds(
-    lambda sizes, **more: GroupedCase(group=sizes[0], groups=sizes[1], **more),
+int4_cases = st.builds(
+    lambda sizes, **more: Int4Case(group_size=sizes[0], groups=sizes[1], **more),
     tokens=sizes,
     rows=st.lists(sizes, min_size=1, max_size=3).map(tuple),
     orders=st.tuples(*[st.integers(0, 2)] * 3),

@@ -16,7 +16,7 @@ from fairlead_kernels.formats.quantize import Quantized
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Grouped(Quantized):
+class Int4Matrix(Quantized):
     """A matrix [N, K] of integers from 0 to 15: each minus its group's zero point, times its scale.
 
     ``bits`` uint8 [N, K / 2]: of each two neighbours in a row the first in the lower four bits.
@@ -53,10 +53,10 @@ class Grouped(Quantized):
             raise ValueError("span: the columns are held in an order of their own")
         if span.start % 2 or span.stop % 2:
             raise ValueError(f"span: {span.start} to {span.stop} would cut a byte, which has two")
-        groups = self.scales.shape[1]
+        groups_per_row = self.scales.shape[1]
         group_span = slice(None)
-        if groups > 1:
-            size = self.shape[1] // groups
+        if groups_per_row > 1:
+            size = self.shape[1] // groups_per_row
             if span.start % size or span.stop % size:
                 raise ValueError(f"span: {span.start} to {span.stop} are no whole groups of {size}")
             group_span = slice(span.start // size, span.stop // size)
@@ -86,8 +86,8 @@ class Grouped(Quantized):
 
 
 def widened(bits: Tensor, scales: Tensor, zeros: Tensor, dtype: torch.dtype) -> Tensor:
-    """The numbers that a ``Grouped``'s tensors stand for, in this type [N, K], each rounded once;
-    float32 has all of them whose scales are 16-bit floats.
+    """The numbers that an ``Int4Matrix``'s tensors stand for, in this type [N, K], each rounded
+    once; float32 has all of them whose scales are 16-bit floats.
     """
     rows, half = bits.shape
     pairs = torch.empty(rows, half, 2, dtype=dtype, device=bits.device)
@@ -99,15 +99,15 @@ def widened(bits: Tensor, scales: Tensor, zeros: Tensor, dtype: torch.dtype) -> 
 
 
 def paired(numbers: Tensor) -> Tensor:
-    """Integers uint8 [N, K] from 0 to 15 → ``bits`` of a ``Grouped``."""
+    """Integers uint8 [N, K] from 0 to 15 → ``bits`` of an ``Int4Matrix``."""
     return numbers[:, ::2] | numbers[:, 1::2] << 4
 
 
-def as_grouped(weights: Sequence[Quantized]) -> list[Grouped]:
-    """The ``weights`` if they are all ``Grouped``, [] if none is. Raises ValueError for groups of
-    several sizes.
+def as_int4(weights: Sequence[Quantized]) -> list[Int4Matrix]:
+    """The ``weights`` if they are all ``Int4Matrix``, [] if none is. Raises ValueError for
+    groups of several sizes.
     """
-    grouped = [weight for weight in weights if isinstance(weight, Grouped)]
-    if len({weight.scales.shape[1] for weight in grouped}) > 1:
+    matrices = [weight for weight in weights if isinstance(weight, Int4Matrix)]
+    if len({weight.scales.shape[1] for weight in matrices}) > 1:
         raise ValueError("weights: their groups are of several sizes")
-    return grouped
+    return matrices

@@ -16,7 +16,7 @@ from torch import Tensor
 from fairlead_kernels.formats.row_chunks import row_chunks
 
 Format = Literal["int8", "fp8"]  # what weights are rounded to
-StoredFormat = Format | Literal["int4"]  # and what only checkpoints bring: ``grouped``
+StoredFormat = Format | Literal["int4"]  # which only checkpoints bring
 FP8 = torch.float8_e4m3fn
 STORED: dict[StoredFormat, torch.dtype] = {"int8": torch.int8, "fp8": FP8}
 # The largest number that rounding gives. A published checkpoint may hold -128, too.

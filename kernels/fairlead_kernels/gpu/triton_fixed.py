@@ -60,7 +60,7 @@ class FixedOperations(TritonOperations):
 
     def linear(self, x: Tensor, weight: Packed, bias: Tensor | None = None) -> Tensor:
         """``LayerOperations.linear``. Raises ValueError for fp8 weights."""
-        if weight.data.dtype is torch.int8 or weight.groups is not None:
+        if weight.data.dtype is torch.int8 or weight.int4_groups is not None:
             return super().linear(x, weight, bias)
         if weight.scales is not None:
             raise ValueError("weight: fp8 products have no fixed order")

@@ -14,7 +14,7 @@ from torch import Tensor
 from fairlead_kernels.formats.quantize import FP8
 from fairlead_kernels.gpu import triton_package
 from fairlead_kernels.interface.cache_write import raw
-from fairlead_kernels.interface.layer import Activation, Groups, Norm, Packed
+from fairlead_kernels.interface.layer import Activation, Int4Groups, Norm, Packed
 from fairlead_kernels.plain.torch_operations import TorchOperations
 
 # Elements of a tile, unless a row is longer: a row of 4,096 is a program's, small heads share one.
@@ -80,12 +80,17 @@ class TritonOperations(TorchOperations):
         )
         return out
 
-    def _grouped(
-        self, x: Tensor, weight: Packed, scales: Tensor, groups: Groups, bias: Tensor | None
+    def _multiply_int4(
+        self,
+        x: Tensor,
+        weight: Packed,
+        scales: Tensor,
+        int4_groups: Int4Groups,
+        bias: Tensor | None,
     ) -> Tensor:
         count, rows = x.shape[0], weight.rows
         _check("x", x, (count, weight.columns))
-        _check("scales", scales, tuple(groups.zeros.shape))
+        _check("scales", scales, tuple(int4_groups.zeros.shape))
         if bias is not None:
             _check("bias", bias, (rows,))
         x, out = x.contiguous(), x.new_empty(count, rows)
@@ -95,14 +100,14 @@ class TritonOperations(TorchOperations):
         tokens = self.few_tokens if count <= self.few_tokens else MANY_TOKENS
         first = 0
         # One launch, unless rows differ in the order of their columns.
-        for length, order in groups.orders:
+        for length, order in int4_groups.orders:
             span = slice(first, first + length)
             first += length
             self._kernels.multiply_int4[(-(-count // tokens), -(-length // PRODUCT_ROWS))](
                 x,
                 weight.data[span],
                 scales[:, span],
-                groups.zeros[:, span],
+                int4_groups.zeros[:, span],
                 scales if order is None else order,
                 scales if bias is None else bias[span],
                 out[:, span],

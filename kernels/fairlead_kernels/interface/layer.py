@@ -18,7 +18,7 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Groups:
+class Int4Groups:
     """The zero points and the orders of columns of 4-bit integers. ``zeros`` uint8 [G, rows] stand
     for 0 in each group of columns; ``orders``: of so many rows after each other the order of the
     columns that they multiply, int32 [columns], None for as they are.
@@ -39,7 +39,8 @@ class Packed:
 
     ``data`` is float32, bfloat16, float16, int8 or float8_e4m3fn. With ``scales`` float32 [rows],
     each row of the matrix is its row of data times its scale; ``factor`` multiplies all of them.
-    With ``groups`` data is uint8, two integers of 4 bits each (``grouped``), scales are [G, rows].
+    With ``int4_groups`` data is uint8, two integers of 4 bits each (``Int4Matrix``), scales are
+    [G, rows].
     ``rounding``: the most by which products move an element of x, in units of its row's largest,
     beside what float32 explains.
     """
@@ -50,12 +51,12 @@ class Packed:
     scales: torch.Tensor | None = None
     factor: float = 1.0
     rounding: float = 0.0
-    groups: Groups | None = None
+    int4_groups: Int4Groups | None = None
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         scales = () if self.scales is None else (self.scales,)
-        return (self.data, *scales, *(() if self.groups is None else self.groups.tensors))
+        return (self.data, *scales, *(() if self.int4_groups is None else self.int4_groups.tensors))
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
         """``LayerOperations.linear`` of a layout with its own product; None: ``data`` is read."""

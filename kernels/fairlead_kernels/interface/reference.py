@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 
-from fairlead_kernels.formats.int4 import as_grouped
+from fairlead_kernels.formats.int4 import as_int4
 from fairlead_kernels.formats.quantize import Quantized, as_quantized
 from fairlead_kernels.interface.attention import LayerSpec, RaggedRows
 from fairlead_kernels.interface.cache_write import rounded
@@ -96,8 +96,8 @@ def pack(
 ) -> Packed:
     """``LayerOperations.pack``: row after row."""
     quantized = as_quantized(weights)
-    if quantized is not None and (grouped := as_grouped(quantized)):
-        data = torch.cat([x.dequantize() for x in grouped])
+    if quantized is not None and (matrices := as_int4(quantized)):
+        data = torch.cat([x.dequantize() for x in matrices])
         rows, columns = data.shape
         return Packed(data, rows, columns, torch.full((rows,), factor))
     if quantized is not None:

@@ -1,7 +1,7 @@
 """Products with 4-bit weights by the package humming-kernels, on NVIDIA GPUs, in 16-bit types.
 
 Owns the layout in which the package takes a matrix, which kernels it compiles for one, and the
-proof of each. A matrix that it does not take stays as it is (``torch_groups``), for a kernel of
+proof of each. A matrix that it does not take stays as it is (``torch_int4``), for a kernel of
 ours.
 """
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fairlead_kernels.formats.int4 import paired, widened
-from fairlead_kernels.interface.layer import Groups, Packed
+from fairlead_kernels.interface.layer import Int4Groups, Packed
 from fairlead_kernels.interface.not_available import (
     FaultError,
     NotAvailableError,
@@ -110,16 +110,16 @@ class HummingProducts:
         return f"{products}, {refusals}" if products else f"4-bit products of ours: {refusals}"
 
     def repack(self, weight: Packed) -> Packed:
-        """A matrix as ``torch_groups.pack`` gives it, in the package's layout, in memory of its
+        """A matrix as ``torch_int4.pack`` gives it, in the package's layout, in memory of its
         own; as it is where that is not possible, or it is none of 4 bits.
 
         The first of its shape compiles kernels, which takes seconds for each, and is compared with
         what it stands for, for steps of all sizes.
         """
-        if weight.groups is None or weight.scales is None:
+        if weight.int4_groups is None or weight.scales is None:
             return weight
         try:
-            packed = self._repacked(weight, weight.scales, weight.groups)
+            packed = self._repacked(weight, weight.scales, weight.int4_groups)
         except NotAvailableError as error:
             self._refusals[fall_back(error)] += 1
             return weight
@@ -139,16 +139,16 @@ class HummingProducts:
         )
         return result
 
-    def _repacked(self, weight: Packed, scales: Tensor, groups: Groups) -> HummingPacked:
-        runs = tuple((rows, order is None) for rows, order in groups.orders)
+    def _repacked(self, weight: Packed, scales: Tensor, int4_groups: Int4Groups) -> HummingPacked:
+        runs = tuple((rows, order is None) for rows, order in int4_groups.orders)
         key = runs, weight.columns, len(scales)
         if reason := self._known.get(key):
             raise NotAvailableError(reason)
-        self._check(weight, scales, groups)
+        self._check(weight, scales, int4_groups)
         try:
             parts = [
-                self._part(weight.data[span], scales[:, span], groups.zeros[:, span], order)
-                for span, order in _runs(groups)
+                self._part(weight.data[span], scales[:, span], int4_groups.zeros[:, span], order)
+                for span, order in _runs(int4_groups)
             ]
             packed = HummingPacked(
                 parts[0].weight.view(torch.uint8),
@@ -158,7 +158,7 @@ class HummingProducts:
                 products=self,
             )
             if key not in self._known:
-                self._prove(packed, weight.data, scales, groups)
+                self._prove(packed, weight.data, scales, int4_groups)
         except Exception as error:  # of its compiler, its launcher or CUDA
             shape = f"[{weight.rows}, {weight.columns}]"
             reason = str(error) if isinstance(error, NotAvailableError) else brief(error)
@@ -167,10 +167,10 @@ class HummingProducts:
         self._known[key] = ""
         return packed
 
-    def _check(self, weight: Packed, scales: Tensor, groups: Groups) -> None:
-        if not takes((rows for rows, _ in groups.orders), (weight.columns,)):
+    def _check(self, weight: Packed, scales: Tensor, int4_groups: Int4Groups) -> None:
+        if not takes((rows for rows, _ in int4_groups.orders), (weight.columns,)):
             raise NotAvailableError(UNPACKAGED)
-        if int(groups.zeros.max()) > 15:
+        if int(int4_groups.zeros.max()) > 15:
             raise NotAvailableError("a zero point is above 15")
         errors, sizes = (scales.to(self.dtype).float() - scales).abs(), scales.abs()
         limits = SCALE[self.dtype] * torch.maximum(sizes, sizes.max() / 16)
@@ -221,7 +221,9 @@ class HummingProducts:
             kernels.append((above, upto, tuned))
         return kernels
 
-    def _prove(self, packed: HummingPacked, data: Tensor, scales: Tensor, groups: Groups) -> None:
+    def _prove(
+        self, packed: HummingPacked, data: Tensor, scales: Tensor, int4_groups: Int4Groups
+    ) -> None:
         """Compile the matrix's kernels, and compare each with what it stands for. Raises
         NotAvailableError where one computes something else.
         """
@@ -231,11 +233,11 @@ class HummingProducts:
         x = x.to(self._device, self.dtype)
         with compilers(self._workers):
             results = [packed.multiply(x[:tokens]) for tokens in (1, *BOUNDS, len(x))]
-        for span, order in _runs(groups):
+        for span, order in _runs(int4_groups):
             inputs = (x if order is None else x[:, order]).float()
             for begin in range(span.start, span.stop, ROWS_AT_A_TIME):
                 rows = slice(begin, min(begin + ROWS_AT_A_TIME, span.stop))
-                parts = data[rows], scales[:, rows].T, groups.zeros[:, rows].T
+                parts = data[rows], scales[:, rows].T, int4_groups.zeros[:, rows].T
                 expected = inputs @ widened(*parts, torch.float32).T
                 largest = expected.abs().amax(0)
                 for y in results:
@@ -243,9 +245,9 @@ class HummingProducts:
                     prove("it", compute, expected[: len(y)], self.dtype, "int4", largest)
 
 
-def _runs(groups: Groups) -> Iterator[tuple[slice, Tensor | None]]:
+def _runs(int4_groups: Int4Groups) -> Iterator[tuple[slice, Tensor | None]]:
     """The rows that multiply the columns of x in one order, and this."""
     first = 0
-    for rows, order in groups.orders:
+    for rows, order in int4_groups.orders:
         yield slice(first, first + rows), order
         first += rows

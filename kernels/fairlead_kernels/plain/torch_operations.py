@@ -12,12 +12,12 @@ import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor
 from torch.nn.functional import ScalingType
 
-from fairlead_kernels.formats.int4 import as_grouped
+from fairlead_kernels.formats.int4 import as_int4
 from fairlead_kernels.formats.quantize import FP8, Quantized, as_quantized, quantize
 from fairlead_kernels.interface.cache_write import write
-from fairlead_kernels.interface.layer import Activation, Groups, Norm, Packed
+from fairlead_kernels.interface.layer import Activation, Int4Groups, Norm, Packed
 from fairlead_kernels.interface.reference import ACTIVATIONS
-from fairlead_kernels.plain import torch_groups
+from fairlead_kernels.plain import torch_int4
 from fairlead_kernels.proofs.comparison import prove
 
 
@@ -44,8 +44,8 @@ class TorchOperations:
     ) -> Packed:
         """``LayerOperations.pack``: row after row."""
         quantized = as_quantized(weights)
-        if quantized is not None and (grouped := as_grouped(quantized)):
-            return torch_groups.pack(grouped, factor)
+        if quantized is not None and (matrices := as_int4(quantized)):
+            return torch_int4.pack(matrices, factor)
         # torch concatenates integers of any kind, but not every kind of float.
         parts = [x.bits if isinstance(x, Quantized) else x for x in weights]
         first, rows = parts[0], sum(part.shape[0] for part in parts)
@@ -68,8 +68,8 @@ class TorchOperations:
         """
         if (product := weight.multiply(x, bias)) is not None:
             return product
-        if weight.groups is not None and weight.scales is not None:
-            return self._grouped(x, weight, weight.scales, weight.groups, bias)
+        if weight.int4_groups is not None and weight.scales is not None:
+            return self._multiply_int4(x, weight, weight.scales, weight.int4_groups, bias)
         if weight.scales is not None:
             return self._scaled(x, weight, weight.scales, bias)
         data = weight.data
@@ -80,11 +80,16 @@ class TorchOperations:
         added = x.new_empty(weight.rows) if bias is None else bias
         return torch.addmm(added, x, data.T, beta=bias is not None, alpha=weight.factor)
 
-    def _grouped(
-        self, x: Tensor, weight: Packed, scales: Tensor, groups: Groups, bias: Tensor | None
+    def _multiply_int4(
+        self,
+        x: Tensor,
+        weight: Packed,
+        scales: Tensor,
+        int4_groups: Int4Groups,
+        bias: Tensor | None,
     ) -> Tensor:
         """The product with 4-bit weights."""
-        return torch_groups.linear(x, weight, scales, groups, bias)
+        return torch_int4.linear(x, weight, scales, int4_groups, bias)
 
     def _scaled(self, x: Tensor, weight: Packed, scales: Tensor, bias: Tensor | None) -> Tensor:
         """The product with quantized weights: in 8-bit floats where the GPU has them, else with a

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fairlead_kernels.formats.int4 import Grouped
+from fairlead_kernels.formats.int4 import Int4Matrix
 from fairlead_kernels.formats.quantize import quantize
 from fairlead_kernels.interface import reference
 from fairlead_kernels.interface.layer import LayerOperations, Norm
@@ -64,8 +64,8 @@ def _results(
     zeros = torch.arange(2 * ROWS).view(ROWS, 2) % 16
     order = torch.arange(DIM, dtype=torch.int32).flip(0)
     scales = random(ROWS, 2, as_type=torch.float32)
-    int4_weight = Grouped("int4", integers, scales.cpu(), zeros.to(torch.uint8), order).to(device)
-    grouped = operations.linear(random(TOKENS, DIM), operations.pack([int4_weight], factor=1 / DIM))
+    weight = Int4Matrix("int4", integers, scales.cpu(), zeros.to(torch.uint8), order).to(device)
+    int4_product = operations.linear(random(TOKENS, DIM), operations.pack([weight], factor=1 / DIM))
     dense = operations.linear(random(70, 96), operations.pack([random(40, 96)], dtype=dtype))
-    results = *normed, query, keys, values, gated, product, grouped, dense
+    results = *normed, query, keys, values, gated, product, int4_product, dense
     return torch.cat([result.flatten().double() for result in results])

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from fairlead_kernels.formats.int4 import Grouped, paired
+from fairlead_kernels.formats.int4 import Int4Matrix, paired
 from fairlead_runtime.sizing.stored import (
     GROUP_INDEX,
     GROUP_SCALES,
@@ -26,7 +26,9 @@ _ONES = 0x11111111
 _SYMMETRIC = 8  # what stands for 0 where no zero points are stored
 
 
-def matrix_of(stored: Published, tensors: Mapping[str, Tensor], rows: int, columns: int) -> Grouped:
+def matrix_of(
+    stored: Published, tensors: Mapping[str, Tensor], rows: int, columns: int
+) -> Int4Matrix:
     """The matrix [rows, columns] of a layer. Raises ValueError for tensors of other sizes or types,
     and for an index that does not give every group as many columns.
     """
@@ -53,7 +55,7 @@ def matrix_of(stored: Published, tensors: Mapping[str, Tensor], rows: int, colum
     order = None if index is None else _order(index, int4_groups)
     if order is not None:
         bits = paired(_integers(bits)[:, order])
-    return Grouped("int4", bits, scales.float(), zeros, order)
+    return Int4Matrix("int4", bits, scales.float(), zeros, order)
 
 
 def _check(

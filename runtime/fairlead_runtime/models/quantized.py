@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor, nn
 
-from fairlead_kernels.formats.int4 import Grouped
+from fairlead_kernels.formats.int4 import Int4Matrix
 from fairlead_kernels.formats.quantize import Quantized, StoredFormat
 from fairlead_kernels.formats.row_chunks import row_chunks
 
@@ -23,7 +23,7 @@ class QuantizedLinear(nn.Module):
     def __init__(self, weight: Quantized, bias: Tensor | None) -> None:
         super().__init__()
         self._format: StoredFormat = weight.format
-        int4 = weight if isinstance(weight, Grouped) else None
+        int4 = weight if isinstance(weight, Int4Matrix) else None
         self.bits, self.scales = _freeze(weight.bits), _freeze(weight.scales)
         self.zeros = None if int4 is None else _freeze(int4.zeros)
         self.order = None if int4 is None or int4.order is None else _freeze(int4.order)
@@ -35,7 +35,7 @@ class QuantizedLinear(nn.Module):
         if self.zeros is None:
             return Quantized(self._format, bits, scales)
         order = None if self.order is None else self.order.data
-        return Grouped(self._format, bits, scales, self.zeros.data, order)
+        return Int4Matrix(self._format, bits, scales, self.zeros.data, order)
 
     def forward(self, x: Tensor) -> Tensor:
         # A head's plain weights are as large as all quantized ones of a small model.

@@ -25,12 +25,12 @@ from fairlead_kernels.proofs.triton_proof import prove_operations
 from support.full import LONG_FORM
 from support.operation_cases import (
     ActivationCase,
-    GroupedCase,
+    Int4Case,
     NormCase,
     ProductCase,
     RopeCase,
     activation_cases,
-    grouped_cases,
+    int4_cases,
     interpreted,
     norm_cases,
     operations,
@@ -86,10 +86,8 @@ def test_a_product_of_any_size_is_the_references(name: str, case: ProductCase) -
 
 @both
 @examples
-@given(case=grouped_cases)
-def test_a_product_with_weights_of_four_bits_is_the_references(
-    name: str, case: GroupedCase
-) -> None:
+@given(case=int4_cases)
+def test_a_product_with_weights_of_four_bits_is_the_references(name: str, case: Int4Case) -> None:
     case.check(operations(name), CPU)
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fairlead_kernels.choice import backend
-from fairlead_kernels.formats.int4 import Grouped
+from fairlead_kernels.formats.int4 import Int4Matrix
 from fairlead_kernels.interface import reference
 from fairlead_kernels.interface.layer import Packed
 from fairlead_kernels.interface.not_available import NotAvailableError
@@ -28,7 +28,7 @@ from fairlead_kernels.packages.humming_products import (
 from fairlead_kernels.plain.torch_operations import TorchOperations
 from fairlead_kernels.proofs.comparison import TOLERANCE
 from support import humming_standin
-from support.operation_cases import fixed_operations, grouped
+from support.operation_cases import fixed_operations, int4_matrix
 
 CPU = torch.device("cpu")
 DTYPES = (torch.bfloat16, torch.float16)
@@ -42,7 +42,7 @@ def products(
     return HummingProducts(humming_standin.package(forward), dtype, CPU)
 
 
-def packed(*weights: Grouped, factor: float = 1.0) -> Packed:
+def packed(*weights: Int4Matrix, factor: float = 1.0) -> Packed:
     return TorchOperations().pack(list(weights), factor=factor)
 
 
@@ -71,7 +71,7 @@ def test_a_product_is_the_references_and_takes_the_planned_bytes(
     columns = group * groups
     order = torch.randperm(columns).int()
     choices = [None, order, order.flip(0)]
-    held = [grouped(n, columns, groups, choices[i]) for n, i in zip(rows, orders, strict=False)]
+    held = [int4_matrix(n, columns, groups, choices[i]) for n, i in zip(rows, orders, strict=False)]
     total = sum(rows)
     bias = torch.randn(total).to(dtype) if biased else None
     ours = products(dtype=dtype)
@@ -92,7 +92,7 @@ def test_a_product_is_the_references_and_takes_the_planned_bytes(
 
 
 def test_what_it_was_not_made_for_is_refused() -> None:
-    weight = products().repack(packed(grouped(128, 128, 2)))
+    weight = products().repack(packed(int4_matrix(128, 128, 2)))
     with pytest.raises(ValueError, match=r"^x: torch.float32, for which its weights were not pack"):
         TorchOperations().linear(torch.randn(2, 128), weight)
     with pytest.raises(ValueError, match=r"^x: \(2, 64\) for weights of 128 columns"):
@@ -109,8 +109,8 @@ def test_other_weights_stay_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("weight", "reason"),
     [
-        (lambda: grouped(192, 128, 2), UNPACKAGED),
-        (lambda: grouped(128, 96, 3), UNPACKAGED),
+        (lambda: int4_matrix(192, 128, 2), UNPACKAGED),
+        (lambda: int4_matrix(128, 96, 3), UNPACKAGED),
         (lambda: replaced(zeros=torch.full((128, 2), 16).byte()), "a zero point is above 15"),
         (
             lambda: replaced(scales=torch.full((128, 2), 1e-6)),
@@ -123,20 +123,20 @@ def test_other_weights_stay_as_they_are() -> None:
     ],
 )
 def test_a_matrix_that_it_does_not_take_stays_as_it_is_and_the_reason_is_said(
-    weight: Callable[[], Grouped], reason: str
+    weight: Callable[[], Int4Matrix], reason: str
 ) -> None:
     ours, given_ = products(dtype=torch.float16), packed(weight())
     assert ours.repack(given_) is given_
     assert ours.repack(given_) is given_
     assert str(ours) == f"4-bit products of ours: 2 not: {reason}"
-    ours.repack(packed(grouped(128, 128, 2)))
+    ours.repack(packed(int4_matrix(128, 128, 2)))
     assert str(ours) == f"4-bit products by humming stand-in, 2 not: {reason}"
 
 
-def replaced(**parts: Tensor) -> Grouped:
-    weight = grouped(128, 128, 2)
+def replaced(**parts: Tensor) -> Int4Matrix:
+    weight = int4_matrix(128, 128, 2)
     held = {"scales": weight.scales, "zeros": weight.zeros} | parts
-    return Grouped("int4", weight.bits, **held)
+    return Int4Matrix("int4", weight.bits, **held)
 
 
 def last_row_doubled(out: Tensor) -> Tensor:
@@ -165,12 +165,12 @@ def test_a_kernel_that_computes_something_else_is_found_at_start(
         out = humming_standin.humming_forward(config, inputs, **more)
         return altered(out) if len(inputs) > above and config.rows == 1152 else out
 
-    ours, bad = products(forward), packed(grouped(1152, 128, 2))
+    ours, bad = products(forward), packed(int4_matrix(1152, 128, 2))
     assert ours.repack(bad) is bad
     tried = len(calls)
     assert ours.repack(bad) is bad
     assert len(calls) == tried, "a product that is known to be wrong is not tried again"
-    assert isinstance(ours.repack(packed(grouped(256, 128, 2))), HummingPacked)
+    assert isinstance(ours.repack(packed(int4_matrix(256, 128, 2))), HummingPacked)
     assert "2 not: humming's product with [1152, 128]: it differs from the reference" in str(ours)
 
 
@@ -178,7 +178,7 @@ def test_a_compiler_that_fails_is_a_reason_and_the_next_of_its_shape_is_not_comp
     def forward(*_: Any, **__: Any) -> Any:
         raise RuntimeError("NVRTCCompiler failed\nwith exit code 1")
 
-    ours, weight = products(forward), packed(grouped(128, 64, 1))
+    ours, weight = products(forward), packed(int4_matrix(128, 64, 1))
     assert ours.repack(weight) is weight
     assert str(ours) == (
         "4-bit products of ours: 1 not: humming's product with [128, 64]: RuntimeError: "
@@ -195,9 +195,9 @@ def test_only_the_first_of_a_shape_is_proven() -> None:
 
     ours = products(forward)
     for _ in range(3):
-        ours.repack(packed(grouped(128, 128, 2)))
+        ours.repack(packed(int4_matrix(128, 128, 2)))
     assert calls == [1, *BOUNDS, BOUNDS[-1] + 1], "a step for each kernel"
-    ours.repack(packed(grouped(128, 128, 4)))
+    ours.repack(packed(int4_matrix(128, 128, 4)))
     assert len(calls) == 2 * (2 + len(BOUNDS)), "other groups are other kernels"
 
 
@@ -211,7 +211,7 @@ def test_so_many_compilers_run_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Non
         return humming_standin.humming_forward(config, inputs, **more)
 
     ours = HummingProducts(humming_standin.package(forward), torch.float16, CPU, 3)
-    ours.repack(packed(grouped(128, 128, 2)))
+    ours.repack(packed(int4_matrix(128, 128, 2)))
     assert set(seen) == {"3"}
     assert name not in os.environ
 

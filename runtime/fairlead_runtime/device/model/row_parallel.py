@@ -7,7 +7,7 @@ they compute take the weights out of it (``recognize_layer``), and place the sum
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor, nn
 
-from fairlead_kernels.formats.int4 import Grouped
+from fairlead_kernels.formats.int4 import Int4Matrix
 from fairlead_kernels.formats.quantize import Quantized, StoredFormat
 from fairlead_runtime.device.model.rank_group import RankGroup
 
@@ -47,7 +47,7 @@ class QuantizedRowParallel(RowParallel):
         self._format: StoredFormat = weight.format
         self.scales = nn.Parameter(weight.scales, requires_grad=False)
         self.zeros: nn.Parameter | None = None
-        if isinstance(weight, Grouped):
+        if isinstance(weight, Int4Matrix):
             self.zeros = nn.Parameter(weight.zeros, requires_grad=False)
 
     @property
@@ -55,7 +55,7 @@ class QuantizedRowParallel(RowParallel):
         bits, scales = self.weight.data, self.scales.data
         if self.zeros is None:
             return Quantized(self._format, bits, scales)
-        return Grouped(self._format, bits, scales, self.zeros.data)
+        return Int4Matrix(self._format, bits, scales, self.zeros.data)
 
     def _multiply(self, x: Tensor) -> Tensor:
         return F.linear(x, self.stored.dequantize().to(x.dtype))

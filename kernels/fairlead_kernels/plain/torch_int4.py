@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor
 
-from fairlead_kernels.formats.int4 import Grouped, widened
-from fairlead_kernels.interface.layer import Groups, Packed
+from fairlead_kernels.formats.int4 import Int4Matrix, widened
+from fairlead_kernels.interface.layer import Int4Groups, Packed
 
 
-def pack(weights: Sequence[Grouped], factor: float) -> Packed:
+def pack(weights: Sequence[Int4Matrix], factor: float) -> Packed:
     """Matrices below each other as one, times ``factor``, as ``LayerOperations.pack``."""
     data = torch.cat([x.bits for x in weights])
     scales = torch.cat([x.scales for x in weights]).mul_(factor).T.contiguous()
@@ -26,19 +26,19 @@ def pack(weights: Sequence[Grouped], factor: float) -> Packed:
             before, order = orders.pop()
             rows += before
         orders.append((rows, order))
-    groups = Groups(zeros, tuple(orders))
-    return Packed(data, len(data), 2 * data.shape[1], scales, groups=groups)
+    int4_groups = Int4Groups(zeros, tuple(orders))
+    return Packed(data, len(data), 2 * data.shape[1], scales, int4_groups=int4_groups)
 
 
 def linear(
-    x: Tensor, weight: Packed, scales: Tensor, groups: Groups, bias: Tensor | None
+    x: Tensor, weight: Packed, scales: Tensor, int4_groups: Int4Groups, bias: Tensor | None
 ) -> Tensor:
     """Multiply x [T, columns] by a copy of the weights in its type, as the packages that publish
     them do.
     """
-    matrix = widened(weight.data, scales.T, groups.zeros.T, x.dtype)
+    matrix = widened(weight.data, scales.T, int4_groups.zeros.T, x.dtype)
     parts, first = [], 0
-    for rows, order in groups.orders:
+    for rows, order in int4_groups.orders:
         span = slice(first, first + rows)
         inputs = x if order is None else x[:, order]
         parts.append(F.linear(inputs, matrix[span], None if bias is None else bias[span]))
