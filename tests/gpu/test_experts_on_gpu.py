@@ -52,9 +52,9 @@ def test_a_product_is_the_references_and_a_tokens_the_same_bits_beside_any_other
     weights = weights if inputs_first else weights.transpose(1, 2)
     x = torch.randn(ENDS[-1], columns, device=CUDA).to(dtype)
     bias = torch.randn(count, rows, device=CUDA).to(dtype) if biased else None
-    ends = torch.tensor(ENDS, dtype=torch.int32, device=CUDA)
-    got = ours(x, weights, ends, bias)
-    want = reference.expert_product(x, weights, ends, bias)
+    expert_ends = torch.tensor(ENDS, dtype=torch.int32, device=CUDA)
+    got = ours(x, weights, expert_ends, bias)
+    want = reference.expert_product(x, weights, expert_ends, bias)
     limit = 2 * ROUNDING[dtype] * float(want.abs().max()) + 1e-5
     torch.testing.assert_close(got, want, rtol=0, atol=limit)
     part = torch.tensor([0, 0, 3, 9, 9, 10], dtype=torch.int32, device=CUDA)

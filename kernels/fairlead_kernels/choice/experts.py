@@ -27,11 +27,11 @@ class ExpertProduct(Protocol):
     """The product of each token and the weights of its expert."""
 
     def __call__(
-        self, x: Tensor, weights: Tensor, ends: Tensor, bias: Tensor | None = None
+        self, x: Tensor, weights: Tensor, expert_ends: Tensor, bias: Tensor | None = None
     ) -> Tensor:
         """Multiply: ``x`` [S, K], sorted by expert, ``weights`` [E, K, N] with any strides,
-        ``ends`` int32 [E], where each expert's tokens end, the last S, and ``bias`` [E, N] →
-        [S, N]. All but ``ends`` have one type, and nothing of ``ends`` is read on the host.
+        ``expert_ends`` int32 [E], where each expert's tokens end, the last S, and ``bias`` [E, N] →
+        [S, N]. All but ``expert_ends`` have one type, and nothing of that is read on the host.
         """
         ...
 
@@ -69,14 +69,16 @@ def choose(
     return triton_product, f"experts in Triton: {reason}"
 
 
-def torch_product(x: Tensor, weights: Tensor, ends: Tensor, bias: Tensor | None = None) -> Tensor:
+def torch_product(
+    x: Tensor, weights: Tensor, expert_ends: Tensor, bias: Tensor | None = None
+) -> Tensor:
     """``ExpertProduct`` as transformers' code has it, which rounds before it adds the bias. Where
-    torch has no kernel for the type and the GPU it reads ``ends`` on the host.
+    torch has no kernel for the type and the GPU it reads ``expert_ends`` on the host.
     """
-    out = torch.nn.functional.grouped_mm(x, weights, offs=ends)
+    out = torch.nn.functional.grouped_mm(x, weights, offs=expert_ends)
     if bias is not None:
-        places = torch.arange(len(x), device=x.device, dtype=ends.dtype)
-        out += bias[torch.searchsorted(ends, places, right=True)]
+        places = torch.arange(len(x), device=x.device, dtype=expert_ends.dtype)
+        out += bias[torch.searchsorted(expert_ends, places, right=True)]
     return out
 
 
@@ -84,21 +86,21 @@ def prove_product(product: ExpertProduct, sample: Matrices, name: str) -> None:
     """Compare with the reference for a few tokens. May compile, which takes seconds. Raises
     NotAvailableError with the reason where it does not run or computes something else.
     """
-    x, ends = _tokens(sample.weights)
+    x, expert_ends = _tokens(sample.weights)
     bias = None if sample.bias is None else sample.bias[:, -COMPARED:]
-    expected = reference.expert_product(x, sample.weights[..., -COMPARED:], ends, bias)
+    expected = reference.expert_product(x, sample.weights[..., -COMPARED:], expert_ends, bias)
 
     def compute() -> Tensor:
-        return product(x, sample.weights, ends, sample.bias)[:, -COMPARED:]
+        return product(x, sample.weights, expert_ends, sample.bias)[:, -COMPARED:]
 
     prove(name, compute, expected, x.dtype, "sum", expected.abs().max())
 
 
 def _prove_no_wait(sample: Matrices) -> None:
-    x, ends = _tokens(sample.weights)
+    x, expert_ends = _tokens(sample.weights)
     try:
         with _waits_raise():
-            torch_product(x, sample.weights, ends)
+            torch_product(x, sample.weights, expert_ends)
     except RuntimeError as error:
         raise NotAvailableError("torch's product waits for the device") from error
 
@@ -118,7 +120,7 @@ def _tokens(weights: Tensor) -> tuple[Tensor, Tensor]:
     experts, columns, _ = weights.shape
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(MANY + 3, columns, generator=generator) / columns**0.5
-    ends = torch.full((experts,), 2, dtype=torch.int32)
-    ends[experts // 2 :] = 3
-    ends[-1] = MANY + 3
-    return x.to(weights.device, weights.dtype), ends.to(weights.device)
+    expert_ends = torch.full((experts,), 2, dtype=torch.int32)
+    expert_ends[experts // 2 :] = 3
+    expert_ends[-1] = MANY + 3
+    return x.to(weights.device, weights.dtype), expert_ends.to(weights.device)

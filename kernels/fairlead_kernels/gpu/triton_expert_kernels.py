@@ -14,7 +14,7 @@ import triton.language as tl
 def multiply_experts(
     x,
     weights,
-    ends,
+    expert_ends,
     bias,
     out,
     experts,
@@ -37,8 +37,8 @@ def multiply_experts(
     """
     tile = tl.program_id(0)
     place = tl.arange(0, EXPERTS)
-    end = tl.load(ends + place, mask=place < experts, other=0)
-    begin = tl.load(ends + place - 1, mask=(place > 0) & (place < experts), other=0)
+    end = tl.load(expert_ends + place, mask=place < experts, other=0)
+    begin = tl.load(expert_ends + place - 1, mask=(place > 0) & (place < experts), other=0)
     tiles = tl.where(place < experts, (end - begin + TOKENS - 1) // TOKENS, 0)
     behind = tl.cumsum(tiles, 0)
     mine = (behind - tiles <= tile) & (tile < behind)

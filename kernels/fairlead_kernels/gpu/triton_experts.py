@@ -32,13 +32,13 @@ class TritonExperts:
         self._wide = wide
 
     def __call__(
-        self, x: Tensor, weights: Tensor, ends: Tensor, bias: Tensor | None = None
+        self, x: Tensor, weights: Tensor, expert_ends: Tensor, bias: Tensor | None = None
     ) -> Tensor:
         """``ExpertProduct``. Raises ValueError where a shape or a type does not fit."""
         experts, columns, rows = weights.shape
         count = x.shape[0]
         _check("x", x, (count, columns), weights.dtype)
-        _check("ends", ends, (experts,), torch.int32)
+        _check("expert_ends", expert_ends, (experts,), torch.int32)
         if bias is not None:
             _check("bias", bias, (experts, rows), weights.dtype)
         out = x.new_empty(count, rows)
@@ -47,7 +47,7 @@ class TritonExperts:
         self._kernels.multiply_experts[(tiles(count, experts), -(-rows // PRODUCT_ROWS))](
             x.contiguous(),
             weights,
-            ends.contiguous(),
+            expert_ends.contiguous(),
             weights if bias is None else bias.contiguous(),
             out,
             experts,

@@ -133,13 +133,13 @@ def likeliest(
 def expert_product(
     x: torch.Tensor,
     weights: torch.Tensor,
-    ends: torch.Tensor,
+    expert_ends: torch.Tensor,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``experts.ExpertProduct``, but that it reads ``ends`` on the host."""
+    """``experts.ExpertProduct``, but that it reads ``expert_ends`` on the host."""
     out = x.new_zeros(x.shape[0], weights.shape[2])
     begin = 0
-    for expert, end in enumerate(ends.tolist()):
+    for expert, end in enumerate(expert_ends.tolist()):
         if end > begin:
             total = x[begin:end].double() @ weights[expert].double()
             out[begin:end] = total if bias is None else total + bias[expert].double()

@@ -71,11 +71,11 @@ def test_a_product_is_the_references_however_tokens_are_divided(
     weights = LAYOUTS[layout](len(counts), columns, rows)
     # A view keeps its strides where the type changes.
     weights = torch.empty_strided(weights.shape, weights.stride(), dtype=dtype).copy_(weights)
-    x, ends = torch.randn(sum(counts), columns).to(dtype), ends_of(counts)
+    x, expert_ends = torch.randn(sum(counts), columns).to(dtype), ends_of(counts)
     bias = torch.randn(len(counts), rows).to(dtype) if biased else None
-    want = reference.expert_product(x, weights, ends, bias)
+    want = reference.expert_product(x, weights, expert_ends, bias)
     for interpreted in (False, True):
-        got = triton_standin.experts(interpreted=interpreted)(x, weights, ends, bias)
+        got = triton_standin.experts(interpreted=interpreted)(x, weights, expert_ends, bias)
         assert got.dtype is dtype
         limit = 2 * ROUNDING[dtype] * (float(want.abs().max()) if len(x) else 0) + 1e-5
         torch.testing.assert_close(got, want, rtol=0, atol=limit)
@@ -113,9 +113,9 @@ def test_a_launch_depends_on_shapes_alone_and_has_one_tile() -> None:
     launched = Launched()
     ours = TritonExperts(launched)
     weights = torch.empty(128, 48, 200, device="meta")
-    ends = torch.empty(128, dtype=torch.int32, device="meta")
+    expert_ends = torch.empty(128, dtype=torch.int32, device="meta")
     for count in (0, 1, 8, 64, 900):
-        out = ours(torch.empty(count, 48, device="meta"), weights, ends)
+        out = ours(torch.empty(count, 48, device="meta"), weights, expert_ends)
         assert out.shape == (count, 200)
     assert launched.grids == [(1, 4), (8, 4), (64, 4), (128 + 772 // 64, 4)]
     assert all(options == launched.options[0] for options in launched.options)
@@ -135,15 +135,17 @@ def test_no_division_needs_more_tiles_than_the_grid_has(counts: list[int]) -> No
 
 def test_what_does_not_fit_is_refused_by_name() -> None:
     ours = TritonExperts(None)  # nothing is launched
-    x, weights, ends = torch.zeros(4, 8), torch.zeros(3, 8, 5), ends_of([1, 1, 2])
+    x, weights, expert_ends = torch.zeros(4, 8), torch.zeros(3, 8, 5), ends_of([1, 1, 2])
     with pytest.raises(ValueError, match=r"^x: \(4, 7\) in torch.float32, not \(4, 8\)"):
-        ours(x[:, :7], weights, ends)
+        ours(x[:, :7], weights, expert_ends)
     with pytest.raises(ValueError, match=r"^x: .* in torch.float32, not .* in torch.bfloat16"):
-        ours(x, weights.bfloat16(), ends)
-    with pytest.raises(ValueError, match=r"^ends: \(3,\) in torch.int64, not .* in torch.int32"):
-        ours(x, weights, ends.long())
+        ours(x, weights.bfloat16(), expert_ends)
+    with pytest.raises(
+        ValueError, match=r"^expert_ends: \(3,\) in torch.int64, not .* in torch.int32"
+    ):
+        ours(x, weights, expert_ends.long())
     with pytest.raises(ValueError, match=r"^bias: \(3, 4\)"):
-        ours(x, weights, ends, torch.zeros(3, 4))
+        ours(x, weights, expert_ends, torch.zeros(3, 4))
 
 
 # -- the choice at start
@@ -159,9 +161,9 @@ def test_kernels_that_compute_what_the_reference_does_are_proven(count: int) -> 
     experts.prove_product(triton_standin.experts(interpreted=True), sample, "ours")
 
 
-def wrong(x: Tensor, weights: Tensor, ends: Tensor, bias: Tensor | None = None) -> Tensor:
+def wrong(x: Tensor, weights: Tensor, expert_ends: Tensor, bias: Tensor | None = None) -> Tensor:
     """Of the last expert's second tile."""
-    out = reference.expert_product(x, weights, ends, bias)
+    out = reference.expert_product(x, weights, expert_ends, bias)
     out[-1] *= 1.2
     return out
 

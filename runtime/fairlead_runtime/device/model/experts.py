@@ -54,11 +54,11 @@ def _experts(
     count, per_token = chosen.shape
     ids, order = torch.sort(chosen.reshape(-1))
     numbers = torch.arange(experts.num_experts, device=ids.device, dtype=ids.dtype)
-    ends = torch.searchsorted(ids, numbers, right=True, out_int32=True)
+    expert_ends = torch.searchsorted(ids, numbers, right=True, out_int32=True)
 
     def multiplied(x: Tensor, name: str) -> Tensor:
         weights, bias = _matrices(experts, name)
-        return product(x.to(weights.dtype), weights, ends, bias)
+        return product(x.to(weights.dtype), weights, expert_ends, bias)
 
     out = multiplied(hidden[order // per_token], _first(experts))
     gate = experts._apply_gate if experts.has_gate else experts.act_fn  # noqa: SLF001 - as theirs
