@@ -908,7 +908,7 @@ BUGS = (
     PackageBug(
         "the workspace of plans for graphs holds the parts of one tile a row",
         "fairlead_kernels.packages.flashinfer_memory:split_bytes",
-        "-(-rows * group // tile) + rows - 1)",
+        "-(-rows * per_kv // tile) + rows - 1)",
         "rows)",
         ON_FLASHINFER,
     ),
@@ -992,8 +992,8 @@ BUGS = (
     PackageBug(
         "a block larger than the staging buffer is not copied",
         "fairlead_kernels.plain.copy_blocks:copy_blocks",
-        "part = max(1, STAGING_BYTES * source.shape[dim] // source.nbytes)",
-        "part = STAGING_BYTES * source.shape[dim] // source.nbytes",
+        "chunk = max(1, STAGING_BYTES * source.shape[dim] // source.nbytes)",
+        "chunk = STAGING_BYTES * source.shape[dim] // source.nbytes",
         ("unit/device/test_attention_kernels.py",),
     ),
     PackageBug(
@@ -1405,13 +1405,13 @@ BUGS = (
     PackageBug(
         "a package multiplies columns in an order of their own as they are",
         "fairlead_kernels.packages.humming_products:HummingProducts.multiply",
-        "inputs=x if part.order is None else x.index_select(1, part.order),",
+        "inputs=x if segment.order is None else x.index_select(1, segment.order),",
         "inputs=x,",
         ON_HUMMING,
     ),
     PackageBug(
         "a package gets zero points of rows in another order",
-        "fairlead_kernels.packages.humming_products:HummingProducts._part",
+        "fairlead_kernels.packages.humming_products:HummingProducts._segment",
         "words.T.contiguous()",
         "words.T.flip(0).contiguous()",
         ON_HUMMING,

@@ -61,7 +61,7 @@ class CpuOperations:
         self.library = functions
         self.name = functions.instruction_set
         self._panel: int = functions.panel_width()
-        self._likeliest_part: int = functions.likeliest_part()
+        self._candidate_floats: int = functions.likeliest_part()
 
     @property
     def model_operations(self) -> Self:
@@ -173,7 +173,7 @@ class CpuOperations:
         x = dense(x, "x", weight.columns)
         count, threads = x.shape[0], torch.get_num_threads()
         values, columns = torch.empty(count), torch.empty(count, dtype=torch.int64)
-        candidates = torch.empty(threads * count * self._likeliest_part)
+        candidates = torch.empty(threads * count * self._candidate_floats)
         digits = self._digits(x, weight)
         self.library.likeliest(
             x.data_ptr(),

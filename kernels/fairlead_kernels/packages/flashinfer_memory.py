@@ -21,11 +21,11 @@ def split_bytes(
     which is more from some dozens on. Counted as in the package's ``PrefillSplitQOKVIndptr`` and
     ``FA2DetermineCtaTileQ``.
     """
-    group = query // kv
-    if group > 64 and dim < 256:
+    per_kv = query // kv
+    if per_kv > 64 and dim < 256:
         tile = 128
     else:
-        tile = 64 if group > 16 or older else 16
-    tiles = max(2 * processors // kv, -(-rows * group // tile) + rows - 1)
-    parts = -(-tiles * tile // group)
+        tile = 64 if per_kv > 16 or older else 16
+    tiles = max(2 * processors // kv, -(-rows * per_kv // tile) + rows - 1)
+    parts = -(-tiles * tile // per_kv)
     return sum(-(-query * parts * size * 4 // 16) * 16 for size in (dim, 1))

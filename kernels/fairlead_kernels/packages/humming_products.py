@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 # tuned for LARGE.
 BOUNDS, LARGE, UNBOUNDED = (16, 64, 256), 2048, 1 << 30
 # Its kernels whose programs have whole sums, in float32. By default up to ten programs share one,
-# and add their parts in 16 bits, in any order: two equal steps would differ.
+# and add their sums in 16 bits, in any order: two equal steps would differ.
 WHOLE_SUMS = json.dumps({"use_batch_invariant": True})
 # The most by which a scale may be rounded, in units of itself or of a sixteenth of the largest.
 SCALE = {torch.bfloat16: 2**-8, torch.float16: 2**-10}
@@ -43,7 +43,7 @@ ROWS_AT_A_TIME = 1024  # of a matrix that is widened to be compared with
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Part:
+class Segment:
     """Rows of a matrix that multiply the same columns of x in the same ``order``, None for as they
     are: the package's ``config`` and tensors, and its kernels by the number of tokens, as JSON.
     """
@@ -60,13 +60,13 @@ class Part:
 class HummingPacked(Packed):
     """A matrix in the package's layout, which only ``multiply`` can read."""
 
-    parts: tuple[Part, ...] = ()
+    segments: tuple[Segment, ...] = ()
     products: "HummingProducts | None" = field(default=None, repr=False)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        part_tensors = ((x.weight, x.scales, x.zeros, x.order) for x in self.parts)
-        return tuple(tensor for part in part_tensors for tensor in part if tensor is not None)
+        tensors = (y for x in self.segments for y in (x.weight, x.scales, x.zeros, x.order))
+        return tuple(tensor for tensor in tensors if tensor is not None)
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """``Packed.multiply``, for ``x`` in the type for which it was made. Raises
@@ -78,8 +78,8 @@ class HummingPacked(Packed):
             raise ValueError(f"x: {tuple(x.shape)} for weights of {self.columns} columns")
         if not len(x):
             return x.new_empty(0, self.rows)
-        parts = [self.products.multiply(x, part) for part in self.parts]
-        out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        products = [self.products.multiply(x, segment) for segment in self.segments]
+        out = products[0] if len(products) == 1 else torch.cat(products, dim=1)
         return out if bias is None else out.add_(bias)
 
 
@@ -126,16 +126,16 @@ class HummingProducts:
         self._packed_count += 1
         return packed
 
-    def multiply(self, x: Tensor, part: Part) -> Tensor:
-        """Multiply: x [T, columns] times the part's rows → [T, rows]."""
+    def multiply(self, x: Tensor, segment: Segment) -> Tensor:
+        """Multiply: x [T, columns] times the segment's rows → [T, rows]."""
         result: Tensor = self._package.forward(
-            part.config,
-            inputs=x if part.order is None else x.index_select(1, part.order),
-            weight=part.weight,
-            weight_scale=part.scales,
-            zero_point=part.zeros,
+            segment.config,
+            inputs=x if segment.order is None else x.index_select(1, segment.order),
+            weight=segment.weight,
+            weight_scale=segment.scales,
+            zero_point=segment.zeros,
             compute_config=WHOLE_SUMS,
-            tuning_config=part.kernels,
+            tuning_config=segment.kernels,
         )
         return result
 
@@ -146,15 +146,15 @@ class HummingProducts:
             raise NotAvailableError(reason)
         self._check(weight, scales, int4_groups)
         try:
-            parts = [
-                self._part(weight.data[span], scales[:, span], int4_groups.zeros[:, span], order)
+            segments = [
+                self._segment(weight.data[span], scales[:, span], int4_groups.zeros[:, span], order)
                 for span, order in _runs(int4_groups)
             ]
             packed = HummingPacked(
-                parts[0].weight.view(torch.uint8),
+                segments[0].weight.view(torch.uint8),
                 weight.rows,
                 weight.columns,
-                parts=tuple(parts),
+                segments=tuple(segments),
                 products=self,
             )
             if key not in self._known:
@@ -177,8 +177,10 @@ class HummingProducts:
         if not bool((errors <= limits).all()):
             raise NotAvailableError(f"{name_of(self.dtype)} does not hold all of its scales")
 
-    def _part(self, data: Tensor, scales: Tensor, zeros: Tensor, order: Tensor | None) -> Part:
-        """A part of ``data`` uint8 [rows, columns / 2], ``scales`` and ``zeros`` [G, rows]."""
+    def _segment(
+        self, data: Tensor, scales: Tensor, zeros: Tensor, order: Tensor | None
+    ) -> Segment:
+        """The segment of ``data`` uint8 [rows, columns / 2], ``scales`` and ``zeros`` [G, rows]."""
         rows, columns = len(data), 2 * data.shape[1]
         schema = self._package.schema(
             b_dtype="uint4",
@@ -201,7 +203,7 @@ class HummingProducts:
             torch_dtype=self.dtype,
             device=self._device,
         )
-        return Part(
+        return Segment(
             config,
             json.dumps(self._kernels(config)),
             tensors["weight"],
@@ -237,8 +239,8 @@ class HummingProducts:
             inputs = (x if order is None else x[:, order]).float()
             for begin in range(span.start, span.stop, ROWS_AT_A_TIME):
                 rows = slice(begin, min(begin + ROWS_AT_A_TIME, span.stop))
-                parts = data[rows], scales[:, rows].T, int4_groups.zeros[:, rows].T
-                expected = inputs @ widened(*parts, torch.float32).T
+                int4_tensors = data[rows], scales[:, rows].T, int4_groups.zeros[:, rows].T
+                expected = inputs @ widened(*int4_tensors, torch.float32).T
                 largest = expected.abs().amax(0)
                 for y in results:
                     compute = partial(y.narrow, 1, begin, len(largest))

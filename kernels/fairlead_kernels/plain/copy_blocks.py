@@ -8,7 +8,7 @@ import torch
 
 from fairlead_kernels.interface.cache_write import raw
 
-# Copies between two tensors go in parts of at most this size: sequences are offloaded when memory
+# Copies between two tensors go in chunks of at most this size: sequences are offloaded when memory
 # is short, so what is read first must not take as much as the sequence itself.
 STAGING_BYTES = 64 << 20
 
@@ -34,12 +34,12 @@ def copy_blocks(
     """
     if not pairs:
         return
-    part = len(pairs)
+    chunk = len(pairs)
     if source is not target:
-        part = max(1, STAGING_BYTES * source.shape[dim] // source.nbytes)
+        chunk = max(1, STAGING_BYTES * source.shape[dim] // source.nbytes)
     source, target = raw(source), raw(target)
-    for at in range(0, len(pairs), part):
-        sources, targets = zip(*pairs[at : at + part], strict=True)
+    for at in range(0, len(pairs), chunk):
+        sources, targets = zip(*pairs[at : at + chunk], strict=True)
         staged = source.index_select(dim, indices(sources, source.device))
         target.index_copy_(dim, indices(targets, target.device), staged)
 

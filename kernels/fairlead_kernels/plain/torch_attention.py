@@ -154,11 +154,11 @@ class TorchAttention:
         for strip in piece.strips():
             mask = strip.mask(q.dtype, q.device)
             queries, visible = slice(strip.begin, strip.end), slice(strip.low, strip.high)
-            part = q[:, :, queries], k[:, :, visible], v[:, :, visible]
+            tensors = q[:, :, queries], k[:, :, visible], v[:, :, visible]
             target[:, :, queries] = (
-                F.scaled_dot_product_attention(*part, attn_mask=mask, scale=spec.scale)
+                F.scaled_dot_product_attention(*tensors, attn_mask=mask, scale=spec.scale)
                 if fused
-                else _explicit(*part, mask, spec, sinks)
+                else _explicit(*tensors, mask, spec, sinks)
             )
 
 

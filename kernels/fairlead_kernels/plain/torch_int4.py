@@ -37,13 +37,13 @@ def linear(
     them do.
     """
     matrix = widened(weight.data, scales.T, int4_groups.zeros.T, x.dtype)
-    parts, first = [], 0
+    products, first = [], 0
     for rows, order in int4_groups.orders:
         span = slice(first, first + rows)
         inputs = x if order is None else x[:, order]
-        parts.append(F.linear(inputs, matrix[span], None if bias is None else bias[span]))
+        products.append(F.linear(inputs, matrix[span], None if bias is None else bias[span]))
         first += rows
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+    return products[0] if len(products) == 1 else torch.cat(products, dim=1)
 
 
 def _same(first: Tensor | None, second: Tensor | None) -> bool:

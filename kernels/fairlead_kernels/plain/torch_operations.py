@@ -44,18 +44,18 @@ class TorchOperations:
     ) -> Packed:
         """``LayerOperations.pack``: row after row."""
         quantized = as_quantized(weights)
-        if quantized is not None and (matrices := as_int4(quantized)):
-            return torch_int4.pack(matrices, factor)
+        if quantized is not None and (int4_matrices := as_int4(quantized)):
+            return torch_int4.pack(int4_matrices, factor)
         # torch concatenates integers of any kind, but not every kind of float.
-        parts = [x.bits if isinstance(x, Quantized) else x for x in weights]
-        first, rows = parts[0], sum(part.shape[0] for part in parts)
+        matrices = [x.bits if isinstance(x, Quantized) else x for x in weights]
+        first, rows = matrices[0], sum(matrix.shape[0] for matrix in matrices)
         data = first.new_empty(
             rows, first.shape[1], dtype=dtype if quantized is None else first.dtype
         )
         at = 0
-        for part in parts:
-            data[at : at + len(part)] = part
-            at += len(part)
+        for matrix in matrices:
+            data[at : at + len(matrix)] = matrix
+            at += len(matrix)
         if quantized is None:
             return Packed(data, rows, first.shape[1], factor=factor)
         scales = torch.cat([x.scales for x in quantized]).mul_(factor)
@@ -124,8 +124,8 @@ class TorchOperations:
         heads = qkv.view(qkv.shape[0], -1, dim)
         query, key, value = heads[:, : -2 * kv], heads[:, -2 * kv : -kv], heads[:, -kv:]
         query, key = (
-            _rotated(part if norm is None else _normalized(part, norm), cos, sin).to(qkv.dtype)
-            for part, norm in ((query, q_norm), (key, k_norm))
+            _rotated(head if norm is None else _normalized(head, norm), cos, sin).to(qkv.dtype)
+            for head, norm in ((query, q_norm), (key, k_norm))
         )
         write(key_cache, value_cache, slots, key, value)
         return query
