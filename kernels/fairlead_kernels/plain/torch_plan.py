@@ -158,7 +158,7 @@ def plan(
     single = single[np.argsort((lens - first)[single], kind="stable")]
     decodes = [
         _decodes(rows, single[members], device, dtype)
-        for members in _split_lengths((lens - first)[single], gather_tokens)
+        for members in _cut_lengths((lens - first)[single], gather_tokens)
     ]
     prefills = [
         Prefill(
@@ -196,7 +196,7 @@ def _decodes(rows: _RowArrays, chosen: Index, device: torch.device, dtype: torch
     return Decodes(tokens, Keys(length, slots=torch.from_numpy(slots.reshape(-1)).to(device)), mask)
 
 
-def _split_lengths(lengths: Index, limit: int) -> list[slice]:
+def _cut_lengths(lengths: Index, limit: int) -> list[slice]:
     """Cut ascending ``lengths`` into runs whose padded size is at most ``limit`` tokens and whose
     longest row is at most 64 tokens or twice the first. A run always takes its first row, of any
     length.

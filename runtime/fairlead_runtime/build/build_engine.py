@@ -1,7 +1,7 @@
 """The composition root: a model directory and a configuration become an engine.
 
 Owns the order: refuse settings → inspect → size → load → self-test → size again with the measured
-bytes → cache → runner → scheduler → engine. Each part gets the parts it needs in its constructor;
+bytes → cache → runner → scheduler → engine. Each gets what it needs in its constructor;
 nothing is configured afterwards.
 """
 

@@ -154,12 +154,12 @@ def _four_bits(weights: Mapping[str, Any], stored: object) -> Published:
         check_value(weights, key, works, prefix="weights.")
     if stored != _PACKED:
         raise refusal("format", stored, f"4-bit {_PACKED} is served")
-    group_size = 0
+    int4_group_size = 0
     if weights.get("strategy", "group") == "group":
-        group_size = weights.get("group_size", 0)
-        check_value({"group_size": group_size}, "group_size", GROUP_SIZES, prefix="weights.")
-    ordered = weights.get("actorder") in _SORTED and group_size > 0
-    return Published("int4", "weight_packed", 8, int4_group_size=group_size, ordered=ordered)
+        int4_group_size = weights.get("group_size", 0)
+        check_value({"group_size": int4_group_size}, "group_size", GROUP_SIZES, prefix="weights.")
+    ordered = weights.get("actorder") in _SORTED and int4_group_size > 0
+    return Published("int4", "weight_packed", 8, int4_group_size=int4_group_size, ordered=ordered)
 
 
 def _check_ignored(config: Mapping[str, Any], settings: Mapping[str, Any]) -> None:

@@ -90,7 +90,7 @@ def terms_of(
     packed = cpu and packs_on_cpu(shape, config)
     fused = cpu and fuses_on_cpu(shape, config)
     layer = 4 if fused else element
-    # Logits that come from all ranks are there in parts, too, before they are joined.
+    # Logits that come from all ranks are there in shards, too, before they are joined.
     copies = shape.logit_copies if tp == 1 else max(3, shape.logit_copies)
     # The kernels' head takes and gives float32.
     head = (2 * shape.hidden + copies * shape.vocab) * (4 if packed else element)
