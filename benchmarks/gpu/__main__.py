@@ -1,16 +1,18 @@
 """Our engine on a GPU against what the GPU can do, and beside transformers' continuous batching.
 
     make bench-gpu [SETUP=0] [ARGS="..."]
-    python -m benchmarks.gpu [--json FILE] [--svg FILE] [--minutes N] [--vllm PYTHON]
-                             [--compile LEVEL] [--device cuda] [--model "Llama-3-8B shape"]
+    python -m benchmarks.gpu [--json FILE] [--lines FILE] [--svg FILE] [--minutes N] [--ours-only]
+                             [--vllm PYTHON] [--compile LEVEL] [--device cuda]
+                             [--model "Llama-3-8B shape"]
 
-Random weights of the shape of Llama-3-8B in bfloat16, made on the device. In turns, round by round:
-decodes of 1, 8 and 64 rows at 1k tokens and of 8 at 4k, and prompts; then the share of the time in
-which the device is idle, and sampling. Then 256 rows, first ours and then theirs, since both do not
-fit; then ours without graphs, without steps launched ahead, and without fused layers; then vLLM,
-where a Python has it. The bound of a decode is the bytes of weights, keys and values over the rate
-at which this device read in this run; of prompts the rate of a large product. It ends in time: what
-does not fit is left out, with a message.
+Random weights of the shape of Llama-3-8B in bfloat16, made on the device. Ours first: decodes of 8
+and 64 rows at 1k tokens, of 1 and of 8 at 4k, prompts, the share of the time in which the device is
+idle, and sampling. Then the same in turns with transformers, round by round. Then 256 rows, first
+ours and then theirs, since both do not fit; then ours without graphs, without steps launched ahead,
+and without fused layers; then vLLM, where a Python has it. The bound of a decode is the bytes of
+weights, keys and values over the rate at which this device read in this run; of prompts the rate of
+a large product. It ends in time: what does not fit or fails is left out by itself, with a message.
+`--lines` has each figure as soon as it is known.
 
 `--device cpu --model tiny` runs all of it in seconds, to find faults of the program: its figures
 mean nothing.
@@ -25,8 +27,9 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,7 +50,6 @@ SAMPLING: dict[str, dict[str, Any]] = {
 }
 # The same in its words: without one its top_k is 50.
 THEIR_SAMPLING = {name: {"top_k": 0, **params} for name, params in SAMPLING.items()}
-GREEDY = {"temperature": 0.0}
 IDLE_STEPS = 16
 UNFUSED = "layers not fused"
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -98,9 +100,16 @@ class Run:
     """One run of the whole benchmark."""
 
     def __init__(
-        self, target: Target, plan: Plan, report: Report, budget: Budget, compiled: int = 0
+        self,
+        target: Target,
+        plan: Plan,
+        report: Report,
+        budget: Budget,
+        *,
+        compiled: int = 0,
+        ours_only: bool = False,
     ) -> None:
-        self.compiled = compiled
+        self.compiled, self.ours_only = compiled, ours_only
         self.target, self.plan, self.report, self.budget = target, plan, report, budget
         large = target.device.type == "cuda"
         self.machine = bounds.measure(target.device, target.dtype, large=large)
@@ -119,8 +128,15 @@ class Run:
         budget.run("in turns", start, self.in_turns)
         budget.run("the largest batch", start, self.crowd)
         for name, settings in VARIANTS.items():
-            budget.run(name, start, lambda name=name, given=settings: self.variant(name, given))  # type: ignore[misc]  # mypy infers no type of such a lambda
-        budget.run("vLLM", 2 * start, lambda: self.vllm(vllm))
+            budget.run(name, start, partial(self.variant, name, settings))
+        if not self.ours_only:
+            budget.run("vLLM", 2 * start, lambda: self.vllm(vllm))
+
+    def figure(self, row: Row, side: str, needs: float, work: Callable[[], float]) -> None:
+        """Measure one figure of a side. It may fail, or have no time: no other is lost with it."""
+        value = self.budget.run(f"{row.name}, {side}", needs, work)
+        if value is not None:
+            self.report.add(row, side, value)
 
     def decodes(self, rows: int, context: int, more: str = "") -> Row:
         """The row of these decodes."""
@@ -138,23 +154,29 @@ class Run:
             ours.first_token()
             self.report.cold = ours.cold
             self._warm(ours)
-            side = self.budget.run("transformers", self.plan.start, self._theirs)
-            for number in range(self.plan.rounds):
-                name = f"round {number + 1}"
-                self.budget.run(name, self.plan.start / 4, lambda: self._round(ours, side))
-            self.budget.run("idle time", 10, lambda: self._idle(ours))
-            if side is not None:
-                self.budget.run("transformers, idle time", 20, lambda: self._their_idle(side))
-                side.close()
-            model = None if side is None else side.model
+            self._round([ours])
+            self._idle(ours)
             for name in SAMPLING:
-                label = f"sampling, {name}"
-                self.budget.run(label, 5, lambda name=name: self._sampled(name, ours, model))  # type: ignore[misc]  # mypy infers no type of such a lambda
+                self._sampled(name, ours, None)
+            side = None
+            if not self.ours_only:
+                side = self.budget.run("transformers", self.plan.start, self._theirs)
+            if side is None:
+                return
+            for _ in range(self.plan.rounds):
+                self._round([ours, side])
+            self._idle(side)
+            side.close()
+            for name in SAMPLING:
+                needs = self.plan.start / 2
+                self.budget.run(
+                    f"sampling, {name}", needs, partial(self._sampled, name, ours, side.model)
+                )
 
     def _warm(self, ours: Ours) -> None:
         """What compiles, compiles before the first round."""
         for rows, context in self.plan.cases:
-            ours.decode(rows, context, 2, **GREEDY)
+            ours.decode(rows, context, 2)
         for params in SAMPLING.values():
             ours.decode(self.plan.cases[0][0], self.plan.cases[0][1], 2, **params)
 
@@ -170,70 +192,68 @@ class Run:
         self.their_settings = tried[name]
         return Theirs(model, sizes, self.their_settings)
 
-    def _round(self, ours: Ours, side: Theirs | None) -> None:
-        steps = self.plan.steps
-        for rows, context in self.plan.cases:
+    def _round(self, sides: Sequence[Ours | Theirs]) -> None:
+        """The cases that tell most first."""
+        steps, needs = self.plan.steps, self.plan.start / 20
+        first, *others, last = self.plan.cases
+        for rows, context in (*others, first, last):
             row = self.decodes(rows, context)
-            row.ours.append(statistics.median(ours.decode(rows, context, steps, **GREEDY)))
-            if side is not None:
-                row.theirs.append(statistics.median(side.decode(rows, context, steps)))
+            for side in sides:
+                self.figure(row, side.name, needs, partial(_decode, side, rows, context, steps))
+        for side in sides:
+            self.figure(self.prefills(), side.name, needs, partial(self._prefill, side))
+
+    def _prefill(self, side: Ours | Theirs) -> float:
+        """TFLOP/s."""
         prompts, length = self.plan.prompts
-        operations = self.work.prefill_operations(prompts, length) / 1e12
-        row = self.prefills()
-        row.ours.append(operations / ours.prefill(prompts, length))
-        if side is not None:
-            row.theirs.append(operations / side.prefill(prompts, length))
+        return self.work.prefill_operations(prompts, length) / 1e12 / side.prefill(prompts, length)
 
-    def _idle(self, ours: Ours) -> None:
+    def _idle(self, side: Ours | Theirs) -> None:
         for rows, context in self.plan.cases[:3]:
-            self._idle_row(rows, context).ours.append(100 * ours.idle(rows, context, IDLE_STEPS))
-
-    def _their_idle(self, side: Theirs) -> None:
-        for rows, context in self.plan.cases[:3]:
-            self._idle_row(rows, context).theirs.append(100 * side.idle(rows, context, IDLE_STEPS))
-
-    def _idle_row(self, rows: int, context: int) -> Row:
-        return self.report.row(f"device idle, {rows} rows at {context}", "% of the time")
+            row = self.report.row(f"device idle, {rows} rows at {context}", "% of the time")
+            work = partial(_idle, side, rows, context)
+            self.figure(row, side.name, self.plan.start / 10, work)
 
     def _sampled(self, name: str, ours: Ours, model: Any) -> None:
-        """In turns: transformers' manager samples all requests in one way, so each has its own."""
-        case, steps = self.plan.cases[2], self.plan.steps
-        row, ran = self.decodes(*case, f", {name}"), list[Theirs]()
+        """Ours, in turns with a manager of transformers where ``model`` is one: it samples all
+        requests in one way.
+        """
+        case, steps, needs = self.plan.cases[2], self.plan.steps, self.plan.start / 20
+        row = self.decodes(*case, f", {name}")
+        with ExitStack() as stack:
+            side = None if model is None else self._their_sampler(name, model, stack)
+            for _ in range(1 if model is None else self.plan.rounds):
+                work = partial(_decode, ours, *case, steps, **SAMPLING[name])
+                self.figure(row, ours.name, needs, work)
+                if side is not None:
+                    self.figure(row, side.name, needs, partial(_decode, side, *case, steps))
 
-        def start() -> None:
-            sizes = self.plan.sizes((case,))
-            ran.append(Theirs(model, sizes, self.their_settings, **THEIR_SAMPLING[name]))
-            ran[0].decode(*case, 2)
-
-        if model is not None:
-            self.budget.run(f"transformers, {name}", self.plan.start / 2, start)
-        try:
-            for _ in range(self.plan.rounds):
-                row.ours.append(statistics.median(ours.decode(*case, steps, **SAMPLING[name])))
-                for side in ran:
-                    row.theirs.append(statistics.median(side.decode(*case, steps)))
-        finally:
-            for side in ran:
-                side.close()
+    def _their_sampler(self, name: str, model: Any, stack: ExitStack) -> Theirs:
+        case = self.plan.cases[2]
+        sizes = self.plan.sizes((case,))
+        side = Theirs(model, sizes, self.their_settings, **THEIR_SAMPLING[name])
+        stack.callback(side.close)
+        side.decode(*case, 2)
+        return side
 
     def crowd(self) -> None:
         """Ours and then theirs: both caches do not fit beside both copies of the weights."""
         rows, context = self.plan.crowd
         sizes, row = self.plan.sizes((self.plan.crowd,)), self.decodes(rows, context)
+        work = rows, context, self.plan.steps
         with self._ours(sizes) as ours:
-            ours.decode(rows, context, 2, **GREEDY)
-            row.ours += [
-                statistics.median(ours.decode(rows, context, self.plan.steps, **GREEDY))
-                for _ in range(2)
-            ]
-        self.budget.run("transformers, the largest batch", 30, lambda: self._their_crowd(row))
+            ours.decode(rows, context, 2)
+            for _ in range(2):
+                self.figure(row, ours.name, 0, partial(_decode, ours, *work))
+        if self.ours_only:
+            return
+        self.figure(row, theirs.NAME, self.plan.start / 2, lambda: self._their_crowd(*work))
 
-    def _their_crowd(self, row: Row) -> None:
-        rows, context = self.plan.crowd
+    def _their_crowd(self, rows: int, context: int, steps: int) -> float:
         side = Theirs(self._model(), self.plan.sizes((self.plan.crowd,)), self.their_settings)
         try:
             side.decode(rows, context, 2)
-            row.theirs.append(statistics.median(side.decode(rows, context, self.plan.steps)))
+            return _decode(side, rows, context, steps)
         finally:
             side.close()
 
@@ -246,11 +266,11 @@ class Run:
         cases = self.plan.cases[0], self.plan.cases[2]
         with self._ours(self.plan.sizes(cases), **settings) as ours:
             for rows, context in cases:
-                ours.decode(rows, context, 2, **GREEDY)
+                ours.decode(rows, context, 2)
                 row = self.decodes(rows, context, f", {name}")
                 for _ in range(self.plan.rounds):
-                    taken = ours.decode(rows, context, self.plan.steps, **GREEDY)
-                    row.ours.append(statistics.median(taken))
+                    work = partial(_decode, ours, rows, context, self.plan.steps)
+                    self.figure(row, ours.name, 0, work)
 
     def vllm(self, python: str) -> None:
         """Its own figure, in a process of its own."""
@@ -283,6 +303,16 @@ class Run:
             ours.close()
 
 
+def _decode(side: Ours | Theirs, rows: int, context: int, steps: int, **params: Any) -> float:
+    """Milliseconds a step."""
+    return statistics.median(side.decode(rows, context, steps, **params))
+
+
+def _idle(side: Ours | Theirs, rows: int, context: int) -> float:
+    """Percent of the time."""
+    return 100 * side.idle(rows, context, IDLE_STEPS)
+
+
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -299,7 +329,9 @@ def options() -> argparse.Namespace:
         help="transformers' default_compile_level, tried beside its other settings: takes minutes",
     )
     parser.add_argument("--vllm", default="", help="a Python that has vLLM")
-    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    parser.add_argument("--ours-only", action="store_true", help="measure no other engine")
+    parser.add_argument("--json", type=Path, help="write all figures to this file at the end")
+    parser.add_argument("--lines", type=Path, help="append each figure to this file at once")
     parser.add_argument("--svg", type=Path, help="draw them to this file")
     parser.add_argument(
         "--folder", type=Path, help="for the directory without weights; default: a temporary one"
@@ -328,11 +360,12 @@ def main() -> None:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     budget = Budget(given.minutes * 60 - 45)  # what is left over is for ending and writing
     report = Report(device_name(device), given.model, str(dtype).removeprefix("torch."))
-    report.left_out = budget.left_out
+    report.left_out, report.figures = budget.left_out, given.lines
+    more = {"compiled": given.compile, "ours_only": given.ours_only}
     with tempfile.TemporaryDirectory() as temporary:
         target = Target(given.model, given.folder or Path(temporary), dtype, device)
         try:
-            Run(target, PLANS[given.model], report, budget, given.compile).all(given.vllm)
+            Run(target, PLANS[given.model], report, budget, **more).all(given.vllm)
         finally:  # an interrupted run has figures too
             write(report, given)
 

@@ -13,6 +13,7 @@ from benchmarks.gpu import shapes
 from benchmarks.gpu.bounds import idle, release, wait
 from benchmarks.gpu.patch import replaced
 from benchmarks.gpu.sizes import STEP, WARM, Sizes, new_tokens
+from benchmarks.turns import OURS
 
 from fairlead_runtime import LLM, SamplingParams
 from fairlead_runtime.build import load_rank
@@ -37,6 +38,8 @@ class Target:
 
 class Ours:
     """One engine. ``cold``: seconds of the parts of its start."""
+
+    name = OURS
 
     def __init__(
         self, target: Target, sizes: Sizes, *, fused: bool = True, **settings: Any
@@ -79,9 +82,10 @@ class Ours:
 
     def decode(self, rows: int, context: int, steps: int, **params: Any) -> list[float]:
         """Milliseconds of each of ``steps`` decodes of ``rows`` sequences of about ``context``
-        tokens. Raises RuntimeError where a step has not all rows.
+        tokens, greedy unless ``params`` say else. Raises RuntimeError where a step has not all
+        rows.
         """
-        with self._decoding(rows, context, steps, params) as step:
+        with self._decoding(rows, context, steps, {"temperature": 0.0, **params}) as step:
             taken = []
             wait(self.device)
             for _ in range(steps):

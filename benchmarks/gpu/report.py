@@ -2,12 +2,14 @@
 
 import datetime as dt
 import importlib.metadata
+import json
 import platform
 import shlex
 import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,8 +34,11 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        """How many times as good ours is as theirs: the median over the rounds that both have."""
-        pairs = [pair for pair in zip(self.ours, self.theirs, strict=False) if all(pair)]
+        """How many times as good ours is as theirs: the median over the rounds that both have,
+        which are the last ones.
+        """
+        turns = zip(reversed(self.ours), reversed(self.theirs), strict=False)
+        pairs = [pair for pair in turns if all(pair)]
         ratios = [ours / theirs if self.more else theirs / ours for ours, theirs in pairs]
         return statistics.median(ratios) if ratios else None
 
@@ -48,7 +53,9 @@ class Row:
 
 @dataclass
 class Report:
-    """All that is printed and written. ``notes``: sentences; ``left_out``: reasons by part."""
+    """All that is printed and written. ``notes``: sentences; ``left_out``: reasons by part;
+    ``figures``: a file of JSON lines that has each figure as soon as it is known.
+    """
 
     device: str
     model: str
@@ -57,6 +64,7 @@ class Report:
     cold: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     left_out: Mapping[str, str] = field(default_factory=dict)
+    figures: Path | None = None
     versions: dict[str, str] = field(default_factory=lambda: dict(_versions()))
     date: str = field(default_factory=lambda: dt.datetime.now(dt.UTC).isoformat()[:16])
     command: str = field(
@@ -70,6 +78,14 @@ class Report:
                 return one
         self.rows.append(Row(name, unit, bound=bound, more=more))
         return self.rows[-1]
+
+    def add(self, row: Row, side: str, value: float) -> None:
+        """Note a figure of a side, ours by its name."""
+        (row.ours if side == OURS else row.theirs).append(value)
+        if self.figures is not None:
+            line = {"name": row.name, "unit": row.unit, "side": side, "value": value}
+            with self.figures.open("a") as file:
+                file.write(json.dumps(line | {"bound": row.bound}) + "\n")
 
     def lines(self) -> Iterator[str]:
         """The table in Markdown, with all that is needed to take it again."""
@@ -96,7 +112,8 @@ class Report:
 
     def value(self) -> dict[str, Any]:
         rows = [{**vars(row), "ratio": row.ratio, "share": row.share} for row in self.rows]
-        return {**vars(self), "rows": rows, "left_out": dict(self.left_out)}
+        values = {name: value for name, value in vars(self).items() if name != "figures"}
+        return {**values, "rows": rows, "left_out": dict(self.left_out)}
 
 
 def _spread(values: Sequence[float]) -> str:

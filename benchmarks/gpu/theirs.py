@@ -13,6 +13,7 @@ import transformers
 from benchmarks.gpu.bounds import idle, release, wait
 from benchmarks.gpu.sizes import STEP, WARM, Sizes, new_tokens
 
+NAME = "transformers"
 PAGE = 256  # tokens of its blocks, the default
 # Seconds for the first result: of many long prompts it comes once all of them are computed, and
 # what is compiled is compiled before.
@@ -33,6 +34,8 @@ def candidates(level: int) -> dict[str, dict[str, Any]]:
 
 class Theirs:
     """A running manager. ``sampled``: settings of transformers' GenerationConfig."""
+
+    name = NAME
 
     def __init__(
         self, model: Any, sizes: Sizes, settings: Mapping[str, Any], **sampled: Any
@@ -69,8 +72,10 @@ class Theirs:
     def close(self) -> None:
         self._stack.close()
 
-    def decode(self, rows: int, context: int, steps: int) -> list[float]:
-        """Milliseconds of each step in which all rows decode, at least ``steps`` of them."""
+    def decode(self, rows: int, context: int, steps: int, **_: Any) -> list[float]:
+        """Milliseconds of each step in which all rows decode, at least ``steps`` of them. Its
+        requests sample as the manager was told.
+        """
         results = self._all(rows, context, new_tokens(rows, context, steps))
         times = [result.timestamps for result in results]
         return steps_together(times, steps)

@@ -2,10 +2,11 @@
 that all rows decode together, and its table.
 """
 
+import json
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from xml.etree import ElementTree as ET
 
 import pytest
@@ -17,6 +18,7 @@ from benchmarks.gpu.budget import Budget, LeftOutError
 from benchmarks.gpu.ours import Target
 from benchmarks.gpu.report import Report, Row
 from benchmarks.gpu.sizes import Sizes, new_tokens
+from benchmarks.turns import OURS
 
 from fairlead_runtime.models import files
 
@@ -119,15 +121,20 @@ def test_a_device_is_idle_while_nobody_computes_whichever_thread_does() -> None:
 
 class Side:
     """An engine that takes as long as it is told; ``asked``: rows, context, steps and parameters of
-    each call.
+    each call; ``fails``: at decodes of so many rows.
     """
 
-    def __init__(self, milliseconds: float, asked: list[Any], **settings: Any) -> None:
+    fails = 0
+
+    def __init__(self, name: str, milliseconds: float, asked: list[Any], **settings: Any) -> None:
+        self.name = name
         self._taken, self._asked, self.cold = milliseconds, asked, {"load": 1.0}
         self._settings, self.model = settings, "its model"
 
     def decode(self, rows: int, context: int, steps: int, **params: Any) -> list[float]:
         self._asked.append((rows, context, steps, self._settings | params))
+        if self.name == theirs.NAME and rows == self.fails:
+            raise RuntimeError("no memory for so many rows")
         return [self._taken] * steps
 
     def prefill(self, rows: int, length: int) -> float:
@@ -143,20 +150,36 @@ class Side:
         self._asked.append("closed")
 
 
-def test_both_sides_compute_the_same_and_are_written_in_the_same_unit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ours, theirs_asked = list[Any](), list[Any]()
-    monkeypatch.setattr(program, "Ours", lambda *_, **__: Side(2.0, ours))
-    monkeypatch.setattr(
-        program,
-        "Theirs",
-        lambda _model, _sizes, given, **sampled: Side(6.0, theirs_asked, **given, **sampled),
-    )
+class Asked(NamedTuple):
+    ours: list[Any]
+    theirs: list[Any]
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
+    calls = Asked([], [])
+
+    def their_side(_model: Any, _sizes: Any, given: Any, **sampled: Any) -> Side:
+        return Side(theirs.NAME, 6.0, calls.theirs, **given, **sampled)
+
+    monkeypatch.setattr(program, "Ours", lambda *_, **__: Side(OURS, 2.0, calls.ours))
+    monkeypatch.setattr(program, "Theirs", their_side)
     monkeypatch.setattr(theirs, "best", lambda *_: ("graphs and asynchronous", "fast"))
-    target = Target(shapes.TINY, tmp_path, torch.float32, torch.device("cpu"))
-    made, plan = Report("a GPU", "tiny", "float32"), program.PLANS[shapes.TINY]
-    run = program.Run(target, plan, made, Budget(1000))
+    return calls
+
+
+def run_of(folder: Path, **more: Any) -> program.Run:
+    """With its figures in a file of lines."""
+    target = Target(shapes.TINY, folder, torch.float32, torch.device("cpu"))
+    made = Report("a GPU", "tiny", "float32", figures=folder / "figures.jsonl")
+    return program.Run(target, program.PLANS[shapes.TINY], made, Budget(1000), **more)
+
+
+def test_both_sides_compute_the_same_and_are_written_in_the_same_unit(
+    tmp_path: Path, asked: Asked
+) -> None:
+    run = run_of(tmp_path)
+    plan, made = run.plan, run.report
     run.in_turns()
     run.crowd()
     rows = {row.name: row for row in made.rows}
@@ -170,16 +193,58 @@ def test_both_sides_compute_the_same_and_are_written_in_the_same_unit(
     assert not run.budget.left_out
     # Greedy steps are greedy on both sides, sampled ones sample alike.
     fast = {"use_cuda_graph": True, "use_async_batching": True}
-    measured = [one for one in theirs_asked if one != "closed" and one[2] == plan.steps]
+    measured = [one for one in asked.theirs if one != "closed" and one[2] == plan.steps]
+    first, second, third, last = plan.cases
     assert [one for one in measured if one[3] == fast][:4] == [
-        (*case, 4, fast) for case in plan.cases
+        (*case, 4, fast) for case in (second, third, first, last)
     ]
+    assert asked.ours.count((*plan.cases[2], 4, {})) == 1 + plan.rounds
     for name, params in program.SAMPLING.items():
         sampled = {"top_k": 0, **params}
         assert measured.count((*plan.cases[2], 4, fast | sampled)) == plan.rounds, name
-        assert ours.count((*plan.cases[2], 4, params)) == plan.rounds, name
-    assert ours.count("closed") == 2
-    assert theirs_asked.count("closed") == 1 + 3 + 1
+        assert asked.ours.count((*plan.cases[2], 4, params)) == 1 + plan.rounds, name
+    assert asked.ours.count("closed") == 2
+    assert asked.theirs.count("closed") == 1 + 3 + 1
+
+
+def test_every_figure_of_ours_is_written_before_another_side_starts(
+    tmp_path: Path, asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_of(tmp_path)
+
+    def start() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "_theirs", start)
+    with pytest.raises(KeyboardInterrupt):
+        run.in_turns()
+    lines = [json.loads(line) for line in (tmp_path / "figures.jsonl").read_text().splitlines()]
+    assert {line["side"] for line in lines} == {OURS}
+    assert {line["name"] for line in lines} == {row.name for row in run.report.rows}
+    assert len(lines) == 4 + 1 + 3 + 3
+    assert asked.theirs == []
+
+
+def test_a_side_that_fails_at_one_case_drops_no_other(
+    tmp_path: Path, asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_of(tmp_path)
+    monkeypatch.setattr(Side, "fails", run.plan.cases[1][0])
+    run.in_turns()
+    rows = {row.name: row for row in run.report.rows}
+    for name, row in rows.items():
+        assert row.ours, name
+        assert bool(row.theirs) is (name != "decode, 3 rows at 24"), name
+    assert list(run.budget.left_out) == ["decode, 3 rows at 24, transformers"]
+    assert asked.theirs.count("closed") == 1 + 3
+
+
+def test_ours_only_starts_no_other_engine(tmp_path: Path, asked: Asked) -> None:
+    run = run_of(tmp_path, ours_only=True)
+    run.all("")
+    assert asked.theirs == []
+    assert not run.budget.left_out
+    assert all(row.ours for row in run.report.rows)
 
 
 def test_the_fastest_of_their_settings_that_run_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +311,8 @@ def report() -> Report:
 
 def test_rows_say_how_near_the_bound_and_how_many_times_as_fast() -> None:
     decode, prompts, alone = report().rows
-    assert (decode.ratio, decode.share) == (2.25, 4 / 6)
+    assert decode.ratio == pytest.approx(2.45), "of the last rounds of both"
+    assert decode.share == 4 / 6
     assert (prompts.ratio, prompts.share) == (2.0, 0.75)
     assert (alone.ratio, alone.share) == (None, 0.1)
     assert Row("none", "ms", bound=1.0).share is None
@@ -254,7 +320,7 @@ def test_rows_say_how_near_the_bound_and_how_many_times_as_fast() -> None:
 
 def test_the_table_has_every_row_the_start_and_what_was_left_out() -> None:
     text = "\n".join(report().lines())
-    assert "| decode, ms a step | 6 (5 to 8) | 13.5 (12 to 15) | 2.25 | 67% of 4 |" in text
+    assert "| decode, ms a step | 6 (5 to 8) | 13.5 (12 to 15) | 2.45 | 67% of 4 |" in text
     assert "| prompts, TFLOP/s | 600 (600 to 600) | 300 (300 to 300) | 2.00 | 75% of 800 |" in text
     assert "| load | 1.50 |" in text
     assert "left out: vLLM: not here" in text
