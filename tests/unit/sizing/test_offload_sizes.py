@@ -87,13 +87,17 @@ def test_an_engine_that_only_the_staging_buffer_keeps_from_fitting_is_told_so() 
     """By the plan of the operator, and by the runtime."""
     config = replace(OFFLOADING, max_memory_percent=1.0, num_blocks=512)
     without = solve(SHAPE, replace(config, cpu_offload_space=0.0), GPU, {})
-    message = plan_memory(SHAPE, config, DeviceFacts("cuda", without.used)).message
-    assert "cpuOffloadSpace 0" in message
-    full = DeviceFacts("cuda", without.used - without.terms["kv"] + without.block_bytes)
+    full = DeviceFacts("cuda", without.used)
+    assert "set cpuOffloadSpace 0 or " in plan_memory(SHAPE, config, full).message
     with pytest.raises(ConfigError) as error:
-        resolve(replace(config, num_blocks=None), SHAPE, full, dtype="bfloat16")
+        resolve(config, SHAPE, full, dtype="bfloat16")
+    assert error.value.hint.startswith("set --cpu-offload-space 0 or ")
+    one_block = DeviceFacts("cuda", without.used - without.terms["kv"] + without.block_bytes)
+    with pytest.raises(ConfigError) as error:
+        resolve(replace(config, num_blocks=None), SHAPE, one_block, dtype="bfloat16")
     assert error.value.field == "cpu_offload_space"
-    assert "--cpu-offload-space 0" in error.value.hint
+    # That would leave room for one block: advised is what holds a whole sequence.
+    assert "cpu-offload-space" not in error.value.hint
 
 
 def test_the_report_has_the_pinned_memory_of_all_ranks_beside_the_plan() -> None:
