@@ -250,7 +250,6 @@ BUGS = (
         "FailureKind.GRAMMAR",
         "FailureKind.INTERNAL",
         ("unit/api/test_completions.py",),
-        quick="test_an_answer_names_the_failure_that_is_the_clients",
     ),
     PackageBug(
         "a choice's output does not say what has failed",
@@ -258,7 +257,6 @@ BUGS = (
         "last.failure if last is not None else None",
         "None",
         ("unit/serving/test_choice.py",),
-        quick="test_the_last_output_has_the_failure",
     ),
     PackageBug(
         "a proxy may buffer the stream",
@@ -2190,7 +2188,7 @@ BUGS = (
         "first.logprobs or second.logprobs",
         "first.logprobs",
         (TABLE_TESTS,),
-        quick="test_all_rows_together_decide_how_a_step_is_sampled[params3-way3]",
+        quick="test_all_rows_together_decide_how_a_step_is_sampled[params3-mode3]",
     ),
     PackageBug(
         "a row has the list of the sequence before it",
@@ -2535,7 +2533,6 @@ BUGS = (
         "[i, *r.failure]",
         "[i, r.failure.message]",
         ("unit/scheduling/test_recording.py",),
-        quick="test_failures_keep_their_kinds_and_older_ones_are_internal",
     ),
     PackageBug(
         "the order of what attention returns is as wide as the hidden states",

@@ -77,6 +77,10 @@ class Prometheus:
             )
         except httpx.TransportError:
             return []
+        if (
+            answer.status_code == httpx.codes.SERVICE_UNAVAILABLE
+        ):  # its port is open before it reads
+            return []
         body = answer.json()
         assert body["status"] == "success", body
         series: list[Object] = body["data"]["result"]
