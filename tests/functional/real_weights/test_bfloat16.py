@@ -14,12 +14,10 @@ from fairlead_runtime import LLM, SamplingParams
 from fairlead_runtime.models import loading
 from fairlead_runtime.settings.engine_config import EngineConfig
 from support import real_answers
-from support.full import LONG_FORM
 from support.real_weights import SMOLLM2
 
 # The first run on a machine fetches 330 MB and converts them.
-pytestmark = pytest.mark.timeout(1800)
-EVERY = 1 if LONG_FORM else 4  # of forty conversations
+pytestmark = [pytest.mark.timeout(1800), pytest.mark.full]
 TOKENS = 48
 BATCH = 5
 PADDING = 0  # token id
@@ -73,7 +71,7 @@ def test_greedy_tokens_are_those_of_transformers_as_far_as_its_batches_agree() -
     config = EngineConfig(dtype="bfloat16")
     loaded = loading.load(SMOLLM2.folder(), config=config)
     widen_products(loaded.model)
-    spoken = real_answers.conversations()[::EVERY]
+    spoken = real_answers.conversations()
     prompts = [real_answers.prompt_of(loaded.tokenizer, messages) for messages in spoken]
     ours = answers(prompts)
     texts = [[*prompt, *answer] for prompt, answer in zip(prompts, ours, strict=True)]
