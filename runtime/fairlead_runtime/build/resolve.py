@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
 from fairlead_runtime.settings.supported import without_effect
 from fairlead_runtime.sizing.checkpoint_formats import check_stored
-from fairlead_runtime.sizing.fixes import advise, find_fixes
+from fairlead_runtime.sizing.fixes import advise
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.solve import MemoryPlan
 from fairlead_runtime.sizing.terms import GIB, PROCESS, DeviceFacts, gib, surplus_queue
@@ -71,8 +71,7 @@ def resolve(
     plan = plan_memory(shape, config, device, measured)
 
     def refusal(field: str, problem: str) -> ConfigError:
-        fixes = find_fixes(shape, config, device, measured or {})
-        return ConfigError(field, problem, advise(fixes, device, flags=True))
+        return ConfigError(field, problem, advise(plan.fixes, device, flags=True))
 
     if plan.used > plan.budget or plan.num_blocks < 1:
         problem = (

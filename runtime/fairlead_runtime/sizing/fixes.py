@@ -14,7 +14,7 @@ from fairlead_runtime.settings.engine_config import EngineConfig, flag_of
 from fairlead_runtime.settings.supported import is_supported
 from fairlead_runtime.sizing.arithmetic import ceil_div
 from fairlead_runtime.sizing.shape import ModelShape
-from fairlead_runtime.sizing.solve import solve
+from fairlead_runtime.sizing.solve import Fix, solve
 from fairlead_runtime.sizing.tensor_parallel import COUNTS, reason_against
 from fairlead_runtime.sizing.terms import DEFAULT_QUEUE, GIB, DeviceFacts, dtype_of, max_model_len
 
@@ -22,8 +22,6 @@ LARGEST = 1 << 16  # GiB of memory: no machine has more
 MEMORY = "memory"  # in a fix: GiB of the device, which is no setting
 UPPER_BOUNDS = ("max_queue", "cpu_offload_space", "max_batch_tokens", "max_model_len")
 _PATHS = {f.name: f.metadata["cr"] or "" for f in fields(EngineConfig)}
-
-Fix = Mapping[str, float]  # by field of EngineConfig, or MEMORY: all of them together are one fix
 
 
 def find_fixes(

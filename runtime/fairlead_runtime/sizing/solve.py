@@ -34,6 +34,8 @@ from fairlead_runtime.sizing.terms import (
 # A slot is a token's place in one layer group. Block tables hold int32, as does the arithmetic of
 # kernels on them, so all units together have fewer slots than this.
 SLOTS = 1 << 31
+# Values that together let an engine fit, by field of EngineConfig or ``fixes.MEMORY``.
+Fix = Mapping[str, float]
 CPU_CACHE = 4 * GIB  # a CPU's cache takes no more unless num_blocks asks for it
 
 
@@ -62,6 +64,7 @@ class MemoryPlan:
     full_length_sequences: int
     fits: bool
     message: str
+    fixes: Sequence[Fix] = ()  # each of them alone lets an engine fit that does not
 
     @property
     def concurrent_tokens(self) -> int:

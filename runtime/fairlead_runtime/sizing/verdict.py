@@ -40,16 +40,12 @@ def plan_memory(
     refuse(shape, config.tensor_parallel)
     config = as_stored(config, shape.quantized)
     memory = solve(shape, config, device, measured or {})
-    return replace(memory, message=_message(memory, shape, config, device, measured or {}))
+    if not memory.fits:
+        memory = replace(memory, fixes=find_fixes(shape, config, device, measured or {}))
+    return replace(memory, message=_message(memory, config, device))
 
 
-def _message(
-    memory: MemoryPlan,
-    shape: ModelShape,
-    config: EngineConfig,
-    device: DeviceFacts,
-    measured: Mapping[str, int],
-) -> str:
+def _message(memory: MemoryPlan, config: EngineConfig, device: DeviceFacts) -> str:
     if memory.fits:
         count = memory.full_length_sequences
         sequences = f"{count} sequence{'' if count == 1 else 's'} of {memory.max_model_len} tokens"
@@ -78,5 +74,4 @@ def _message(
         cpu_limit = CPU_CACHE // config.tensor_parallel
         room = min(free, cpu_limit) if device.kind == "cpu" else free
         problem = f"needs {gib(needed)} GiB of KV cache, has {gib(room)}"
-    fixes = find_fixes(shape, config, device, measured)
-    return f"{problem}: {advise(fixes, device, flags=False)}"
+    return f"{problem}: {advise(memory.fixes, device, flags=False)}"
