@@ -1,8 +1,15 @@
-"""Loads a model and measures what this process takes meanwhile."""
+"""Loads models and measures what a process takes meanwhile, in a process of its own: what threads
+of other tests free while a model is loaded would hide some of it.
+"""
 
+import json
+import os
+import subprocess
+import sys
 import threading
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fairlead_runtime.child.heap import release_memory
 from fairlead_runtime.device.proof import selftest
@@ -46,7 +53,30 @@ class _Peak(threading.Thread):
         return max(self._most, _status("RssAnon"))
 
 
-def measure(path: Path, config: EngineConfig) -> Measured:
+def measure_alone(cases: Mapping[str, tuple[Path, Mapping[str, Any]]]) -> dict[str, Measured]:
+    """By name what each model's folder takes with its settings, one after the other."""
+    given = json.dumps([(str(path), settings) for path, settings in cases.values()])
+    ran = subprocess.run(
+        [sys.executable, "-m", "support.load_peak", given],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    figures = json.loads(ran.stdout.splitlines()[-1])
+    return {name: Measured(*each) for name, each in zip(cases, figures, strict=True)}
+
+
+def main() -> None:
+    figures = []
+    for folder, settings in json.loads(sys.argv[1]):
+        # What the first model of these sizes brings: libraries, and most of what they keep.
+        _measure(Path(folder), EngineConfig(**settings))
+        figures.append(_measure(Path(folder), EngineConfig(**settings)))
+    print(json.dumps(figures))
+
+
+def _measure(path: Path, config: EngineConfig) -> Measured:
     release_memory()
     before, resident = _status("RssAnon"), _status("VmRSS")
     peak = _Peak()
@@ -65,3 +95,7 @@ def measure(path: Path, config: EngineConfig) -> Measured:
         highest - resident,
         str(served.fusion),
     )
+
+
+if __name__ == "__main__":
+    main()

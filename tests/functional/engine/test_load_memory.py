@@ -2,6 +2,7 @@
 
 import json
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from fairlead_runtime.sizing.terms import PROCESS, RANK_WORD_BYTES, weights
 from support import tiny
 from support.engine_rig import paged
 from support.full import LONG_FORM
-from support.load_peak import Measured, measure
+from support.load_peak import Measured, measure_alone
 
 # Most of the model is its embeddings: what is held twice of them stands out.
 SIZES = {"vocab_size": 40_960, "hidden_size": 256, "intermediate_size": 1024}
@@ -39,26 +40,32 @@ CASES: dict[str, tuple[str, torch.dtype, dict[str, Any]]] = {
 }
 
 
-SHORT = ("mapped", "widened", "rounded")
-
-
-@pytest.fixture(scope="module", params=CASES if LONG_FORM else SHORT)
-def name(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+TESTED = tuple(CASES) if LONG_FORM else ("mapped", "widened", "rounded")
 
 
 @pytest.fixture(scope="module")
-def measured(name: str, tmp_path_factory: pytest.TempPathFactory) -> Measured:
+def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Measured]:
     try:
         cpu_operations.load()
     except NotAvailableError as error:
         pytest.skip(str(error))
-    family, stored, settings = CASES[name]
-    path = tmp_path_factory.mktemp("model")
-    tiny.save(tiny.build(family, **SIZES).to(stored), path)
-    # What the first model of these sizes brings: libraries, and most of what they keep.
-    measure(path, EngineConfig(**settings))
-    return measure(path, EngineConfig(**settings))
+    cases: dict[str, tuple[Path, dict[str, Any]]] = {}
+    for name in TESTED:
+        family, stored, settings = CASES[name]
+        path = tmp_path_factory.mktemp("model")
+        tiny.save(tiny.build(family, **SIZES).to(stored), path)
+        cases[name] = path, settings
+    return measure_alone(cases)
+
+
+@pytest.fixture(params=TESTED)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def measured(name: str, figures: dict[str, Measured]) -> Measured:
+    return figures[name]
 
 
 def shape_of(name: str) -> tuple[ModelShape, EngineConfig]:
@@ -98,7 +105,7 @@ def test_loading_takes_no_more_than_is_planned(name: str, measured: Measured) ->
     shape, config = shape_of(name)
     planned = loading_bytes(shape, config, "cpu") - PROCESS - RANK_WORD_BYTES * shape.vocab
     assert measured.peak <= planned + KEPT, measured
-    # The plan counts mapped weights as if they were read, and memory that malloc kept from tests
+    # The plan counts mapped weights as if they were read, and memory that malloc kept from models
     # before may hide some of other types.
     if name in ("widened", "rounded"):
         assert planned <= 1.6 * measured.peak, measured
