@@ -42,6 +42,9 @@ GPU_NVCC := $(if $(GPU_SETUP),PATH="$(CURDIR)/$(BIN):$$PATH" CUDA_HOME="$$(echo 
 MINUTES ?= 10
 GPU_RUN := timeout --signal=INT --kill-after=10 $$(($(MINUTES) * 60 - 15)) env TRITON_INTERPRET=0 \
   FAIRLEAD_MINUTES=$(MINUTES) PYTHONUNBUFFERED=1 $(GPU_NVCC) $(GPU_PYTHON)
+# Seconds of a test, which may compile. No signal ends one that waits for a GPU that hangs: the thread
+# that watches it ends the process.
+GPU_LIMIT := --timeout=1800 --timeout-method=thread
 # Which tests `make gpu` runs, and its options for pytest.
 TESTS ?= tests/gpu
 # One file's tests share a worker, and with it the cluster and the servers that they start.
@@ -143,10 +146,10 @@ bench: setup ## the benchmarks that need no GPU, with other engines; FULL=1: all
 	$(BIN)/python -m benchmarks.cpu_peers $(if $(FULL),--full)
 
 gpu: $(GPU_SETUP) ## the tests that need an NVIDIA GPU; SETUP=0: with PYTHON as it is; FULL=1: all of them
-	$(GPU_RUN) -m pytest -m "gpu and not soak$(if $(FULL),, and not full)" --durations=15 $(TESTS)
+	$(GPU_RUN) -m pytest $(GPU_LIMIT) -m "gpu and not soak$(if $(FULL),, and not full)" --durations=15 $(TESTS)
 
 gpu-soak: $(GPU_SETUP) ## eight minutes of mixed load on a GPU, after which nothing has grown; SETUP=0 as above
-	$(GPU_RUN) -m pytest -m soak -s tests/gpu
+	$(GPU_RUN) -m pytest $(GPU_LIMIT) -m soak -s tests/gpu
 
 bench-gpu: $(GPU_SETUP) ## the benchmark of a GPU, beside transformers' continuous batching; SETUP=0 as above
 	$(GPU_RUN) -m benchmarks.gpu $(ARGS)

@@ -2,19 +2,24 @@
 
     python3 scripts/gpu_python.py [--wheels PATH ...] [--unpack FOLDER] -- ARGUMENTS
 
-`make gpu SETUP=0`, `gpu-soak` and `bench-gpu` call it. It unpacks wheels (files, or folders of
-them) into FOLDER, puts that and the project's folders on PYTHONPATH, imports what the program
-needs, and runs ``python3 ARGUMENTS``. All that is missing is said in one message, exit code 2. What
-some rows and tests alone need is said too, and the program runs: those fail, or say so, by
-themselves.
+`make gpu SETUP=0`, `gpu-soak` and `bench-gpu` call it, and `scripts/first_light.py` is called by
+it. It unpacks wheels (files, or folders of them) into FOLDER, puts that and the project's folders
+on PYTHONPATH, looks for what the program needs, and runs ``python3 ARGUMENTS``. All that is missing
+is said in one message, exit code 2. What some rows and tests alone need is said too, and the
+program runs: those fail, or say so, by themselves.
+
+What takes seconds to import, half a minute where no file is in memory yet, is looked for and not
+imported, and GPUs are counted by their driver.
 
 Owns what is needed and why; the versions are those of pyproject.toml. Needs only the standard
 library.
 """
 
 import argparse
+import ctypes
 import importlib
 import importlib.metadata
+import importlib.util
 import os
 import re
 import shutil
@@ -30,17 +35,20 @@ FOLDERS = ("kernels", "runtime", "operator")  # where the packages are found wit
 
 
 class Need(NamedTuple):
-    """A module, the distribution that has it, and why; ``some``: not all tests and rows need it."""
+    """A module, the distribution that has it, and why; ``some``: not all tests and rows need it;
+    ``large``: it takes seconds to import.
+    """
 
     module: str
     distribution: str
     why: str
     some: bool = False
+    large: bool = False
 
 
 NEEDS = (
-    Need("torch", "torch", "computes"),
-    Need("transformers", "transformers", "the models, and the reference of every test"),
+    Need("torch", "torch", "computes", large=True),
+    Need("transformers", "transformers", "the models, and the reference of every test", large=True),
     Need("safetensors", "safetensors", "reads weights"),
     Need("tokenizers", "tokenizers", "tokenizers"),
     Need("huggingface_hub", "huggingface-hub", "names models"),
@@ -53,9 +61,14 @@ NEEDS = (
     Need("pytest", "pytest", "runs the tests"),
     Need("pytest_timeout", "pytest-timeout", "ends a test that hangs"),
     Need("hypothesis", "hypothesis", "random cases of the tests"),
-    Need("triton", "triton", "the kernels of fused layers", some=True),
-    Need("humming", "humming-kernels", "4-bit products", some=True),
-    Need("flashinfer", "flashinfer-python", "attention, CUDA graphs, steps ahead", some=True),
+    Need("triton", "triton", "the kernels of fused layers", some=True, large=True),
+    Need("humming", "humming-kernels", "4-bit products", some=True, large=True),
+    Need("tvm_ffi", "apache-tvm-ffi", "loads flashinfer's kernels", some=True, large=True),
+    Need(
+        *("flashinfer", "flashinfer-python", "attention, CUDA graphs, steps ahead"),
+        some=True,
+        large=True,
+    ),
 )
 
 
@@ -83,7 +96,7 @@ def missing(
         wanted = least.get(need.distribution, "")
         name = f"{need.distribution}>={wanted}" if wanted else need.distribution
         try:
-            load(need.module)
+            (look_for if need.large else load)(need.module)
         except Exception as error:  # noqa: BLE001 - a module may fail in any way: it is not there
             absent = isinstance(error, ModuleNotFoundError) and error.name == need.module
             text = " ".join(f"{type(error).__name__}: {error}".split())[:200]
@@ -98,17 +111,32 @@ def missing(
             yield need._replace(some=need.some or not computes), f"{name}: {found} is too old"
 
 
+def look_for(module: str) -> None:
+    """Raise ModuleNotFoundError where there is no module of this name."""
+    if importlib.util.find_spec(module) is None:
+        raise ModuleNotFoundError(f"No module named {module!r}", name=module)
+
+
 def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
 
 
-def no_gpu(torch: Any) -> str:
-    """What is wrong with the GPU; empty where torch sees one."""
-    if torch.cuda.is_available():
-        return ""
-    if torch.version.cuda is None:
-        return f"an NVIDIA GPU: torch {torch.__version__} is built without CUDA"
-    return f"an NVIDIA GPU: torch {torch.__version__} sees none"
+def no_gpu(torch: Path, load: Callable[[str], Any] = ctypes.CDLL) -> str:
+    """What is wrong with the GPU, by the driver and by the package of torch in this folder; empty
+    where nothing is.
+    """
+    built = dict(re.findall(r"^(\w+).* = (.+)$", (torch / "version.py").read_text(), re.MULTILINE))
+    if built.get("cuda", "None") == "None":
+        version = built["__version__"].strip("'")
+        return f"an NVIDIA GPU: torch {version} is built without CUDA"
+    try:
+        driver = load("libcuda.so.1")
+    except OSError as error:
+        return f"an NVIDIA GPU: no driver: {error}"
+    count = ctypes.c_int()
+    if (code := driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))) != 0:
+        return f"an NVIDIA GPU: its driver answers with error {code}"
+    return "" if count.value else "an NVIDIA GPU: its driver sees none"
 
 
 def message(found: Sequence[tuple[Need, str]], gpu: str) -> str:
@@ -168,16 +196,15 @@ def main() -> None:
             parser.error(str(error))
         places.append(str(options.unpack))
     sys.path[:0] = places
-    os.environ["HUMMING_DISABLE_PARALLEL_BUILD"] = "1"  # else its import starts two processes
     found = list(missing(NEEDS))
     gpu = ""
-    if not options.without_gpu and "torch" in sys.modules:
-        gpu = no_gpu(sys.modules["torch"])
+    torch = importlib.util.find_spec("torch")
+    if not options.without_gpu and torch is not None and torch.origin is not None:
+        gpu = no_gpu(Path(torch.origin).parent)
     if text := message(found, gpu):
         print(f"{sys.executable}: {text}", file=sys.stderr, flush=True)
     if gpu or any(not need.some for need, _ in found):
         sys.exit(2)
-    del os.environ["HUMMING_DISABLE_PARALLEL_BUILD"]
     become(options.arguments, places)
 
 

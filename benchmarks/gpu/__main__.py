@@ -2,6 +2,7 @@
 
     make bench-gpu [SETUP=0] [ARGS="..."]
     python -m benchmarks.gpu [--json FILE] [--lines FILE] [--svg FILE] [--minutes N] [--ours-only]
+                             [--only-cases 8x1024 ...] [--rounds N] [--set KNOB=VALUE ...]
                              [--vllm PYTHON] [--compile LEVEL] [--device cuda]
                              [--model "Llama-3-8B shape"]
 
@@ -9,9 +10,11 @@ Random weights of the shape of Llama-3-8B in bfloat16, made on the device. Ours 
 and 64 rows at 1k tokens, of 1 and of 8 at 4k, prompts, the share of the time in which the device is
 idle, and sampling. Then the same in turns with transformers, round by round. Then 256 rows, first
 ours and then theirs, since both do not fit; then ours without graphs, without steps launched ahead,
-and without fused layers; then vLLM, where a Python has it. The bound of a decode is the bytes of
-weights, keys and values over the rate at which this device read in this run; of prompts the rate of
-a large product. It ends in time: what does not fit or fails is left out by itself, with a message.
+and without fused layers; then vLLM, where a Python has it. With `--ours-only` one engine has all
+cases and the largest, no other starts, and the kernels that take longest are listed. The bound of a
+decode is the bytes of weights, keys and values over the rate at which this device read in this run;
+of prompts the rate of a large product. It ends in time: what does not fit or fails is left out by
+itself, with a message.
 `--lines` has each figure as soon as it is known.
 
 `--device cpu --model tiny` runs all of it in seconds, to find faults of the program: its figures
@@ -51,6 +54,7 @@ SAMPLING: dict[str, dict[str, Any]] = {
 # The same in its words: without one its top_k is 50.
 THEIR_SAMPLING = {name: {"top_k": 0, **params} for name, params in SAMPLING.items()}
 IDLE_STEPS = 16
+LISTED = 20  # kernels of a table
 UNFUSED = "layers not fused"
 VARIANTS: dict[str, dict[str, Any]] = {
     "no graphs": {"cuda_graphs": "off"},
@@ -70,6 +74,16 @@ class Plan(NamedTuple):
     steps: int
     rounds: int
     start: float
+
+    @property
+    def few(self) -> tuple[int, int]:
+        """The case of the fewest rows."""
+        return min(self.cases)
+
+    @property
+    def many(self) -> tuple[int, int]:
+        """The case of the most rows but the largest batch's."""
+        return max(self.cases)
 
     def sizes(self, cases: tuple[tuple[int, int], ...]) -> Sizes:
         """Of an engine for these cases."""
@@ -97,7 +111,7 @@ PLANS = {
 
 
 class Run:
-    """One run of the whole benchmark."""
+    """One run of the whole benchmark; ``brief``: of the decodes of the plan's cases alone."""
 
     def __init__(
         self,
@@ -108,8 +122,9 @@ class Run:
         *,
         compiled: int = 0,
         ours_only: bool = False,
+        brief: bool = False,
     ) -> None:
-        self.compiled, self.ours_only = compiled, ours_only
+        self.compiled, self.ours_only, self.brief = compiled, ours_only, brief
         self.target, self.plan, self.report, self.budget = target, plan, report, budget
         large = target.device.type == "cuda"
         self.machine = bounds.measure(target.device, target.dtype, large=large)
@@ -118,19 +133,23 @@ class Run:
         self.work = bounds.Work.of(size, config, target.dtype)
         # The fastest in turns; its own choice before any was tried.
         self.their_settings: Mapping[str, Any] = {}
-        report.notes.append(
+        report.note(
             f"The device reads {self.machine.read / 1e9:.0f} GB/s by {self.machine.by} and "
             f"multiplies {self.machine.product / 1e12:.4g} TFLOP/s."
         )
 
     def all(self, vllm: str) -> None:
         budget, start = self.budget, self.plan.start
+        if self.ours_only:
+            budget.run("one engine", 0, self.alone)
+            return
         budget.run("in turns", start, self.in_turns)
+        if self.brief:
+            return
         budget.run("the largest batch", start, self.crowd)
         for name, settings in VARIANTS.items():
             budget.run(name, start, partial(self.variant, name, settings))
-        if not self.ours_only:
-            budget.run("vLLM", 2 * start, lambda: self.vllm(vllm))
+        budget.run("vLLM", 2 * start, lambda: self.vllm(vllm))
 
     def figure(self, row: Row, side: str, needs: float, work: Callable[[], float]) -> None:
         """Measure one figure of a side. It may fail, or have no time: no other is lost with it."""
@@ -149,25 +168,61 @@ class Run:
         name = f"prompts, {rows} of {length}"
         return self.report.row(name, "TFLOP/s", self.machine.product / 1e12, more=True)
 
-    def in_turns(self) -> None:
-        with self._ours(self.plan.sizes(self.plan.cases)) as ours:
-            ours.first_token()
-            self.report.cold = ours.cold
-            self._warm(ours)
+    def alone(self) -> None:
+        """All of ours by one engine, what tells most first: a start takes longer than a figure."""
+        plan, crowd = self.plan, self.plan.crowd
+        with self._ours(plan.sizes(plan.cases if self.brief else (*plan.cases, crowd))) as ours:
+            self._started(ours)
             self._round([ours])
+            if self.brief:
+                return
             self._idle(ours)
+            for rows, context in (plan.few, plan.many):
+                self._longest(ours, rows, context)
+            work = partial(_decode, ours, *crowd, plan.steps)
+            self.budget.run("warm-up of the largest batch", 0, lambda: ours.decode(*crowd, 2))
+            self.figure(self.decodes(*crowd), ours.name, 0, work)
             for name in SAMPLING:
                 self._sampled(name, ours, None)
-            side = None
-            if not self.ours_only:
-                side = self.budget.run("transformers", self.plan.start, self._theirs)
+            self.budget.run("no graphs", 0, partial(self._without_graphs, ours))
+
+    def _started(self, ours: Ours) -> None:
+        ours.first_token()
+        self.report.start(ours.cold)
+        self._warm(ours)
+
+    def _longest(self, ours: Ours, rows: int, context: int) -> None:
+        name = f"{rows} rows at {context}"
+        work = partial(ours.longest, rows, context, IDLE_STEPS, LISTED)
+        kernels = self.budget.run(f"kernels, {name}", self.plan.start / 10, work)
+        if kernels is not None:
+            self.report.longest(name, IDLE_STEPS, kernels)
+
+    def _without_graphs(self, ours: Ours) -> None:
+        """The last figure of an engine, whose graphs are gone then."""
+        rows, context = self.plan.few
+        ours.drop_graphs()
+        ours.decode(rows, context, 2)
+        row = self.decodes(rows, context, ", no graphs")
+        self.report.add(row, ours.name, _decode(ours, rows, context, self.plan.steps))
+
+    def in_turns(self) -> None:
+        with self._ours(self.plan.sizes(self.plan.cases)) as ours:
+            self._started(ours)
+            self._round([ours])
+            if not self.brief:
+                self._idle(ours)
+                for name in SAMPLING:
+                    self._sampled(name, ours, None)
+            side = self.budget.run("transformers", self.plan.start, self._theirs)
             if side is None:
                 return
             for _ in range(self.plan.rounds):
                 self._round([ours, side])
-            self._idle(side)
+            if not self.brief:
+                self._idle(side)
             side.close()
-            for name in SAMPLING:
+            for name in () if self.brief else SAMPLING:
                 needs = self.plan.start / 2
                 self.budget.run(
                     f"sampling, {name}", needs, partial(self._sampled, name, ours, side.model)
@@ -177,16 +232,16 @@ class Run:
         """What compiles, compiles before the first round."""
         for rows, context in self.plan.cases:
             ours.decode(rows, context, 2)
-        for params in SAMPLING.values():
-            ours.decode(self.plan.cases[0][0], self.plan.cases[0][1], 2, **params)
+        for params in () if self.brief else SAMPLING.values():
+            ours.decode(*self.plan.few, 2, **params)
 
     def _theirs(self) -> Theirs:
         model, sizes = self._model(), self.plan.sizes(self.plan.cases)
-        rows, context = self.plan.cases[1]
+        rows, context = self.plan.cases[:2][-1]
         tried = theirs.candidates(self.compiled)
         name, said = theirs.best(model, sizes, rows, context, 8, tried)
         more = "" if self.compiled else " torch.compile was not tried (--compile)."
-        self.report.notes.append(
+        self.report.note(
             f"transformers' settings, the fastest of those that run, {name}: {said}.{more}"
         )
         self.their_settings = tried[name]
@@ -195,12 +250,12 @@ class Run:
     def _round(self, sides: Sequence[Ours | Theirs]) -> None:
         """The cases that tell most first."""
         steps, needs = self.plan.steps, self.plan.start / 20
-        first, *others, last = self.plan.cases
-        for rows, context in (*others, first, last):
+        cases = self.plan.cases
+        for rows, context in (*cases[1:3], cases[0], *cases[3:]):
             row = self.decodes(rows, context)
             for side in sides:
                 self.figure(row, side.name, needs, partial(_decode, side, rows, context, steps))
-        for side in sides:
+        for side in () if self.brief else sides:
             self.figure(self.prefills(), side.name, needs, partial(self._prefill, side))
 
     def _prefill(self, side: Ours | Theirs) -> float:
@@ -218,7 +273,7 @@ class Run:
         """Ours, in turns with a manager of transformers where ``model`` is one: it samples all
         requests in one way.
         """
-        case, steps, needs = self.plan.cases[2], self.plan.steps, self.plan.start / 20
+        case, steps, needs = self.plan.many, self.plan.steps, self.plan.start / 20
         row = self.decodes(*case, f", {name}")
         with ExitStack() as stack:
             side = None if model is None else self._their_sampler(name, model, stack)
@@ -229,7 +284,7 @@ class Run:
                     self.figure(row, side.name, needs, partial(_decode, side, *case, steps))
 
     def _their_sampler(self, name: str, model: Any, stack: ExitStack) -> Theirs:
-        case = self.plan.cases[2]
+        case = self.plan.many
         sizes = self.plan.sizes((case,))
         side = Theirs(model, sizes, self.their_settings, **THEIR_SAMPLING[name])
         stack.callback(side.close)
@@ -245,8 +300,6 @@ class Run:
             ours.decode(rows, context, 2)
             for _ in range(2):
                 self.figure(row, ours.name, 0, partial(_decode, ours, *work))
-        if self.ours_only:
-            return
         self.figure(row, theirs.NAME, self.plan.start / 2, lambda: self._their_crowd(*work))
 
     def _their_crowd(self, rows: int, context: int, steps: int) -> float:
@@ -263,7 +316,7 @@ class Run:
         return shapes.make(target.name, target.dtype, target.device, "sdpa")
 
     def variant(self, name: str, settings: Mapping[str, Any]) -> None:
-        cases = self.plan.cases[0], self.plan.cases[2]
+        cases = self.plan.few, self.plan.many
         with self._ours(self.plan.sizes(cases), **settings) as ours:
             for rows, context in cases:
                 ours.decode(rows, context, 2)
@@ -292,7 +345,7 @@ class Run:
         answer = json.loads(ran.stdout.splitlines()[-1])
         figures = zip(cases, answer["milliseconds"], strict=True)
         said = "; ".join(f"{rows} rows at {at}: {ms:.2f} ms" for (rows, at), ms in figures)
-        self.report.notes.append(f"vLLM {answer['version']}, decodes by itself: {said}.")
+        self.report.note(f"vLLM {answer['version']}, decodes by itself: {said}.")
 
     @contextmanager
     def _ours(self, sizes: Sizes, **settings: Any) -> Iterator[Ours]:
@@ -330,6 +383,22 @@ def options() -> argparse.Namespace:
     )
     parser.add_argument("--vllm", default="", help="a Python that has vLLM")
     parser.add_argument("--ours-only", action="store_true", help="measure no other engine")
+    parser.add_argument(
+        "--only-cases",
+        type=_case,
+        nargs="+",
+        metavar="ROWSxCONTEXT",
+        help="measure these decodes, and nothing else",
+    )
+    parser.add_argument("--rounds", type=int, help="turns of both sides")
+    parser.add_argument(
+        "--set",
+        type=_setting,
+        action="append",
+        default=[],
+        metavar="KNOB=VALUE",
+        help="a setting of our engine: kernels=flashinfer",
+    )
     parser.add_argument("--json", type=Path, help="write all figures to this file at the end")
     parser.add_argument("--lines", type=Path, help="append each figure to this file at once")
     parser.add_argument("--svg", type=Path, help="draw them to this file")
@@ -337,6 +406,18 @@ def options() -> argparse.Namespace:
         "--folder", type=Path, help="for the directory without weights; default: a temporary one"
     )
     return parser.parse_args()
+
+
+def _case(text: str) -> tuple[int, int]:
+    rows, _, context = text.partition("x")
+    return int(rows), int(context)
+
+
+def _setting(text: str) -> tuple[str, str]:
+    name, separator, value = text.partition("=")
+    if not separator:
+        raise argparse.ArgumentTypeError(f"{text!r} is not KNOB=VALUE")
+    return name.replace("-", "_"), value
 
 
 def device_name(device: torch.device) -> str:
@@ -358,14 +439,23 @@ def main() -> None:
     warnings.filterwarnings("ignore", module="transformers")
     device = torch.device(given.device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    budget = Budget(given.minutes * 60 - 45)  # what is left over is for ending and writing
     report = Report(device_name(device), given.model, str(dtype).removeprefix("torch."))
-    report.left_out, report.figures = budget.left_out, given.lines
+    report.figures = given.lines
+    # What is left over is for ending and writing.
+    budget = Budget(given.minutes * 60 - 45)
+    report.left_out = budget.left_out
+    budget.tell = report.leave_out
     more = {"compiled": given.compile, "ours_only": given.ours_only}
+    plan = PLANS[given.model]
+    if given.only_cases:
+        plan, more["brief"] = plan._replace(cases=tuple(given.only_cases)), True
+    if given.rounds is not None:
+        plan = plan._replace(rounds=given.rounds)
     with tempfile.TemporaryDirectory() as temporary:
-        target = Target(given.model, given.folder or Path(temporary), dtype, device)
+        folder = given.folder or Path(temporary)
+        target = Target(given.model, folder, dtype, device, dict(given.set))
         try:
-            Run(target, PLANS[given.model], report, budget, **more).all(given.vllm)
+            Run(target, plan, report, budget, **more).all(given.vllm)
         finally:  # an interrupted run has figures too
             write(report, given)
 

@@ -98,22 +98,51 @@ def idle(device: torch.device, work: Callable[[], object]) -> float:
     thread makes it compute: from its first kernel to its last, under the profiler. Raises
     RuntimeError where it computes nothing.
     """
+    busy, whole = covered(
+        (event.time_range.start, event.time_range.end) for event in computed(device, work)
+    )
+    return 1 - busy / whole
+
+
+class Kernel(NamedTuple):
+    """What a device ran under one name: milliseconds of all its launches."""
+
+    name: str
+    milliseconds: float
+    launches: int
+
+
+def longest(device: torch.device, work: Callable[[], object], count: int) -> list[Kernel]:
+    """The ``count`` kernels that took most of the device's time while ``work`` ran, the longest
+    first. Raises RuntimeError where it computes nothing.
+    """
+    launches: dict[str, list[float]] = {}
+    for event in computed(device, work):
+        launches.setdefault(event.name, []).append(event.time_range.elapsed_us())
+    kernels = (Kernel(name, sum(each) / 1e3, len(each)) for name, each in launches.items())
+    return sorted(kernels, key=lambda kernel: -kernel.milliseconds)[:count]
+
+
+def computed(device: torch.device, work: Callable[[], object]) -> list[Any]:
+    """The profiler's events of what the device computed while ``work`` ran; on a CPU those that are
+    in no other. Raises RuntimeError where there are none.
+    """
     on_gpu = device.type == "cuda"
     activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
     everywhere = _ExperimentalConfig(profile_all_threads=not on_gpu)
     wait(device)
-    with profile(activities=[activity], experimental_config=everywhere) as seen:
+    with profile(activities=[activity], experimental_config=everywhere) as profiler:
         work()
         wait(device)
-    events: Any = seen.events()
-    busy, whole = covered(
-        (one.time_range.start, one.time_range.end)
-        for one in events
-        if one.device_type.name == activity.name and one.cpu_parent is None
-    )
-    if not whole:
+    everything: Any = profiler.events()
+    events = [
+        event
+        for event in everything
+        if event.device_type.name == activity.name and event.cpu_parent is None
+    ]
+    if not any(event.time_range.end > event.time_range.start for event in events):
         raise RuntimeError("the profiler saw no work of the device")
-    return 1 - busy / whole
+    return events
 
 
 def covered(intervals: Iterable[tuple[float, float]]) -> tuple[float, float]:

@@ -14,11 +14,12 @@ class LeftOutError(Exception):
 
 class Budget:
     """``seconds`` from now on. ``left_out``: the reasons by the names of parts that did not run or
-    failed.
+    failed, of each of which ``tell`` is told.
     """
 
     def __init__(self, seconds: float, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
+        self.tell: Callable[[str, str], object] = lambda _name, _reason: None
         self._ends = now() + seconds
         self.left_out: dict[str, str] = {}
 
@@ -43,4 +44,5 @@ class Budget:
 
     def _note(self, name: str, reason: str) -> None:
         self.left_out[name] = reason
+        self.tell(name, reason)
         print(f"left out: {name}: {reason}", flush=True)

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from benchmarks.gpu import shapes
-from benchmarks.gpu.bounds import idle, release, wait
+from benchmarks.gpu.bounds import Kernel, idle, longest, release, wait
+from benchmarks.gpu.budget import LeftOutError
 from benchmarks.gpu.patch import replaced
 from benchmarks.gpu.sizes import STEP, WARM, Sizes, new_tokens
 from benchmarks.turns import OURS
@@ -18,6 +19,7 @@ from benchmarks.turns import OURS
 from fairlead_runtime import LLM, SamplingParams
 from fairlead_runtime.build import load_rank
 from fairlead_runtime.device.proof import selftest
+from fairlead_runtime.device.step.decode_steps import DecodeSteps
 from fairlead_runtime.device.warmup.decode_plan import DecodePlan
 from fairlead_runtime.models import loading
 from fairlead_runtime.outputs import Submission
@@ -47,10 +49,12 @@ class Ours:
         self.device = target.device
         self.cold: dict[str, float] = {}
         self._random = random.Random(0)
+        self._decodes: DecodeSteps | None = None
         release(target.device)
         began = time.perf_counter()
         with ExitStack() as stack:
             stack.enter_context(_timed(self.cold))
+            stack.enter_context(self._noting_decodes())
             stack.enter_context(shapes.weights_made_on(target.name, target.dtype, target.device))
             if not fused:
                 stack.enter_context(_unfused())
@@ -100,6 +104,17 @@ class Ours:
         with self._decoding(rows, context, steps, {"temperature": 0.0}) as step:
             return idle(self.device, lambda: [step() for _ in range(steps)])
 
+    def longest(self, rows: int, context: int, steps: int, count: int) -> list[Kernel]:
+        """The ``count`` kernels that take most of the device's time in greedy ``steps``."""
+        with self._decoding(rows, context, steps, {"temperature": 0.0}) as step:
+            return longest(self.device, lambda: [step() for _ in range(steps)], count)
+
+    def drop_graphs(self) -> None:
+        """Replay no graph from now on. Raises LeftOutError where none was captured."""
+        if self._decodes is None or not self._decodes.held_nbytes:
+            raise LeftOutError("this engine has no graphs")
+        self._decodes.drop_graphs()
+
     def prefill(self, rows: int, length: int) -> float:
         """Seconds until ``rows`` prompts of ``length`` tokens have their first token."""
         engine, left = self._llm.built_engine.engine, rows
@@ -111,6 +126,18 @@ class Ours:
             left -= sum(event.finish is not None for event in engine.step())
         wait(self.device)
         return time.perf_counter() - began
+
+    @contextmanager
+    def _noting_decodes(self) -> Iterator[None]:
+        """Inside it ``_decodes`` is what runs the steps of decodes: the last that a start makes."""
+        steps = DecodePlan.steps
+
+        def note(plan: DecodePlan, *arguments: Any, **named: Any) -> DecodeSteps | None:
+            self._decodes = steps(plan, *arguments, **named)
+            return self._decodes
+
+        with replaced(DecodePlan, "steps", note):
+            yield
 
     @contextmanager
     def _decoding(

@@ -2,7 +2,6 @@
 
 import datetime as dt
 import importlib.metadata
-import json
 import platform
 import shlex
 import statistics
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.gpu.bounds import Kernel
+from benchmarks.result_lines import append
 from benchmarks.turns import OURS
 
 PROGRAM = ("-m", "benchmarks.gpu")
@@ -62,6 +63,7 @@ class Report:
     dtype: str
     rows: list[Row] = field(default_factory=list)
     cold: dict[str, float] = field(default_factory=dict)
+    kernels: dict[str, list[list[str | float]]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     left_out: Mapping[str, str] = field(default_factory=dict)
     figures: Path | None = None
@@ -82,10 +84,38 @@ class Report:
     def add(self, row: Row, side: str, value: float) -> None:
         """Note a figure of a side, ours by its name."""
         (row.ours if side == OURS else row.theirs).append(value)
-        if self.figures is not None:
-            line = {"name": row.name, "unit": row.unit, "side": side, "value": value}
-            with self.figures.open("a") as file:
-                file.write(json.dumps(line | {"bound": row.bound}) + "\n")
+        append(
+            *(row.name, True),
+            value=value,
+            path=self.figures,
+            unit=row.unit,
+            side=side,
+            bound=row.bound,
+        )
+
+    def start(self, seconds: Mapping[str, float]) -> None:
+        """Note what the parts of an engine's start took."""
+        self.cold = dict(seconds)
+        append("start of the engine", ok=True, value=self.cold, path=self.figures, unit="seconds")
+
+    def longest(self, name: str, steps: int, kernels: Sequence[Kernel]) -> None:
+        """Note the kernels that took most of the device's time in so many steps."""
+        table: list[list[str | float]] = [
+            [kernel.name, kernel.milliseconds / steps, kernel.launches / steps]
+            for kernel in kernels
+        ]
+        self.kernels[name] = table
+        unit = "name, ms a step, launches a step"
+        append(f"kernels, {name}", ok=True, value=table, path=self.figures, unit=unit)
+
+    def note(self, sentence: str) -> None:
+        """Note a sentence that the figures need."""
+        self.notes.append(sentence)
+        append("note", ok=True, value=sentence, path=self.figures)
+
+    def leave_out(self, name: str, reason: str) -> None:
+        """Note why a part did not run."""
+        append(name, ok=None, error=reason, path=self.figures)
 
     def lines(self) -> Iterator[str]:
         """The table in Markdown, with all that is needed to take it again."""
@@ -107,6 +137,11 @@ class Report:
             yield "| start of the engine | seconds |"
             yield "|---|---|"
             yield from (f"| {name} | {value:.2f} |" for name, value in self.cold.items())
+        for name, table in self.kernels.items():
+            yield ""
+            yield f"| longest kernels, {name} | ms a step | launches a step |"
+            yield "|---|---|---|"
+            yield from (f"| {kernel} | {ms:.4g} | {count:g} |" for kernel, ms, count in table)
         yield ""
         yield from (f"left out: {name}: {reason}" for name, reason in self.left_out.items())
 

@@ -4,6 +4,7 @@ from planted.bug import PackageBug
 
 PARTS = ("unit/benchmarks/test_gpu_parts.py",)
 PYTHON = ("functional/gpu_targets/test_gpu_python.py",)
+LIGHT = ("functional/gpu_targets/test_first_light.py",)
 GROWTH = ("unit/engine/test_growth.py",)
 
 BUGS = (
@@ -44,7 +45,7 @@ BUGS = (
     ),
     PackageBug(
         "only one thread's work counts as the device's",
-        "benchmarks.gpu.bounds:idle",
+        "benchmarks.gpu.bounds:computed",
         "profile_all_threads=not on_gpu",
         "profile_all_threads=False",
         PARTS,
@@ -79,9 +80,9 @@ BUGS = (
     ),
     PackageBug(
         "a figure is kept until the end of the run",
-        "benchmarks.gpu.report:Report.add",
-        "if self.figures is not None:",
-        "if False:",
+        "benchmarks.result_lines:append",
+        "place = path or os.environ.get(FILE)",
+        "place = None",
         PARTS,
     ),
     PackageBug(
@@ -125,5 +126,82 @@ BUGS = (
         "int(statistics.median(sample[name] for sample in part))",
         "max(sample[name] for sample in part)",
         GROWTH,
+    ),
+    PackageBug(
+        "the kernels of fewest launches are the longest",
+        "benchmarks.gpu.bounds:longest",
+        "key=lambda kernel: -kernel.milliseconds",
+        "key=lambda kernel: kernel.launches",
+        PARTS,
+    ),
+    PackageBug(
+        "one engine's figures come without those of its largest batch",
+        "benchmarks.gpu.__main__:Run.alone",
+        "self.figure(self.decodes(*crowd), ours.name, 0, work)",
+        "pass",
+        PARTS,
+    ),
+    PackageBug(
+        "what a tier has started outlives it",
+        "first_light:Run._run_all",
+        "_signal(process, signal.SIGKILL)  # what it started may outlive it",
+        "process.kill()",
+        LIGHT,
+    ),
+    PackageBug(
+        "a tier runs to its end, however long it takes",
+        "first_light:Run._run_all",
+        "for _, process in late:\n            _signal(process, signal.SIGINT)",
+        "for _, process in late:\n            process.wait()",
+        LIGHT,
+    ),
+    PackageBug(
+        "a call goes on without a GPU",
+        "first_light:Run._heed",
+        "return False",
+        "return True",
+        LIGHT,
+    ),
+    PackageBug(
+        "any failure of a kernel's is taken for flashinfer's",
+        "first_light:Run._heed",
+        "all(FLASHINFER in name for name in failed)",
+        "any(FLASHINFER in name for name in failed)",
+        LIGHT,
+    ),
+    PackageBug(
+        "any failure of a text is taken for one of graphs",
+        "first_light:Run._heed",
+        "all(GRAPHS.search(name) for name in failed)",
+        "any(GRAPHS.search(name) for name in failed)",
+        LIGHT,
+    ),
+    PackageBug(
+        "a tier takes the time that later ones cannot do without",
+        "first_light:Run._run",
+        "self.left - tier.keeps",
+        "self.left",
+        LIGHT,
+    ),
+    PackageBug(
+        "nobody hears of the tests that a lost process had left",
+        "first_light:Run._note",
+        "if name not in there:",
+        "if False:",
+        LIGHT,
+    ),
+    PackageBug(
+        "after an error that lasts the next test is tried",
+        "gpu.conftest:pytest_runtest_makereport",
+        "if error is not None and is_lost():",
+        "if False:",
+        LIGHT,
+    ),
+    PackageBug(
+        "packages are imported to see whether they are there",
+        "gpu_python:missing",
+        "(look_for if need.large else load)(need.module)",
+        "load(need.module)",
+        PYTHON,
     ),
 )

@@ -19,15 +19,15 @@ from fairlead_runtime.device.step.graph_cache import GraphCache
 from fairlead_runtime.device.step.model_runner import ModelRunner
 from fairlead_runtime.device.step.pending_step import PendingStep
 from support import tiny
+from support.gpu_device import DEVICE, KERNELS
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1800)]  # it compiles
+pytestmark = pytest.mark.gpu
 
 # A bad word of several tokens, which never comes here: its rows get masks.
 MASKED: dict[str, Any] = {"bad_words": ((1, 1, 1),)}
-CUDA = torch.device("cuda")
 PROMPTS = [{"prompt_token_ids": list(range(3 + i, 40 + 7 * i))} for i in range(6)]
 SETTINGS: dict[str, Any] = {
-    "kernels": "flashinfer",
+    "kernels": KERNELS,
     "dtype": "bfloat16",
     "num_blocks": 200,
     "max_model_len": 192,
@@ -237,23 +237,25 @@ def test_what_graphs_take_was_measured(folder: Path) -> None:
     assert report.measured
 
 
+@pytest.mark.on_cpu
 def test_the_noise_of_a_gpu_is_that_of_a_cpu_within_two_ulp() -> None:
     """Of the same integers, which are equal bit for bit: those of some rows, and the ends."""
     vocabulary, rows = 128_256, 16
     generator = torch.Generator().manual_seed(0)
     halves = torch.randint(-(2**31), 2**31, (2, rows, 1), generator=generator, dtype=torch.int32)
     on_cpu = sample.keyed_hash(sample.hash_tokens(vocabulary, torch.device("cpu")), *halves)
-    on_gpu = sample.keyed_hash(sample.hash_tokens(vocabulary, CUDA), *halves.to(CUDA))
+    on_gpu = sample.keyed_hash(sample.hash_tokens(vocabulary, DEVICE), *halves.to(DEVICE))
     assert torch.equal(on_gpu.cpu(), on_cpu)
     ends = torch.tensor([0, 1, 2, 2**30, 2**31 - 2, 2**31 - 1], dtype=torch.int32)
     integers = torch.cat([on_cpu.flatten(), ends])
     want = sample.log_exponential(integers)
-    got = sample.log_exponential(integers.to(CUDA)).cpu()
+    got = sample.log_exponential(integers.to(DEVICE)).cpu()
     # 2 ulp of an exponential move its logarithm by up to 2^-22, and that has 2 ulp of its own.
     ulp = torch.nextafter(want.abs(), torch.tensor(torch.inf)) - want.abs()
     assert bool(((got - want).abs() <= 2**-22 + 2 * ulp).all())
 
 
+@pytest.mark.on_cpu(128_256)
 @pytest.mark.parametrize("vocabulary", [500, 128_256])
 def test_draws_are_those_of_a_cpu(vocabulary: int) -> None:
     """The same integers, and noise within 2 ulp: only ties may differ, 1 in 1000 at most."""
@@ -270,10 +272,10 @@ def test_draws_are_those_of_a_cpu(vocabulary: int) -> None:
     for step in range(40):
         keys = sample_rows.mix64(parameters.keys + step)
         on_cpu = parameters._replace(keys=keys)
-        on_gpu = sample_rows.RowParameters(*(x.to(CUDA) for x in on_cpu))
-        hashes = sample.hash_tokens(vocabulary, CUDA)
+        on_gpu = sample_rows.RowParameters(*(x.to(DEVICE) for x in on_cpu))
+        hashes = sample.hash_tokens(vocabulary, DEVICE)
         assert torch.equal(sample_rows.mix64(on_gpu.keys).cpu(), sample_rows.mix64(keys))
         want = sample_rows.choose(logits, on_cpu, hashes.cpu())
-        got = sample_rows.choose(logits.to(CUDA), on_gpu, hashes)
+        got = sample_rows.choose(logits.to(DEVICE), on_gpu, hashes)
         wrong += int((got.cpu() != want).sum())
     assert wrong <= 40 * rows // 1000

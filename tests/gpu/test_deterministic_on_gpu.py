@@ -15,26 +15,16 @@ from fairlead_kernels.interface.layer import LayerOperations
 from fairlead_runtime.device.proof import selftest
 from fairlead_runtime.models import loading
 from support import device_cases, tiny
+from support.gpu_device import DEVICE
 
 pytestmark = pytest.mark.gpu
 
-CUDA = torch.device("cuda")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _gpu() -> None:
-    if not torch.cuda.is_available():
-        pytest.fail("these tests need an NVIDIA GPU, and torch sees none")
-    import triton
-
-    if triton.knobs.runtime.interpret:
-        pytest.fail("Triton's kernels would be interpreted: set TRITON_INTERPRET=0")
 
 
 def operations(dtype: torch.dtype) -> LayerOperations:
     heads, kinds = Heads(8, 2, 128, 128, dtype), (frozenset({LayerKind(0.1)}),)
-    found = fixed_kernels(heads, kinds, CUDA, "auto").operations
+    found = fixed_kernels(heads, kinds, DEVICE, "auto").operations
     assert found is not None
     return found
 
@@ -43,9 +33,9 @@ def operations(dtype: torch.dtype) -> LayerOperations:
 def test_a_product_of_a_token_is_the_same_beside_any_others(dtype: torch.dtype) -> None:
     ours = operations(dtype)
     torch.manual_seed(0)
-    weight = torch.randn(1000, 4096, device=CUDA) / 64
+    weight = torch.randn(1000, 4096, device=DEVICE) / 64
     packed = ours.pack([weight], dtype=dtype)
-    x = torch.randn(700, 4096, device=CUDA).to(dtype)
+    x = torch.randn(700, 4096, device=DEVICE).to(dtype)
     whole = ours.linear(x, packed)
     want = reference.linear(x[:8].double().cpu(), reference.pack([weight.cpu()], dtype=dtype), None)
     torch.testing.assert_close(whole[:8].double().cpu(), want, rtol=0.02, atol=0.02)
@@ -58,7 +48,7 @@ def test_a_text_is_the_same_in_a_crowd(dtype: torch.dtype, tmp_path: Path) -> No
     """With chunks and preemption, through the whole engine."""
     folder = tiny.save(tiny.build("gemma2").to(dtype), tmp_path)
     name = str(dtype).removeprefix("torch.")
-    assert device_cases.check_deterministic(folder, CUDA, name) > 0
+    assert device_cases.check_deterministic(folder, DEVICE, name) > 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -67,7 +57,7 @@ def test_a_text_is_the_same_in_a_crowd(dtype: torch.dtype, tmp_path: Path) -> No
 def test_a_model_passes_the_canary(
     family: str, cache: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    loaded = loading.load(tiny.save(tiny.build(family).to(dtype), tmp_path), device=CUDA)
+    loaded = loading.load(tiny.save(tiny.build(family).to(dtype), tmp_path), device=DEVICE)
     served, result = selftest.prepare_and_test(loaded, fp8_cache=cache == "fp8", deterministic=True)
     assert served.choice.attention.name == "triton in order"
     assert result.canary is not None

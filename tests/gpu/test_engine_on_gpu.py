@@ -14,6 +14,7 @@ from fairlead_runtime.llm import RequestOutput
 from support import tiny
 from support.device_cases import PROMPTS, Case, check_equal, texts
 from support.fp8_reference import greedy_text
+from support.gpu_device import DEVICE
 
 pytestmark = pytest.mark.gpu
 
@@ -29,9 +30,10 @@ PREEMPTING: dict[str, Any] = {
 
 def check_texts(folder: Path, results: list[RequestOutput]) -> None:
     """Of transformers' generate, one prompt alone, in float32 on the GPU, up to a tie."""
-    check_equal(Case(folder, torch.device("cuda"), OUTPUT), texts(results))
+    check_equal(Case(folder, DEVICE, OUTPUT), texts(results))
 
 
+@pytest.mark.on_cpu
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt2"])
 @pytest.mark.parametrize("offload", [0.0, 0.01])
 def test_greedy_output_equals_transformers_under_preemption(
@@ -63,7 +65,7 @@ def test_an_fp8_cache_gives_the_text_of_transformers_with_rounded_keys_and_value
     with LLM(str(folder), **PREEMPTING, cache_dtype="fp8", cpu_offload_space=0.01) as llm:
         results = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], params, use_tqdm=False)
         statistics = llm.built_engine.engine.snapshot().scheduler
-    on_gpu = model.to("cuda")
+    on_gpu = model.to(DEVICE)
     wanted = [greedy_text(on_gpu, prompt, OUTPUT) for prompt in PROMPTS]
     others = [r for r, want in zip(results, wanted, strict=True) if r.outputs[0].token_ids != want]
     assert len(others) <= 1

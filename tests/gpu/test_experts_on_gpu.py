@@ -16,11 +16,11 @@ from fairlead_kernels.interface import reference
 from fairlead_runtime import LLM, SamplingParams
 from fairlead_runtime.device.step.decode_steps import DecodeSteps
 from support import tiny
+from support.gpu_device import DEVICE
 from support.operation_cases import ROUNDING
 
 pytestmark = pytest.mark.gpu
 
-CUDA = torch.device("cuda")
 PROMPTS = [{"prompt_token_ids": list(range(3 + i, 40 + 7 * i))} for i in range(6)]
 SETTINGS: dict[str, Any] = {
     "num_blocks": 200,
@@ -29,14 +29,6 @@ SETTINGS: dict[str, Any] = {
     "max_batch_tokens": 512,
 }
 ENDS = [2, 2, 150, 215, 215, 220]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compiled() -> None:
-    import triton
-
-    if triton.knobs.runtime.interpret:
-        pytest.fail("Triton's kernels would be interpreted: set TRITON_INTERPRET=0")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -48,24 +40,24 @@ def test_a_product_is_the_references_and_a_tokens_the_same_bits_beside_any_other
     torch.manual_seed(0)
     ours, count, columns, rows = triton_experts.load(), len(ENDS), 200, 330
     shape = (count, columns, rows) if inputs_first else (count, rows, columns)
-    weights = torch.randn(shape, device=CUDA).to(dtype)
+    weights = torch.randn(shape, device=DEVICE).to(dtype)
     weights = weights if inputs_first else weights.transpose(1, 2)
-    x = torch.randn(ENDS[-1], columns, device=CUDA).to(dtype)
-    bias = torch.randn(count, rows, device=CUDA).to(dtype) if biased else None
-    expert_ends = torch.tensor(ENDS, dtype=torch.int32, device=CUDA)
+    x = torch.randn(ENDS[-1], columns, device=DEVICE).to(dtype)
+    bias = torch.randn(count, rows, device=DEVICE).to(dtype) if biased else None
+    expert_ends = torch.tensor(ENDS, dtype=torch.int32, device=DEVICE)
     got = ours(x, weights, expert_ends, bias)
     want = reference.expert_product(x, weights, expert_ends, bias)
     limit = 2 * ROUNDING[dtype] * float(want.abs().max()) + 1e-5
     torch.testing.assert_close(got, want, rtol=0, atol=limit)
-    part = torch.tensor([0, 0, 3, 9, 9, 10], dtype=torch.int32, device=CUDA)
-    some = torch.tensor([2, 77, 149, 150, 160, 199, 200, 201, 214, 219], device=CUDA)
+    part = torch.tensor([0, 0, 3, 9, 9, 10], dtype=torch.int32, device=DEVICE)
+    some = torch.tensor([2, 77, 149, 150, 160, 199, 200, 201, 214, 219], device=DEVICE)
     assert torch.equal(ours(x[some], weights, part, bias), got[some])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_one_that_does_not_wait_is_chosen(dtype: torch.dtype) -> None:
-    sample = Matrices(torch.randn(4, 128, 64, device=CUDA).to(dtype).transpose(1, 2), None)
-    product, said = experts.choose([sample], CUDA)
+    sample = Matrices(torch.randn(4, 128, 64, device=DEVICE).to(dtype).transpose(1, 2), None)
+    product, said = experts.choose([sample], DEVICE)
     print(f"{dtype}: {said}")
     assert product is not None or said == "experts in torch"
 
@@ -87,7 +79,6 @@ def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.mark.timeout(1800)  # flashinfer compiles
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_captured_steps_give_the_tokens_of_others_and_none_waits(
     family: str, dtype: str, whose: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -6,6 +6,7 @@ the other type are in the long form (`make gpu FULL=1`).
 """
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,16 +15,17 @@ import torch
 from fairlead_kernels.choice.backend import flashinfer_for, pick
 from fairlead_kernels.interface import reference
 from fairlead_kernels.interface.attention import Heads, LayerKind, LayerSpec
-from fairlead_kernels.interface.not_available import NotAvailableError
+from fairlead_kernels.interface.not_available import NotAvailableError, name_of
 from fairlead_kernels.packages import flashinfer_package
 from fairlead_kernels.packages.flashinfer_attention import SUPPORTED, FlashinferAttention
+from fairlead_kernels.proofs.attention_proof import prove_attention
 from fairlead_runtime import LLM, SamplingParams
 from support import tiny
 from support.attention_cases import Case, make_case
+from support.gpu_device import DEVICE
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1800)]  # it compiles
+pytestmark = pytest.mark.gpu
 
-CUDA = torch.device("cuda")
 STEPS = 12  # random steps for each kind of layer
 
 
@@ -41,7 +43,7 @@ def random_case(seed: int, heads: Heads, window: int | None) -> Case:
 
 def run(attention: FlashinferAttention, case: Case, spec: LayerSpec) -> torch.Tensor:
     plan = attention.plan(case.ragged)
-    query, keys, values = (x.to(CUDA) for x in (case.query, case.key_cache, case.value_cache))
+    query, keys, values = (x.to(DEVICE) for x in (case.query, case.key_cache, case.value_cache))
     return attention.run(plan, query, keys, values, spec)
 
 
@@ -59,14 +61,14 @@ def test_random_steps_match_the_definition(
 ) -> None:
     """All steps are queued before one is looked at: a plan that overwrites the last one shows."""
     heads = Heads(query, kv, dim, dim, dtype, fp8_cache=extra == "fp8 cache")
-    sinks = torch.randn(query, device=CUDA).to(dtype) if extra == "sinks" else None
+    sinks = torch.randn(query, device=DEVICE).to(dtype) if extra == "sinks" else None
     spec = LayerSpec(dim**-0.5, window, 5.0 if extra == "softcap" else None, sinks)
-    package, kinds = flashinfer_for(heads, CUDA), (frozenset({spec.kind}),)
+    package, kinds = flashinfer_for(heads, DEVICE), (frozenset({spec.kind}),)
     if extra == "sinks" and dim not in SUPPORTED.sinks:
         with pytest.raises(NotAvailableError, match="kernels with sinks are for 64 elements"):
-            FlashinferAttention(heads, kinds, CUDA, package)
+            FlashinferAttention(heads, kinds, DEVICE, package)
         return
-    attention = FlashinferAttention(heads, kinds, CUDA, package)
+    attention = FlashinferAttention(heads, kinds, DEVICE, package)
     cases = [random_case(seed, heads, window) for seed in range(STEPS)]
     got = [run(attention, case, spec) for case in cases]
     on_host = LayerSpec(spec.scale, window, spec.softcap, None if sinks is None else sinks.cpu())
@@ -75,10 +77,40 @@ def test_random_steps_match_the_definition(
         torch.testing.assert_close(out.cpu(), want, atol=2e-2, rtol=2e-2)
 
 
+# The modules that can be carried to where none can be compiled: type, size of a head, and the rest.
+CARRIED: tuple[tuple[torch.dtype, int, dict[str, Any]], ...] = (
+    (torch.bfloat16, 128, {}),
+    (torch.bfloat16, 128, {"window": 64}),
+    (torch.bfloat16, 64, {}),
+    (torch.bfloat16, 64, {"window": 64}),
+    (torch.bfloat16, 64, {"softcap": 5.0}),
+    (torch.bfloat16, 64, {"window": 64, "softcap": 5.0}),
+    (torch.bfloat16, 64, {"sinks": True}),
+    (torch.bfloat16, 64, {"window": 64, "sinks": True}),
+    (torch.float16, 64, {}),
+    (torch.bfloat16, 64, {"fp8_cache": True}),
+)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim", "kind"),
+    [
+        pytest.param(*each, id="-".join((name_of(each[0]), str(each[1]), *each[2])))
+        for each in CARRIED
+    ],
+)
+def test_a_carried_module_is_proven(dtype: torch.dtype, dim: int, kind: dict[str, Any]) -> None:
+    heads = Heads(8, 2, dim, dim, dtype, fp8_cache="fp8_cache" in kind)
+    rest = {name: value for name, value in kind.items() if name != "fp8_cache"}
+    kinds = (frozenset({LayerKind(dim**-0.5, **rest)}),)
+    attention = FlashinferAttention(heads, kinds, DEVICE, flashinfer_for(heads, DEVICE))
+    prove_attention(attention, heads, kinds, DEVICE)
+
+
 def test_auto_picks_flashinfer_and_proves_it() -> None:
     heads = Heads(32, 8, 128, 128, torch.bfloat16)
     kinds = (frozenset({LayerKind(128**-0.5)}), frozenset({LayerKind(128**-0.5, window=64)}))
-    choice = pick(heads, kinds, CUDA)
+    choice = pick(heads, kinds, DEVICE)
     assert choice.attention.name == "flashinfer", str(choice)
     assert flashinfer_package.load().version in str(choice)
 

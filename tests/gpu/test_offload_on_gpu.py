@@ -22,10 +22,10 @@ from fairlead_runtime.scheduling.plan import Work
 from fairlead_runtime.sizing.groups import group_layers
 from support import tiny
 from support.device_cases import is_text_of, texts
+from support.gpu_device import DEVICE, KERNELS
 
 pytestmark = pytest.mark.gpu
 
-CUDA = torch.device("cuda")
 HEADS = Heads(4, 2, 64, 64, torch.bfloat16)
 UNITS, HOST = 12, 8
 CYCLES = 20_000_000  # about 10 ms
@@ -41,20 +41,14 @@ PREEMPTING: dict[str, Any] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _gpu() -> None:
-    if not torch.cuda.is_available():
-        pytest.fail("these tests need an NVIDIA GPU, and torch sees none")
-
-
 def storage(monkeypatch: pytest.MonkeyPatch, piece_units: int = 1) -> CacheStorage:
     groups = group_layers([None, 8, None])
     unit = CacheStorage.unit_bytes(groups, HEADS, 16)
     monkeypatch.setattr("fairlead_runtime.sizing.offload_space.PIECE_BYTES", piece_units * unit)
-    cache = CacheStorage(groups, HEADS, device=CUDA, units=UNITS, host_units=HOST, block_size=16)
+    cache = CacheStorage(groups, HEADS, device=DEVICE, units=UNITS, host_units=HOST, block_size=16)
     for part in (cache.keys, cache.values):
         raw = part.view(torch.uint8)
-        raw.copy_(torch.randint(0, 256, raw.shape, dtype=torch.uint8, device=CUDA))
+        raw.copy_(torch.randint(0, 256, raw.shape, dtype=torch.uint8, device=DEVICE))
     return cache
 
 
@@ -144,11 +138,11 @@ def test_a_registration_that_fails_leaves_no_error_behind(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """CUDA refuses to register what is registered."""
-    pinning = CudaPinning(CUDA)
+    pinning = CudaPinning(DEVICE)
     memory = HostMemory(1 << 20, pinning)
     assert memory.refused == ""
     assert pinning.register(memory.data.data_ptr(), 4096)
-    assert float(torch.ones(3, device=CUDA).add_(1).sum()) == 6
+    assert float(torch.ones(3, device=DEVICE).add_(1).sum()) == 6
     torch.cuda.synchronize()
 
     class Refusing(CudaPinning):
@@ -156,7 +150,7 @@ def test_a_registration_that_fails_leaves_no_error_behind(
             assert CudaPinning.register(self, address, size) == ""
             return CudaPinning.register(self, address, size)
 
-    assert HostMemory(1 << 20, Refusing(CUDA)).refused
+    assert HostMemory(1 << 20, Refusing(DEVICE)).refused
     assert "cannot be pinned" in caplog.text
 
 
@@ -179,7 +173,7 @@ def test_greedy_output_equals_transformers_with_late_streams(
         results = llm.generate(prompts, params, use_tqdm=False)
         statistics = llm.built_engine.engine.snapshot().scheduler
         report = llm.built_engine.memory
-    on_gpu = model.to(CUDA)
+    on_gpu = model.to(DEVICE)
     others = sum(
         not is_text_of(on_gpu, prompt, text)
         for prompt, text in zip(PROMPTS, texts(results), strict=True)
@@ -202,7 +196,7 @@ def test_steps_in_flight_and_graphs_give_the_same_text_with_and_without_offload(
     heads = {"num_attention_heads": 4, "head_dim": 64}
     folder = tiny.save(tiny.build("llama", **heads).to(torch.bfloat16), tmp_path)
     params = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True)
-    settings = {**PREEMPTING, "dtype": "bfloat16", "kernels": "flashinfer", "max_requests": 4}
+    settings = {**PREEMPTING, "dtype": "bfloat16", "kernels": KERNELS, "max_requests": 4}
     texts = []
     for changes in ({"num_blocks": 200}, {}):
         with LLM(

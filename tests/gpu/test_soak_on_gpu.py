@@ -13,9 +13,11 @@ from fairlead_runtime import LLM
 from fairlead_runtime.build.host import process_age
 from support import soak, tiny
 
-SECONDS, FEWEST = 480.0, 470.0
+USUAL = 480.0
+SECONDS = float(os.environ.get("FAIRLEAD_SOAK_SECONDS", USUAL))
+FEWEST = SECONDS - 10
 SPARE = 60.0  # for the last round and the end
-pytestmark = [pytest.mark.gpu, pytest.mark.soak, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.gpu, pytest.mark.soak]
 
 
 def seconds_left() -> float:
@@ -26,7 +28,7 @@ def seconds_left() -> float:
     return min(SECONDS, left)
 
 
-def test_eight_minutes_of_mixed_load_leave_nothing_behind(tmp_path: Path) -> None:
+def test_minutes_of_mixed_load_leave_nothing_behind(tmp_path: Path) -> None:
     """Two groups of layers, graphs, steps launched ahead, preemption to host memory."""
     heads = {"num_attention_heads": 4, "head_dim": 64}
     folder = tiny.save(tiny.build("gemma2", **heads).to(torch.bfloat16), tmp_path)
@@ -53,6 +55,6 @@ def test_eight_minutes_of_mixed_load_leave_nothing_behind(tmp_path: Path) -> Non
             output=160,
             concurrency=64,
         )
-        report = run.run(seconds_left(), per_round=256, least=9)
+        report = run.run(seconds_left(), per_round=256 if SECONDS >= USUAL else 64, least=9)
         soak.check(report, llm.built_engine.engine, kinds)
         assert llm.built_engine.engine.snapshot().scheduler.offloads > 0

@@ -15,22 +15,17 @@ from fairlead_kernels.choice.backend import pick
 from fairlead_kernels.gpu import triton_attention
 from fairlead_kernels.interface import reference
 from fairlead_kernels.interface.attention import DecodeRows, Heads, LayerKind, LayerSpec
+from fairlead_kernels.interface.not_available import name_of
 from fairlead_kernels.proofs.attention_proof import prove_attention
 from fairlead_runtime import LLM, SamplingParams
 from support import tiny
 from support.attention_cases import Case, make_case
+from support.gpu_device import DEVICE
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1800)]  # it compiles
+pytestmark = pytest.mark.gpu
 
-CUDA = torch.device("cuda")
 STEPS = 12  # random steps for each kind of layer
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-@pytest.fixture(autouse=True)
-def _gpu() -> None:
-    if not torch.cuda.is_available():
-        pytest.fail("these tests need an NVIDIA GPU, and torch sees none")
 
 
 # A kernel is compiled for a size of blocks.
@@ -56,9 +51,11 @@ def steps_of_every_kind() -> Iterator[Any]:
     heads = (32, 8, 128), (9, 9, 80), (8, 4, 256), (71, 1, 64), (8, 1, 512)
     extras = "", "softcap and sinks", "sinks and fp8 cache"
     for number, case in enumerate(itertools.product(DTYPES, heads, (None, 1, 128), extras)):
+        dtype, (query, kv, dim), window, extra = case
+        name = f"{name_of(dtype)}-{query}x{kv}x{dim}-{window}-{extra or 'plain'}"
         if number % 11 == 0:
-            yield pytest.param(*case, USUAL)
-        yield pytest.param(*case, SIZES, marks=pytest.mark.full)
+            yield pytest.param(*case, USUAL, id=name)
+        yield pytest.param(*case, SIZES, id=f"{name}-all sizes", marks=pytest.mark.full)
 
 
 @pytest.mark.parametrize(("dtype", "counts", "window", "extra", "sizes"), [*steps_of_every_kind()])
@@ -74,12 +71,14 @@ def test_random_steps_match_the_definition(
     heads = Heads(query, kv, dim, dim, dtype, fp8_cache="fp8" in extra)
     sinks = torch.randn(query).to(dtype) if "sinks" in extra else None
     spec = LayerSpec(dim**-0.5, window, 5.0 if "softcap" in extra else None, sinks)
-    there = LayerSpec(spec.scale, window, spec.softcap, None if sinks is None else sinks.to(CUDA))
-    attention = triton_attention.load(heads, CUDA)
+    there = LayerSpec(spec.scale, window, spec.softcap, None if sinks is None else sinks.to(DEVICE))
+    attention = triton_attention.load(heads, DEVICE)
     cases = [random_case(seed, heads, window, sizes) for seed in range(STEPS)]
     got = []
     for case in cases:
-        query_, keys, values = (x.to(CUDA) for x in (case.query, case.key_cache, case.value_cache))
+        query_, keys, values = (
+            x.to(DEVICE) for x in (case.query, case.key_cache, case.value_cache)
+        )
         got.append(attention.run(attention.plan(case.ragged), query_, keys, values, there))
     tolerance = 1e-5 if dtype is torch.float32 else 2e-2
     for case, out in zip(cases, got, strict=True):
@@ -87,38 +86,39 @@ def test_random_steps_match_the_definition(
         torch.testing.assert_close(out.cpu(), want, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.on_cpu(torch.bfloat16)  # which Triton's interpreter does not have
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 def test_it_is_proven_in_each_type(dtype: torch.dtype) -> None:
     kinds = (frozenset({LayerKind(0.1), LayerKind(0.1, 64, 5.0, sinks=True)}),)
-    heads = Heads(8, 2, 80, 80, dtype)
-    prove_attention(triton_attention.load(heads, CUDA), heads, kinds, CUDA)
+    heads = Heads(8, 2, 128, 128, dtype)
+    prove_attention(triton_attention.load(heads, DEVICE), heads, kinds, DEVICE)
 
 
 def test_auto_takes_it_for_float32() -> None:
-    choice = pick(Heads(32, 8, 128, 128, torch.float32), (frozenset({LayerKind(0.1)}),), CUDA)
+    choice = pick(Heads(32, 8, 128, 128, torch.float32), (frozenset({LayerKind(0.1)}),), DEVICE)
     assert choice.attention.name == "triton", str(choice)
 
 
 def test_a_captured_step_follows_the_newest_plan() -> None:
     """Other lengths, rows and blocks than those that it was captured with."""
     heads, spec = Heads(8, 2, 80, 80, torch.float32), LayerSpec(0.1)
-    attention = triton_attention.load(heads, CUDA)
+    attention = triton_attention.load(heads, DEVICE)
     cases = [make_case([(n, 1), (m, 1)], heads=heads, seed=5) for n, m in ((900, 3), (40, 700))]
     blocks = max(case.key_cache.shape[0] for case in cases)
-    tables = torch.zeros(5, blocks, dtype=torch.int32, device=CUDA)
+    tables = torch.zeros(5, blocks, dtype=torch.int32, device=DEVICE)
     shape = blocks, 4, heads.kv, heads.dim
-    keys, values = (torch.full(shape, torch.nan, device=CUDA) for _ in range(2))
-    query = torch.zeros(2, heads.query, heads.dim, device=CUDA)
+    keys, values = (torch.full(shape, torch.nan, device=DEVICE) for _ in range(2))
+    query = torch.zeros(2, heads.query, heads.dim, device=DEVICE)
 
     def fill(case: Case, order: list[int]) -> Any:
         width = case.ragged.tables.shape[1]
-        tables[order, :width] = case.ragged.tables.to(CUDA)
-        keys[: len(case.key_cache)] = case.key_cache.to(CUDA)
-        values[: len(case.value_cache)] = case.value_cache.to(CUDA)
+        tables[order, :width] = case.ragged.tables.to(DEVICE)
+        keys[: len(case.key_cache)] = case.key_cache.to(DEVICE)
+        values[: len(case.value_cache)] = case.value_cache.to(DEVICE)
         query.copy_(case.query)
         lens = case.ragged.kv_lens
-        rows = torch.tensor(order, device=CUDA)
-        step = DecodeRows(lens, lens.to(CUDA, torch.int64), tables, rows, 4, None)
+        rows = torch.tensor(order, device=DEVICE)
+        step = DecodeRows(lens, lens.to(DEVICE, torch.int64), tables, rows, 4, None)
         return attention.plan_decodes(step, 10 * blocks)
 
     plan = fill(cases[0], [3, 1])

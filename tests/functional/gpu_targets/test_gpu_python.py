@@ -10,7 +10,8 @@ import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -56,7 +57,7 @@ def test_a_python_that_has_nothing_is_told_of_everything_at_once() -> None:
 def test_a_missing_gpu_is_named_and_ends_it() -> None:
     ran = run("--", "-c", "print('ran')")
     assert (ran.returncode, ran.stdout) == (2, "")
-    assert "an NVIDIA GPU: torch" in ran.stderr
+    assert "missing:\n  an NVIDIA GPU: " in ran.stderr
 
 
 def test_the_program_finds_the_project_and_the_wheels_without_an_installation(
@@ -126,34 +127,78 @@ def test_only_old_versions_of_what_computes_stop_a_run(module: str, *, stops: bo
     assert what.endswith("0.1 is too old")
 
 
-def test_a_module_that_cannot_be_imported_says_why_and_some_do_without() -> None:
+def test_a_module_that_cannot_be_imported_says_why() -> None:
     def load(name: str) -> None:
-        if name == "flashinfer":
-            raise ImportError("no tvm_ffi")
+        if name == "llguidance":
+            raise ImportError("no libc")
 
-    lacks = list(gpu_python.missing(gpu_python.NEEDS, load, importlib.metadata.version))
-    assert [need.module for need, _ in lacks] == ["flashinfer"]
+    needs = [need for need in gpu_python.NEEDS if need.module in ("torch", "llguidance")]
+    lacks = list(gpu_python.missing(needs, load, _version_of("99")))
+    assert [need.module for need, _ in lacks] == ["llguidance"]
     text = gpu_python.message(lacks, "")
-    assert text.startswith("missing, and some tests and rows need it:\n  flashinfer-python>=0.7: ")
-    assert "cannot be imported: ImportError: no tvm_ffi (attention" in text
+    assert "cannot be imported: ImportError: no libc (structured output)" in text
+
+
+def test_what_takes_seconds_to_import_is_looked_for_and_not_imported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def load(name: str) -> None:
+        assert name not in (
+            "torch",
+            "transformers",
+            "triton",
+            "flashinfer",
+            "humming",
+            "tvm_ffi",
+        ), name
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name != "transformers" or None)
+    lacks = list(gpu_python.missing(gpu_python.NEEDS, load, _version_of("99")))
+    least = gpu_python.least_versions()["transformers"]
+    assert [what for _, what in lacks] == [f"transformers>={least}"]
 
 
 def test_every_need_with_a_version_is_one_of_pyproject() -> None:
     least = gpu_python.least_versions()
-    assert {need.distribution for need in gpu_python.NEEDS} - set(least) == {"triton"}
+    without = {"triton", "apache-tvm-ffi"}  # of torch and of flashinfer
+    assert {need.distribution for need in gpu_python.NEEDS} - set(least) == without
 
 
-def test_a_torch_without_cuda_is_told_from_a_missing_gpu() -> None:
-    def torch(*, cuda: str | None, there: bool) -> SimpleNamespace:
-        return SimpleNamespace(
-            __version__="2.11",
-            version=SimpleNamespace(cuda=cuda),
-            cuda=SimpleNamespace(is_available=lambda: there),
-        )
+class Driver:
+    """A driver that answers with ``code`` and sees ``count`` GPUs."""
 
-    assert gpu_python.no_gpu(torch(cuda="13.0", there=True)) == ""
-    assert "sees none" in gpu_python.no_gpu(torch(cuda="13.0", there=False))
-    assert "built without CUDA" in gpu_python.no_gpu(torch(cuda=None, there=False))
+    def __init__(self, code: int, count: int) -> None:
+        self.code, self.count = code, count
+
+    def cuInit(self, _flags: int) -> int:  # noqa: N802 - the driver's name
+        return self.code
+
+    def cuDeviceGetCount(self, count: Any) -> int:  # noqa: N802 - the driver's name
+        count._obj.value = self.count
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("cuda", "driver", "wrong"),
+    [
+        ("'13.0'", Driver(0, 1), ""),
+        ("'13.0'", Driver(0, 0), "an NVIDIA GPU: its driver sees none"),
+        ("'13.0'", Driver(100, 1), "an NVIDIA GPU: its driver answers with error 100"),
+        ("'13.0'", None, "an NVIDIA GPU: no driver: libcuda.so.1: not there"),
+        ("None", Driver(0, 1), "an NVIDIA GPU: torch 2.11.0 is built without CUDA"),
+    ],
+)
+def test_what_is_wrong_with_a_gpu_is_said_without_torch(
+    cuda: str, driver: Driver | None, wrong: str, tmp_path: Path
+) -> None:
+    def load(name: str) -> Driver:
+        if driver is None:
+            raise OSError(f"{name}: not there")
+        return driver
+
+    lines = f"__version__ = '2.11.0'\ncuda: Optional[str] = {cuda}\n"
+    (tmp_path / "version.py").write_text(lines)
+    assert gpu_python.no_gpu(tmp_path, load) == wrong
 
 
 @pytest.mark.parametrize(

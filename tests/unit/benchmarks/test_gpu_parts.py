@@ -143,6 +143,12 @@ class Side:
     def idle(self, rows: int, context: int, steps: int) -> float:
         return self._taken / 100
 
+    def longest(self, rows: int, context: int, steps: int, count: int) -> list[bounds.Kernel]:
+        return [bounds.Kernel("a product", self._taken * steps, 3 * steps)]
+
+    def drop_graphs(self) -> None:
+        self._asked.append("dropped")
+
     def first_token(self) -> None:
         pass
 
@@ -173,6 +179,10 @@ def run_of(folder: Path, **more: Any) -> program.Run:
     target = Target(shapes.TINY, folder, torch.float32, torch.device("cpu"))
     made = Report("a GPU", "tiny", "float32", figures=folder / "figures.jsonl")
     return program.Run(target, program.PLANS[shapes.TINY], made, Budget(1000), **more)
+
+
+def lines_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "figures.jsonl").read_text().splitlines()]
 
 
 def test_both_sides_compute_the_same_and_are_written_in_the_same_unit(
@@ -218,7 +228,7 @@ def test_every_figure_of_ours_is_written_before_another_side_starts(
     monkeypatch.setattr(run, "_theirs", start)
     with pytest.raises(KeyboardInterrupt):
         run.in_turns()
-    lines = [json.loads(line) for line in (tmp_path / "figures.jsonl").read_text().splitlines()]
+    lines = [line for line in lines_of(tmp_path) if "side" in line]
     assert {line["side"] for line in lines} == {OURS}
     assert {line["name"] for line in lines} == {row.name for row in run.report.rows}
     assert len(lines) == 4 + 1 + 3 + 3
@@ -239,12 +249,43 @@ def test_a_side_that_fails_at_one_case_drops_no_other(
     assert asked.theirs.count("closed") == 1 + 3
 
 
-def test_ours_only_starts_no_other_engine(tmp_path: Path, asked: Asked) -> None:
+def test_ours_only_starts_one_engine_and_lists_its_longest_kernels(
+    tmp_path: Path, asked: Asked
+) -> None:
     run = run_of(tmp_path, ours_only=True)
     run.all("")
     assert asked.theirs == []
+    assert asked.ours.count("closed") == 1
+    assert asked.ours[-2:] == [(*run.plan.few, run.plan.steps, {}), "closed"]
+    assert asked.ours.index("dropped") > asked.ours.index((*run.plan.crowd, run.plan.steps, {}))
     assert not run.budget.left_out
     assert all(row.ours for row in run.report.rows)
+    values = {line["name"]: line["value"] for line in lines_of(tmp_path)}
+    assert values["kernels, 1 rows at 24"] == [["a product", 2.0, 3.0]]
+    assert values["start of the engine"] == {"load": 1.0}
+    assert "| a product | 2 | 3 |" in run.report.lines()
+
+
+def test_only_some_cases_are_measured_and_nothing_else(tmp_path: Path, asked: Asked) -> None:
+    run = run_of(tmp_path, brief=True)
+    run.plan = run.plan._replace(cases=((3, 24),), rounds=1)
+    run.all("")
+    assert [row.name for row in run.report.rows] == ["decode, 3 rows at 24"]
+    assert asked.ours.count((3, 24, run.plan.steps, {})) == 2
+    assert asked.theirs[-1] == "closed"
+    run = run_of(tmp_path, brief=True, ours_only=True)
+    run.plan = run.plan._replace(cases=((3, 24), (1, 24)))
+    run.all("")
+    assert [len(row.ours) for row in run.report.rows] == [1, 1]
+
+
+def test_what_was_left_out_has_a_line(tmp_path: Path) -> None:
+    run = run_of(tmp_path)
+    run.budget.tell = run.report.leave_out
+    run.budget.run("the rest", 2000, lambda: None)
+    (line,) = (line for line in lines_of(tmp_path) if line["name"] == "the rest")
+    assert line["ok"] is None
+    assert "s are left, it needs about 2000" in line["error"]
 
 
 def test_the_fastest_of_their_settings_that_run_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:

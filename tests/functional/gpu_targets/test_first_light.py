@@ -1,0 +1,278 @@
+"""scripts/first_light.py: a rehearsal on a CPU, whole; tiers that hang, die and fail; and what each
+tier's results decide.
+"""
+
+import importlib.util
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from benchmarks.result_lines import FILE, TIER, append
+
+ROOT = Path(__file__).parents[3]
+PROGRAM = ROOT / "scripts" / "first_light.py"
+
+
+def _load() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("first_light", PROGRAM)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["first_light"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+first_light = _load()
+Job, Tier = first_light.Job, first_light.Tier
+
+
+@pytest.fixture(autouse=True)
+def _environ(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a run sets for its processes is gone after it."""
+    for name in (FILE, TIER):
+        monkeypatch.setenv(name, "")
+
+
+def program(code: str) -> Any:
+    return Job(("-c", code))
+
+
+def tier(name: str, *jobs: Any, seconds: float = 30.0, keeps: float = 0.0) -> Any:
+    return Tier(name, seconds, keeps, lambda _run: list(jobs))
+
+
+def run_of(folder: Path, seconds: float = 100.0, device: str = "cuda") -> Any:
+    return first_light.Run(folder, device, time.monotonic() + seconds)
+
+
+def runs(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+NOTE = (
+    "import sys; sys.path.insert(0, '.');"
+    "from benchmarks.result_lines import append; append('a figure', ok=True, value=1.5, unit='ms')"
+)
+
+
+def test_a_tier_that_hangs_dies_or_fails_stops_no_other_and_what_it_knew_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(first_light, "GRACE", 0.5)
+    monkeypatch.setattr(first_light, "LEAST", 0.1)
+    child = tmp_path / "child"
+    # It ignores the signal that asks, as a call of the driver does that never returns, and so does
+    # what it has started.
+    ignores = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN);"
+    starts = f"import subprocess, sys; c = subprocess.Popen(['sleep', '100']);open({str(child)!r},"
+    hang = f"{NOTE}; {ignores} {starts} 'w').write(str(c.pid)); print('hangs'); time.sleep(100)"
+    tiers = (
+        tier("hang", program(hang), program("print('beside it')"), seconds=2.0),
+        tier("die", program(f"{NOTE}; import os; os.abort()")),
+        tier("fail", program("raise ValueError('a fault')")),
+        tier("pass", program(NOTE)),
+    )
+    run = run_of(tmp_path)
+    assert run.all(tiers) == 1
+    by_tier = {name: run.lines(name) for name in ("hang", "die", "fail", "pass")}
+    assert [line["value"] for line in by_tier["hang"]] == [1.5, None]
+    assert [line["ok"] for line in by_tier["hang"]] == [True, None]
+    assert first_light.TIME in by_tier["hang"][1]["error"]
+    assert [line["ok"] for line in by_tier["die"]] == [True, False]
+    assert "ended with -6" in by_tier["die"][1]["error"]
+    assert [line["ok"] for line in by_tier["fail"]] == [False]
+    assert [line["ok"] for line in by_tier["pass"]] == [True]
+    log = (tmp_path / "hang.log").read_text()
+    assert "[0] hangs\n" in log
+    assert "[1] beside it\n" in log
+    assert "ValueError: a fault" in (tmp_path / "fail.log").read_text()
+    assert not runs(int(child.read_text()))
+    out = capsys.readouterr().out
+    assert "pass a figure: 1.5 ms" in out
+    assert "FAILED die -c" in out
+
+
+def test_a_sticky_error_of_the_gpu_ends_its_process_and_the_tests_left_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when an illegal address was read: the next test of the process would fail as well."""
+    monkeypatch.setattr(first_light, "ROOT", tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    (tmp_path / "conftest.py").write_text(
+        "import torch\n"
+        "from gpu import conftest\n"
+        "from gpu.conftest import pytest_runtest_logreport, pytest_runtest_makereport\n"
+        "conftest.is_lost = lambda: True\n"
+    )
+    (tmp_path / "test_some.py").write_text(
+        "import torch\n"
+        "def test_before(): pass\n"
+        "def test_with_a_fault(): raise torch.AcceleratorError('an illegal memory access')\n"
+        "def test_after(): pass\n"
+    )
+    names = [f"test_some.py::test_{name}" for name in ("before", "with_a_fault", "after")]
+    run = run_of(tmp_path)
+    run.all([tier("tests", Job(tests=tuple(names)))])
+    found = {line["name"].rpartition("_")[2]: line for line in run.lines()}
+    assert [found[name]["ok"] for name in ("before", "fault", "after")] == [True, False, False]
+    assert "can compute nothing any more" in found["fault"]["error"]
+    assert "did not run: its process: ended with 4" in found["after"]["error"]
+
+
+def test_without_a_gpu_a_call_ends_after_the_facts(tmp_path: Path) -> None:
+    later = tmp_path / "later"
+    append_facts = f"{NOTE}; append('GPU', ok=False, error='none'); append('make', ok=None)"
+    tiers = (
+        tier("facts", program(append_facts)),
+        tier("kernels", program(f"open({str(later)!r}, 'w')")),
+    )
+    assert run_of(tmp_path).all(tiers) == 2
+    assert not later.exists()
+
+
+def noted(run: Any, name: str, lines: dict[str, bool]) -> Any:
+    """A tier of which each of these lines says whether it passed."""
+
+    def jobs(_run: object) -> list[Any]:
+        for test, ok in lines.items():
+            append(test, ok)
+        return []
+
+    return Tier(name, 30.0, 0.0, jobs)
+
+
+FLASHINFER, OTHER = "tests/gpu/test_flashinfer_on_gpu.py::a", "tests/gpu/test_layers_on_gpu.py::a"
+
+
+@pytest.mark.parametrize(
+    ("lines", "kernels"),
+    [
+        ({FLASHINFER: True, OTHER: True}, "flashinfer"),
+        ({FLASHINFER: False, OTHER: True}, "auto"),
+        ({FLASHINFER: False, OTHER: False}, "flashinfer"),
+    ],
+)
+def test_where_flashinfer_alone_fails_the_next_tiers_run_without_it(
+    lines: dict[str, bool], kernels: str, tmp_path: Path
+) -> None:
+    run = run_of(tmp_path)
+    run.all([noted(run, "kernels", lines)])
+    environ = run._environ(side_by_side=True)
+    assert environ.get("FAIRLEAD_TEST_KERNELS", "flashinfer") == kernels
+    assert ("FAIRLEAD_NO_FALLBACK" in environ) is (kernels == "flashinfer")
+    ((*_, command),) = (job.program for job in first_light.speed_jobs(run))
+    assert f"kernels={kernels}" in first_light.speed_jobs(run)[0].program
+    assert command.partition("=")[1]
+
+
+@pytest.mark.parametrize(
+    ("lines", "graphs"),
+    [
+        ({"a[llama-eager]": True, "a[llama-graphs]": True}, "on"),
+        ({"a[llama-eager]": True, "a[llama-graphs]": False, "b[llama-on]": False}, "off"),
+        ({"a[llama-eager]": False, "a[llama-graphs]": False}, "on"),
+    ],
+)
+def test_where_graphs_alone_fail_the_speed_is_measured_without_them(
+    lines: dict[str, bool], graphs: str, tmp_path: Path
+) -> None:
+    run = run_of(tmp_path)
+    run.all([noted(run, "tokens", lines)])
+    assert f"cuda_graphs={graphs}" in first_light.speed_jobs(run)[0].program
+
+
+@pytest.mark.parametrize(
+    ("left", "tokens", "ran"), [(400.0, 75, True), (165.0, 35, True), (135, 0, False)]
+)
+def test_where_time_is_short_the_last_tests_go_before_the_speed(
+    left: float, tokens: int, *, ran: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (given,) = (each for each in first_light.CALLS[1] if each.name == "tokens")
+    run = run_of(tmp_path, left)
+    run.all([given._replace(jobs=lambda _run: [program(NOTE)])])
+    seconds = int(re.findall(r"tokens: 1 processes, (\d+) s", capsys.readouterr().out)[0])
+    assert seconds == pytest.approx(tokens, abs=6)
+    assert (run.lines()[0]["ok"] is True) is ran
+
+
+def test_a_call_fits_into_its_minutes() -> None:
+    for call, minutes in first_light.MINUTES.items():
+        assert sum(each.seconds for each in first_light.CALLS[call]) <= minutes * 60
+
+
+def test_what_failed_before_runs_again_each_file_by_itself(tmp_path: Path) -> None:
+    run = first_light.Run(tmp_path, "cuda", 0.0, [f"{OTHER}[1]", FLASHINFER, f"{OTHER}[2]"])
+    jobs = [job.tests for job in first_light.again_jobs(run)]
+    assert jobs == [(f"{OTHER}[1]", f"{OTHER}[2]"), (FLASHINFER,)]
+
+
+def commands() -> Iterator[str]:
+    """The calls that docs/gpu.md has, one command each."""
+    text = (ROOT / "docs" / "gpu.md").read_text()
+    for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL):
+        if "scripts/first_light.py" in block:
+            yield block
+
+
+def test_each_documented_command_is_short_and_has_options_that_there_are() -> None:
+    found = list(commands())
+    assert len(found) == 2
+    for number, command in enumerate(found, 1):
+        assert len(command) <= 2000
+        words = shlex.split(command.replace("\\\n", " "))
+        given = words[words.index("scripts/first_light.py") + 1 :]
+        options = first_light.parser().parse_args([word.replace("$OUT", "out") for word in given])
+        assert options.call == number
+
+
+@pytest.mark.parametrize("call", [1, 2])
+def test_a_rehearsal_on_a_cpu_runs_every_tier(call: int, tmp_path: Path) -> None:
+    """All tests that it names exist, too: pytest starts none where it does not find one."""
+    ran = subprocess.run(
+        [
+            sys.executable,
+            str(PROGRAM),
+            *("--device", "cpu", "--call", str(call)),
+            "--out",
+            tmp_path,
+        ],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    text = (tmp_path / "results.jsonl").read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert ran.returncode == 0, f"{ran.stdout[-3000:]}{ran.stderr[-3000:]}"
+    for name in (each.name for each in first_light.CALLS[call]):
+        of_tier = [line for line in lines if line["tier"] == name]
+        assert of_tier, name
+        for line in of_tier:
+            assert line["ok"] is not False
+            assert line["ok"] or line["error"]
+    names = {line["name"] for line in lines if line["ok"]}
+    forms = [line["name"] for line in lines if line["error"].endswith("runs on a CPU")]
+    if call == 1:
+        tests = [line["name"] for line in lines if "::" in line["name"]]
+        assert len(tests) == len(set(tests)) >= 45
+        assert len(forms) < len(tests) - 15
+        assert {"GPU", "reads", "multiplies", "packages", "torch", "transformers"} <= names
+        assert {"start of the engine", "kernels, 1 rows at 24", "decode, 6 rows at 24"} <= names
+    else:
+        assert "decode, 3 rows at 24" in names
+        assert forms
