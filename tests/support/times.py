@@ -34,7 +34,7 @@ class Times:
             with Path(file).open("a", encoding="utf-8") as lines:
                 lines.write(f"{self.seconds[report.nodeid]:.3f}\t{report.nodeid}\n")
 
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+    def pytest_terminal_summary(self, terminalreporter: "pytest.TerminalReporter") -> None:
         if not self.seconds:
             return
         terminalreporter.section("seconds by folder, set-up included")
