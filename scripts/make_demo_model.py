@@ -23,9 +23,11 @@ from demo_lessons import BATCH, CONTEXT, OPENINGS, SEED, SYSTEMS, Lessons, Pair,
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from fairlead_runtime.models.tokenizer import SPECIAL, byte_alphabet, byte_level
-
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent / "tests"))
+
+from support.byte_tokenizer import SPECIAL, byte_alphabet, byte_level  # noqa: E402 - found by the line above
+
 OUT = HERE.parent / "runtime" / "fairlead_runtime" / "demo"
 VOCAB = 1024
 PEAK_RATE = 3e-3

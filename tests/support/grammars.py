@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from fairlead_runtime.grammar.compile import TokenizerFacts
 from fairlead_runtime.grammar.guides import Guide
-from fairlead_runtime.models import tokenizer
 from fairlead_runtime.request.sequence import Request, SamplingParams, Sequence
+from support import byte_tokenizer
 
 # Two bytes that often follow each other, so that a text has several spellings, as with real models.
 MERGES = [('"', "a"), ("Ġ", "Ġ"), ("a", "a"), ("aa", "aa"), ("{", '"'), ('"', ":"), ("Ċ", "Ġ")]
-TOKENIZER = tokenizer.byte_level(MERGES, max_length=4096)
-EOS = TOKENIZER.convert_tokens_to_ids(tokenizer.END)
+TOKENIZER = byte_tokenizer.byte_level(MERGES, max_length=4096)
+EOS = TOKENIZER.convert_tokens_to_ids(byte_tokenizer.END)
 VOCABULARY = len(TOKENIZER) + 5  # the logits are wider than the tokenizer
 
 

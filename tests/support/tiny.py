@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from fairlead_runtime.models.tokenizer import SPECIAL, byte_level
+from support.byte_tokenizer import SPECIAL, byte_level
 
 FAMILIES = (
     "llama",

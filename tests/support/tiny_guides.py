@@ -4,8 +4,8 @@ from typing import Any
 
 from fairlead_runtime.grammar.compile import TokenizerFacts
 from fairlead_runtime.grammar.guides import Guides
-from fairlead_runtime.models.tokenizer import END
 from support import tiny
+from support.byte_tokenizer import END
 
 TOKENIZER = tiny.tokenizer()
 EOS = frozenset({TOKENIZER.convert_tokens_to_ids(END)})

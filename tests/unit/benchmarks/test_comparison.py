@@ -14,7 +14,7 @@ from benchmarks import cpu_peers, cpu_picture, machine, models, peers
 from benchmarks.turns import OURS, Terms, take_turns
 from torch import nn
 
-from fairlead_runtime.models import tokenizer
+from support import byte_tokenizer
 from support.real_answers import Answer
 
 
@@ -132,7 +132,7 @@ def test_an_engine_that_ends_leaves_no_process_behind() -> None:
 def test_conversations_are_new_in_each_round_and_answers_as_long_as_the_models_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    characters = tokenizer.byte_level([], max_length=4096)
+    characters = byte_tokenizer.byte_level([], max_length=4096)
     monkeypatch.setattr(cpu_peers, "_tokenizer", lambda: characters)
     draw = random.Random(0)
     first, second = (cpu_peers.conversations(draw, 0) for _ in range(2))

@@ -3,8 +3,8 @@
 import pytest
 
 from fairlead_runtime.models.chat import bad_word_ids
-from fairlead_runtime.models.tokenizer import byte_level
 from fairlead_runtime.request.sequence import RequestError
+from support.byte_tokenizer import byte_level
 
 SPACE = "\u0120"  # the byte alphabet's space
 TOKENIZER = byte_level(

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from fairlead_runtime.models import loading
-from fairlead_runtime.models.tokenizer import SPECIAL
 from support import tiny
+from support.byte_tokenizer import SPECIAL
 
 
 def prompts(rows: int, length: int) -> torch.Tensor:

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from fairlead_runtime.models.tokenizer import END, byte_level
 from fairlead_runtime.serving.detokenize import WINDOW, Detokenizer, Vocabulary, vocabulary_of
+from support.byte_tokenizer import END, byte_level
 
 FAMILY = "👩‍👩‍👧‍👦"
 ALPHABET = [*"ab .\n", "é", "ß", "日", "本", "🎉", "\u200d", "👧", "\ufffd", "\u0301"]
