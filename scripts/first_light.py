@@ -33,10 +33,11 @@ sys.path[:0] = [str(ROOT)]
 
 from benchmarks.result_lines import FILE, TIER, append  # noqa: E402 - found by the line above
 
+RESULTS = "results.jsonl"
 GRACE = 3.0  # seconds to write what is known, between the signal that asks and the one that ends
 LEAST = 10.0  # seconds without which no tier starts
 ESSENTIAL = ("torch", "transformers", "GPU")  # facts: without one nothing else can be true
-GRAPHS = re.compile("graph|-on|on-")  # in the name of a test that needs CUDA graphs
+GRAPHS = re.compile(r"graph|captured|-on\]")  # in the name of a test that needs CUDA graphs
 SOAK = 45  # seconds of load: starting and the last round take some of the tier's
 TIME = "its time was over"
 BENCH, FACTS = ("-m", "benchmarks.gpu"), ("-m", "benchmarks.gpu.facts")
@@ -270,7 +271,7 @@ class Run:
 
     def __init__(self, out: Path, device: str, ends: float, failures: Sequence[str] = ()) -> None:
         self.out, self.device, self.ends, self.failures = out, device, ends, failures
-        self.results = out / "results.jsonl"
+        self.results = out / RESULTS
         self.without_flashinfer = self.without_graphs = False
         self._processes: list[subprocess.Popen[str]] = []
 
@@ -485,6 +486,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> int:
     options = parser().parse_args()
+    if (options.out / RESULTS).exists():
+        parser().error(f"--out: {options.out} has the results of another run: name a new folder")
     minutes = MINUTES[options.call] if options.minutes is None else options.minutes
     failures: list[str] = []
     if options.again is not None:

@@ -184,6 +184,7 @@ def test_where_flashinfer_alone_fails_the_next_tiers_run_without_it(
     [
         ({"a[llama-eager]": True, "a[llama-graphs]": True}, "on"),
         ({"a[llama-eager]": True, "a[llama-graphs]": False, "b[llama-on]": False}, "off"),
+        ({"a[llama-graphs]": False, "b[on-off]": False}, "on"),
         ({"a[llama-eager]": False, "a[llama-graphs]": False}, "on"),
     ],
 )
@@ -212,6 +213,14 @@ def test_where_time_is_short_the_last_tests_go_before_the_speed(
 def test_a_call_fits_into_its_minutes() -> None:
     for call, minutes in first_light.MINUTES.items():
         assert sum(each.seconds for each in first_light.CALLS[call]) <= minutes * 60
+
+
+def test_the_results_of_another_run_stay_as_they_are(tmp_path: Path) -> None:
+    (tmp_path / "results.jsonl").write_text("")
+    command = [sys.executable, str(PROGRAM), "--device", "cpu", "--out", str(tmp_path)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.returncode == 2
+    assert "has the results of another run: name a new folder" in ran.stderr
 
 
 def test_what_failed_before_runs_again_each_file_by_itself(tmp_path: Path) -> None:
