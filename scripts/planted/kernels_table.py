@@ -424,15 +424,15 @@ BUGS = (
     PackageBug(
         "the second share of a decode's queries is computed with the first's results",
         ATTENTION_C,
-        "weights = decode.scores + (kv * group + first) * TILE + from",
-        "weights = decode.scores + kv * group * TILE + from",
+        "weights = decode.scores + (kv * per_kv + first) * TILE + from",
+        "weights = decode.scores + kv * per_kv * TILE + from",
         C_ATTENTION,
     ),
     PackageBug(
         "a decode's values are weighted by the scores of the tile's first keys",
         ATTENTION_C,
-        "weights = decode.scores + (kv * group + first) * TILE + from",
-        "weights = decode.scores + (kv * group + first) * TILE",
+        "weights = decode.scores + (kv * per_kv + first) * TILE + from",
+        "weights = decode.scores + (kv * per_kv + first) * TILE",
         C_ATTENTION,
     ),
     PackageBug(
@@ -613,7 +613,7 @@ BUGS = (
     PackageBug(
         "the rows of a shared decode leave their parts in one place",
         ATTENTION_C,
-        "int64_t(i / group) * task.parts",
+        "int64_t(i / per_kv) * task.parts",
         "0",
         C_ATTENTION,
     ),

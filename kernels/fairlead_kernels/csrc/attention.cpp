@@ -97,7 +97,7 @@ struct Tile {
 // loaded. Where the next block is the hardware cannot know, and a processor seems to drop what it
 // is asked to fetch while too many lines are on their way (benchmarks/README.md).
 
-// Queries of a group that a decode computes at a time: registers hold the sums of so many.
+// Queries of a key-value head that a decode computes at a time: registers hold the sums of so many.
 constexpr int SHARE = W == 16 ? 8 : 2;
 // Keys whose values are added for one head after the other: little enough memory that the hardware
 // sees it read in order, and enough for what the sums cost that are loaded and stored for them.
@@ -113,7 +113,7 @@ FL_INLINE Vec in_order(Vec v, std::integer_sequence<int, I...>) {
   return __builtin_shufflevector(v, v, (I / K + W / K * (I % K))...);
 }
 
-// What a decode knows of a layer. Queries [kv, shares of a group, ceil(dim / W), Q of a share, W]
+// What a decode knows of a layer. Queries [kv, shares of a head, ceil(dim / W), Q of a share, W]
 // are padded with zeros; `dots` is memory for a share's products with W keys. `ahead`: keys from a
 // load to what it fetches.
 struct Decode {
@@ -125,7 +125,7 @@ struct Decode {
   float* dots;
 };
 
-// Scores of a tile's keys and the queries [first, first + Q) of each group, all heads of one key
+// Scores of a tile's keys and the queries [first, first + Q) of each head, all heads of one key
 // after the other. A key that is not there is the last one again: its score is masked, and no
 // foreign byte is read.
 template <int Q, class T>
@@ -134,14 +134,14 @@ void score_tile(const Decode& decode, const Tile<T>& tile, int first) {
   constexpr int K = Q > 4 ? 2 : 4;
   static_assert(W % K == 0);
   const Heads& heads = decode.heads;
-  const int group = heads.query / heads.kv, dim = heads.dim, width = padded(dim, W);
+  const int per_kv = heads.query / heads.kv, dim = heads.dim, width = padded(dim, W);
   for (int from = 0; from < tile.count; from += W) {
     for (int part = 0; part < W / K; part++) {
       const int at = from + part * K, soon = at + decode.ahead;
       const T* const* fetched =
           soon < tile.count ? tile.keys + soon : tile.values + (soon - tile.count);
       for (int kv = 0; kv < heads.kv; kv++) {
-        const float* query = decode.query + (kv * group + first) * width;
+        const float* query = decode.query + (kv * per_kv + first) * width;
         const T *keys[K], *later[K];
         for (int j = 0; j < K; j++) {
           keys[j] = tile.keys[at + j] + kv * dim;
@@ -171,7 +171,7 @@ void score_tile(const Decode& decode, const Tile<T>& tile, int first) {
       for (int q = 0; q < Q; q++, dots += W / K * W) {
         Vec parts[W / K];
         for (int i = 0; i < W / K; i++) parts[i] = load(dots + i * W);
-        store(decode.scores + (kv * group + first + q) * TILE + from,
+        store(decode.scores + (kv * per_kv + first + q) * TILE + from,
               in_order<K>(sums(parts), std::make_integer_sequence<int, W>()));
       }
     }
@@ -206,20 +206,20 @@ FL_INLINE void add_vectors(const float* weights, const T* const* values, const T
   }
 }
 
-// Adds a tile's values, weighted by the scores of the queries [first, first + Q) of each group, as
+// Adds a tile's values, weighted by the scores of the queries [first, first + Q) of each head, as
 // many vectors at a time as registers hold sums of. `next`: the tile that is needed after it.
 template <int Q, class T>
 void add_values(const Decode& decode, const Tile<T>& tile, const Tile<T>& next, int first) {
   const Heads& heads = decode.heads;
-  const int group = heads.query / heads.kv, dim = heads.value_dim, stride = padded(dim, W);
+  const int per_kv = heads.query / heads.kv, dim = heads.value_dim, stride = padded(dim, W);
   for (int from = 0; from < tile.count; from += VALUES) {
     const int count = std::min(VALUES, tile.count - from), soon = from + decode.ahead;
     const T* const* values = tile.values + from;
     const T* const* fetched =
         soon < tile.count ? tile.values + soon : next.keys + (soon - tile.count);
     for (int kv = 0; kv < heads.kv; kv++) {
-      const float* weights = decode.scores + (kv * group + first) * TILE + from;
-      float* out = decode.sums + (kv * group + first) * stride;
+      const float* weights = decode.scores + (kv * per_kv + first) * TILE + from;
+      float* out = decode.sums + (kv * per_kv + first) * stride;
       const int offset = kv * dim;
       int d = 0;
       for (; Q <= 4 && d + 4 * W <= dim; d += 4 * W) {
@@ -235,11 +235,11 @@ void add_values(const Decode& decode, const Tile<T>& tile, const Tile<T>& next, 
   }
 }
 
-// Calls `work(first, count)` for each share of the queries of a group, even ones.
+// Calls `work(first, count)` for each share of the queries of a key-value head, even ones.
 template <class Work>
-void each_share(int group, Work work) {
-  for (int first = 0; first < group;) {
-    const int count = block_of(group - first, SHARE);
+void each_share(int per_kv, Work work) {
+  for (int first = 0; first < per_kv;) {
+    const int count = block_of(per_kv - first, SHARE);
     work(first, count);
     first += count;
   }
@@ -323,7 +323,7 @@ void locate(const Heads& heads, const Rows& rows, const Attention& layer, int ro
 template <class T>
 void decode(const Heads& heads, const Rows& rows, const Attention& layer, const Task& task,
             const Task* following) {
-  const int group = heads.query / heads.kv;
+  const int per_kv = heads.query / heads.kv;
   const int dim = padded(heads.dim, W), value_dim = padded(heads.value_dim, W);
   float* query = scratch(size_t(heads.query) * (dim + value_dim + 2 + TILE + W / 2 * W) + W);
   float* sums = query + heads.query * dim;
@@ -334,10 +334,10 @@ void decode(const Heads& heads, const Rows& rows, const Attention& layer, const 
   const Decode work{heads, ahead, query, scores, sums, scores + heads.query * TILE};
   const int64_t token = rows.starts[task.row] - layer.first;
   for (int kv = 0; kv < heads.kv; kv++) {
-    each_share(group, [&](int first, int count) {
-      float* to = query + (kv * group + first) * dim;
+    each_share(per_kv, [&](int first, int count) {
+      float* to = query + (kv * per_kv + first) * dim;
       for (int i = 0; i < count; i++) {
-        const int head = kv * group + first + i;
+        const int head = kv * per_kv + first + i;
         const float* from = layer.query + token * layer.q_stride + int64_t(head) * heads.dim;
         for (int d = 0; d < heads.dim; d += W) {
           store(to + d * count + i * W, load_up_to(from + d, heads.dim - d) * layer.scale);
@@ -361,7 +361,7 @@ void decode(const Heads& heads, const Rows& rows, const Attention& layer, const 
     } else {
       next = tile;
     }
-    each_share(group, [&](int first, int count) {
+    each_share(per_kv, [&](int first, int count) {
       calls_of<T>(count, shares).score(work, tile, first);
     });
     Span seen[W];
@@ -373,7 +373,7 @@ void decode(const Heads& heads, const Rows& rows, const Attention& layer, const 
             total + head, factor);
       rescale(sums + head * value_dim, some, value_dim, factor);
     }
-    each_share(group, [&](int first, int count) {
+    each_share(per_kv, [&](int first, int count) {
       calls_of<T>(count, shares).add(work, tile, next, first);
     });
   }
@@ -451,7 +451,7 @@ void copy_values(const Tile<T>& tile, const Tile<T>& next, int offset, int dim, 
 template <class T>
 void prefill(const Heads& heads, const Rows& rows, const Attention& layer, const Task& task) {
   const bool shared = task.rows > 0;
-  const int group = heads.query / heads.kv, n = (shared ? task.rows : task.count) * group;
+  const int per_kv = heads.query / heads.kv, n = (shared ? task.rows : task.count) * per_kv;
   const int dim = heads.dim, q_width = padded(dim, W), out_width = padded(heads.value_dim, P);
   float* query = scratch(size_t(n) * (q_width + TILE + out_width + 2) + W +
                          size_t(TILE) * (dim + out_width));
@@ -461,10 +461,10 @@ void prefill(const Heads& heads, const Rows& rows, const Attention& layer, const
   float* value_panels = key_panels + size_t(TILE) * dim;
   float *maximum = value_panels + size_t(TILE) * out_width, *total = maximum + n;
   const int64_t token = rows.starts[task.row] + (shared ? 0 : task.first) - layer.first;
-  // Row i is query i / group of the task, for head i % group of those that share this kv head.
+  // Row i is query i / per_kv of the task, for head i % per_kv of those that share this kv head.
   for (int i = 0; i < n; i++) {
-    const float* from = layer.query + (token + i / group) * layer.q_stride +
-                        int64_t(task.kv_head * group + i % group) * dim;
+    const float* from = layer.query + (token + i / per_kv) * layer.q_stride +
+                        int64_t(task.kv_head * per_kv + i % per_kv) * dim;
     copy_scaled(from, dim, layer.scale, query + int64_t(i) * q_width);
     maximum[i] = NONE;
     total[i] = 0;
@@ -486,7 +486,7 @@ void prefill(const Heads& heads, const Rows& rows, const Attention& layer, const
     transpose_keys(tile, next, task.kv_head * dim, dim, key_panels);
     copy_values(tile, next, task.kv_head * heads.value_dim, heads.value_dim, value_panels);
     // Queries before the tile's first key see none of it.
-    const int skip = at > position ? (at - position) * group : 0;
+    const int skip = at > position ? (at - position) * per_kv : 0;
     for (int key = 0; key < count; key += P) {
       product(n - skip, query + int64_t(skip) * q_width, q_width, key_panels + int64_t(key) * dim,
               dim, scores + int64_t(skip) * TILE + key, TILE, false);
@@ -496,7 +496,7 @@ void prefill(const Heads& heads, const Rows& rows, const Attention& layer, const
       Span seen[W];
       float factor[W];
       for (int j = 0; j < some; j++) {
-        const int high = position + (i + j) / group + 1 - at;
+        const int high = position + (i + j) / per_kv + 1 - at;
         const int low = window == 0 ? 0 : high - window;
         seen[j] = {low, high < count ? high : count};
       }
@@ -510,15 +510,15 @@ void prefill(const Heads& heads, const Rows& rows, const Attention& layer, const
     }
   }
   for (int i = 0; i < n; i++) {
-    const int head = task.kv_head * group + i % group;
+    const int head = task.kv_head * per_kv + i % per_kv;
     if (shared) {
-      const int64_t part = task.part + int64_t(i / group) * task.parts;
+      const int64_t part = task.part + int64_t(i / per_kv) * task.parts;
       put_head(heads, head, sums + int64_t(i) * out_width, maximum[i], total[i],
                layer.parts + part * part_floats(heads));
       continue;
     }
     finish_head(sums + int64_t(i) * out_width, maximum[i], total[i], layer, head, heads.value_dim,
-                layer.out + ((token + i / group) * heads.query + head) * heads.value_dim);
+                layer.out + ((token + i / per_kv) * heads.query + head) * heads.value_dim);
   }
 }
 

@@ -25,8 +25,8 @@ constexpr int MOST_PARTS = 8;
 // Queries of a prefill task or a shared decode, at most: so many rows of scores and sums stay in
 // the second-level cache.
 int queries_of(const Heads& heads) {
-  const int group = heads.query / heads.kv;
-  return group < ROWS ? ROWS / group : 1;
+  const int per_kv = heads.query / heads.kv;
+  return per_kv < ROWS ? ROWS / per_kv : 1;
 }
 
 bool decodes(const Rows& rows, int row) {

@@ -37,9 +37,9 @@ void put(int8_t value, int8_t* out) { *out = value; }
 template <class T, class Source>
 void pack(T* packed, const Source* source, int64_t rows, int64_t columns, int64_t stride,
           int64_t first, int threads) {
-  const int groups = int((rows + W - 1) / W);
+  const int vectors = int((rows + W - 1) / W);
   run(threads, [&](Team& team) {
-    team.share(groups, 16, [&](int begin, int end) {
+    team.share(vectors, 16, [&](int begin, int end) {
       for (int64_t row = int64_t(begin) * W; row < int64_t(end) * W && row < rows; row++) {
         const int64_t at = first + row;
         T* out = packed + at / P * columns * P + at % P;
