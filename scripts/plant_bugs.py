@@ -571,7 +571,8 @@ def main() -> int:
         return 2
     end_on_sigterm()
     runs = Runs()
-    return exit_code(hunt_all(bugs, lambda bug: hunt(bug, options.seeds, runs), options.jobs, runs))
+    verdicts = hunt_all(bugs, lambda bug: hunt(bug, options.seeds, runs), options.jobs, runs.end)
+    return exit_code(verdicts)
 
 
 if __name__ == "__main__":

@@ -3,25 +3,34 @@ tests that are named with a bug must catch it.
 
     .venv/bin/python scripts/plant_package_bugs.py [--jobs 2] [--only NAME] [--one-in N]
 
+A bug is caught by a test that passes without it and fails with it, in a fork of a process that has
+the libraries imported: first the test that caught it last (``planted/catching_tests.json``, which
+is written here), then whole files until one fails. Where no fork shows it, the files run in a
+process of their own, and that is the verdict.
+
 Exit code: 0 if every bug was caught but those whose table names a reason, 1 if one was missed, 2
 if the text of a bug does not occur exactly once in its place, the tests fail without a bug, or a
 run broke.
 """
 
 import argparse
+import json
 import os
-import queue
-import shutil
+import re
 import signal
 import sys
 import tempfile
+import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 from planted import anchor, gpu_table, hostile_table, kernels_table, operator_table, runtime_table
 from planted.bug import PackageBug
+from planted.copies import Copy
+from planted.forked import PACKAGES, Answer, Selection
 from planted.hunting import (
     Outcome,
     Run,
@@ -31,13 +40,16 @@ from planted.hunting import (
     exit_code,
     hunt_all,
 )
+from planted.native import BASELINE, DIGITS, SUFFIXES, Build
+
+import hatch_build
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("operator", "runtime", "kernels")
-FOLDERS = (*PACKAGES, "tests", "scripts", "benchmarks", "crds", "charts", "docs", "examples")
+CATCHING = Path(__file__).parent / "planted" / "catching_tests.json"
 
 SECONDS = 600.0  # for one test file without a bug
 HANGS = 10  # times what the tests take without a bug: then a test hangs, on a busy machine too
+LEAST = 60.0  # seconds after which a test may hang: what it imports takes some, too
 
 BUGS: tuple[PackageBug, ...] = (
     *operator_table.BUGS,
@@ -54,22 +66,6 @@ here = pathlib.Path(sys.argv[1])
 for module in (fairlead_kernels, fairlead_operator, fairlead_runtime):
     if here not in pathlib.Path(module.__file__).parents:
         sys.exit(f"{module.__file__} is not in the copy")
-from fairlead_kernels.cpu import library, sources
-built = library.FOLDER / "baseline.so"
-if built.exists() and sources.hash_sources(library.SOURCES).encode() not in built.read_bytes():
-    # The bug is in C++: one instruction set is enough to find it. What VNNI and AMX compute has
-    # tests of its own, and here AMX is emulated.
-    import hatch_build
-    digits = any("test_cpu_digits" in test for test in sys.argv)
-    names = ("avx512", "baseline") if digits else ("baseline",)
-    hatch_build.INSTRUCTION_SETS = {name: hatch_build.INSTRUCTION_SETS[name] for name in names}
-    wanted = ("avx512+amx", "avx512+vnni", "baseline") if digits else ("baseline",)
-    library.INSTRUCTION_SETS = wanted
-    try:
-        hatch_build.compile_all(library.FOLDER, ["-DFAIRLEAD_AMX_EMULATED"] if digits else [])
-    except hatch_build.NotBuiltError as error:
-        print(error)
-        sys.exit(3)
 sys.exit(pytest.main(["-q", "-x", "--no-header", "-p", "no:cacheprovider", *sys.argv[2:]]))
 """
 
@@ -85,14 +81,126 @@ def mismatches(bugs: Iterable[PackageBug] = BUGS) -> list[str]:
     ]
 
 
-def copy_to(folder: Path) -> None:
-    """The repository's files that tests read, with their byte code, and no other cache."""
-    ignored = shutil.ignore_patterns(".*")
-    for name in FOLDERS:
-        shutil.copytree(ROOT / name, folder / name, ignore=ignored)
-    for path in ROOT.iterdir():
-        if path.is_file() and not path.name.startswith("."):
-            shutil.copy(path, folder)
+def build_of(bug: PackageBug) -> Build | None:
+    """What has to be compiled to plant the bug."""
+    if not bug.place.endswith(SUFFIXES):
+        return None
+    return DIGITS if any("test_cpu_digits" in test for test in bug.tests) else BASELINE
+
+
+class CatchingTests:
+    """The test that caught each bug last, kept in a file. A bug's quick test needs no file."""
+
+    def __init__(self, file: Path = CATCHING) -> None:
+        self._file = file
+        self._tests: dict[str, str] = json.loads(file.read_text()) if file.exists() else {}
+        self._lock = threading.Lock()
+
+    def get(self, bug: PackageBug) -> str:
+        """Empty where none is known, or the bug's files are others by now."""
+        test = bug.quick_test if bug.quick else self._tests.get(bug.name, "")
+        return test if test.partition("::")[0] in bug.tests else ""
+
+    def put(self, bug: PackageBug, test: str) -> None:
+        with self._lock:
+            if self.get(bug) == test:
+                return
+            names = {bug.name for bug in BUGS}
+            tests = {**self._tests, bug.name: test}
+            self._tests = {name: tests[name] for name in sorted(tests) if name in names}
+            partial = self._file.with_suffix(".partial")
+            partial.write_text(json.dumps(self._tests, indent=1, ensure_ascii=False) + "\n")
+            partial.replace(self._file)
+
+
+class Hunter:
+    """Hunts one bug after the other, and knows what tests take without a bug."""
+
+    def __init__(self, bugs: Sequence[PackageBug], runs: Runs, catching: CatchingTests) -> None:
+        self._bugs, self._runs, self._catching = bugs, runs, catching
+        # In the copies with each build.
+        self._seconds: dict[tuple[Build | None, str], float | None] = {}
+        self._file_seconds: dict[tuple[Build | None, str], float] = {}
+
+    def hunt(self, bug: PackageBug, copy: Copy) -> Verdict:
+        """Plant the bug in the copy, find a test that catches it and take the bug out again.
+        Raises RuntimeError when the tests fail without a bug.
+        """
+        began = time.monotonic()
+        try:
+            test = self._caught_by(bug, copy)
+            if test:
+                self._catching.put(bug, test)
+                outcome, how = Outcome.CAUGHT, test
+            else:
+                seconds = sum(self._seconds_of_file(test, copy) for test in bug.tests)
+                outcome, how = judge(bug, copy, self._runs, HANGS * seconds)
+        except hatch_build.NotBuiltError as error:
+            outcome, how = Outcome.BROKE, str(error)
+        package = anchor.file_of(bug.place, copy.folder).partition("/")[0]
+        return Verdict(bug.name, package, outcome, how, time.monotonic() - began)
+
+    def _caught_by(self, bug: PackageBug, copy: Copy) -> str:
+        """A test that catches the bug in a fork; empty where none does."""
+        known = self._catching.get(bug)
+        if known and self._catches(known, bug, copy):
+            return known
+        with copy.planted(bug):
+            answer = copy.forks.run(Selection(bug.tests, until_failure=True))
+        dead = "" if answer.ended else answer.running
+        test = next(iter([*answer.failed, *answer.broken, dead]), "")
+        return test if test and test != known and self._catches(test, bug, copy) else ""
+
+    def _catches(self, test: str, bug: PackageBug, copy: Copy) -> bool:
+        seconds = self._seconds_of(test, copy)
+        if seconds is None:
+            return False
+        with copy.planted(bug):
+            answer = copy.forks.run(Selection([test], max(LEAST, HANGS * seconds)))
+        if answer.ended or answer.failed or answer.broken:
+            return bool(answer.failed or answer.broken)
+        # A test that hangs has caught the bug, and so has one that a bug in C++ crashes.
+        native = bug.place.endswith(SUFFIXES)
+        return not answer.signal or (native and answer.signal in (signal.SIGSEGV, signal.SIGABRT))
+
+    def _seconds_of(self, test: str, copy: Copy) -> float | None:
+        """What a test takes in a fork without a bug; None where it does not pass there. The
+        others of its file that will be asked for are run with it.
+        """
+        build, file = copy.build, test.partition("::")[0]
+        if (build, test) not in self._seconds:
+            known = {self._catching.get(bug) for bug in self._bugs if build_of(bug) == build}
+            group = {
+                other
+                for other in known
+                if other.partition("::")[0] == file and (build, other) not in self._seconds
+            }
+            group = {test} if file == test else {test, *group}
+            answer = copy.forks.run(Selection(sorted(group), SECONDS))
+            if len(group) > 1 and not answer.passed:  # one that is gone keeps all from running
+                group = {test}
+                answer = copy.forks.run(Selection([test], SECONDS))
+            for each in group:
+                self._seconds[build, each] = _seconds_in(answer, each)
+        return self._seconds[build, test]
+
+    def _seconds_of_file(self, test: str, copy: Copy) -> float:
+        """What a test file takes in a process without a bug. Raises RuntimeError when it fails."""
+        if (copy.build, test) not in self._file_seconds:
+            began = time.monotonic()
+            code, output = run_tests(copy.folder, [test], self._runs, SECONDS)
+            if code != 0:
+                raise RuntimeError(f"{test} ends with {code} without a bug:\n{output[-3000:]}")
+            self._file_seconds[copy.build, test] = time.monotonic() - began
+        return self._file_seconds[copy.build, test]
+
+
+def _seconds_in(answer: Answer, test: str) -> float | None:
+    if "::" in test:
+        return None if test in answer.broken else answer.passed.get(test)
+    if answer.failed or answer.broken or not answer.ended:
+        return None
+    return sum(answer.passed.values())
 
 
 def run_tests(copy: Path, tests: Sequence[str], runs: Runs, seconds: float) -> Run:
@@ -102,30 +210,23 @@ def run_tests(copy: Path, tests: Sequence[str], runs: Runs, seconds: float) -> R
     return runs.run(command, copy, {"PYTHONPATH": paths}, seconds)
 
 
-def hunt(bug: PackageBug, copy: Path, runs: Runs, seconds: float) -> Verdict:
-    """Plant the bug in the copy, run its tests and take the bug out again. A test that hangs with
-    the bug has caught it, and so has one that a bug in C++ crashes.
+def judge(bug: PackageBug, copy: Copy, runs: Runs, seconds: float) -> tuple[Outcome, str]:
+    """Run the bug's files in a process until one fails: what came of it, and how. Files that hang
+    with the bug have caught it, and so have files that a bug in C++ crashes.
     """
-    began = time.monotonic()
-    planted = anchor.plant(bug.place, bug.old, bug.new, copy)
-    target = copy / planted.file
-    source = target.read_text()
-    target.write_text(planted.text)
-    try:
-        code, output = run_tests(copy, bug.tests, runs, seconds)
-    finally:
-        target.write_text(source)
-    native = target.suffix in (".cpp", ".h")
+    with copy.planted(bug):
+        code, output = run_tests(copy.folder, bug.tests, runs, seconds)
+    native = bug.place.endswith(SUFFIXES)
     if native and code in (-signal.SIGSEGV, -signal.SIGABRT):
         code, output = 1, "FAILED its tests crash"
-    outcome, how = {
+    if code == 0 and not re.search(r"\d passed", output):
+        return Outcome.BROKE, f"none of its tests runs here: {output[-2000:]}"
+    return {
         0: (Outcome.EXCUSED, bug.missed) if bug.missed else (Outcome.MISSED, "its tests pass"),
         1: (Outcome.CAUGHT, _first_failure(output)),
         2: (Outcome.CAUGHT, f"a test file cannot be imported {_first_failure(output)}"),
         None: (Outcome.CAUGHT, f"no end within {seconds:.0f} s"),
     }.get(code, (Outcome.BROKE, output[-2000:]))
-    package = planted.file.partition("/")[0]
-    return Verdict(bug.name, package, outcome, how, time.monotonic() - began)
 
 
 def _first_failure(output: str) -> str:
@@ -134,45 +235,37 @@ def _first_failure(output: str) -> str:
 
 
 def hunt_in_copies(bugs: Sequence[PackageBug], jobs: int) -> list[Verdict]:
-    """Every bug's verdict; each job has a copy of its own. Raises RuntimeError when the tests fail
-    without a bug.
+    """Every bug's verdict; each job has copies of its own, one for each build. Raises RuntimeError
+    when the tests fail without a bug.
     """
-    copies: queue.SimpleQueue[Path] = queue.SimpleQueue()
+    copies: list[Copy] = []
+    idle: defaultdict[Build | None, list[Copy]] = defaultdict(list)
     runs = Runs()
+    hunter = Hunter(bugs, runs, CatchingTests())
 
-    def hunt_in_a_copy(bug: PackageBug) -> Verdict:
-        copy = copies.get()
-        try:
-            return hunt(bug, copy, runs, HANGS * sum(without[test] for test in bug.tests))
-        finally:
-            copies.put(copy)
+    def end() -> None:
+        runs.end()
+        for copy in copies:
+            copy.forks.end()
 
-    with tempfile.TemporaryDirectory() as name:
-        for index in range(jobs):
-            copy = Path(name).resolve() / str(index)
-            copy.mkdir()
-            copy_to(copy)
-            copies.put(copy)
-        without = seconds_without_a_bug(bugs, copy, jobs, runs)
-        return hunt_all(bugs, hunt_in_a_copy, jobs, runs)
+    with tempfile.TemporaryDirectory() as name, ExitStack() as entered:
+        objects = Path(name).resolve() / "objects"
+        objects.mkdir()
 
+        def hunt_in_a_copy(bug: PackageBug) -> Verdict:
+            build = build_of(bug)
+            if idle[build]:
+                copy = idle[build].pop()
+            else:
+                folder = Path(tempfile.mkdtemp(dir=objects.parent))
+                copy = entered.enter_context(Copy(folder, build, objects))
+                copies.append(copy)
+            try:
+                return hunter.hunt(bug, copy)
+            finally:
+                idle[build].append(copy)
 
-def seconds_without_a_bug(
-    bugs: Iterable[PackageBug], copy: Path, jobs: int, runs: Runs
-) -> dict[str, float]:
-    """What each test file takes on this machine now. Raises RuntimeError when one fails."""
-
-    def measure(test: str) -> float:
-        began = time.monotonic()
-        code, output = run_tests(copy, [test], runs, SECONDS)
-        if code != 0:
-            raise RuntimeError(f"{test} ends with {code} without a bug:\n{output[-3000:]}")
-        return time.monotonic() - began
-
-    tests = sorted({test for bug in bugs for test in bug.tests})
-    print(f"{len(tests)} test files without a bug first", flush=True)
-    with ThreadPoolExecutor(jobs) as pool:
-        return dict(zip(tests, pool.map(measure, tests), strict=True))
+        return hunt_all(bugs, hunt_in_a_copy, jobs, end)
 
 
 def main() -> int:

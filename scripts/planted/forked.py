@@ -1,6 +1,6 @@
-"""Plants bugs in forks of one process that has imported the libraries and nothing of the project,
-so that a bug costs what its test takes, not the imports. The repository stays as it is: a fork
-imports the changed text in place of the one file.
+"""Runs tests in forks of one process that has imported the libraries and nothing of the project, so
+that a run costs what its tests take, not the imports. A fork imports the project's files as they
+are by then, so a bug is planted in a copy of the repository before its tests run.
 
 As a program it answers requests, one JSON object a line, with one JSON object a line.
 """
@@ -13,19 +13,16 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
-from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
-from types import CodeType, ModuleType, TracebackType
+from types import TracebackType
 from typing import IO, Any, NoReturn, Self
 
-from planted import anchor
-
-ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("operator", "runtime", "kernels")
 OURS = ("fairlead_operator", "fairlead_runtime", "fairlead_kernels", "support")
 # What the tests import beside the project. Importing starts no thread that a fork would lack.
@@ -46,55 +43,58 @@ LONGEST = 3000  # characters of a report
 
 
 @dataclass(frozen=True)
-class Change:
-    """In ``place`` (``planted.anchor``) ``old`` becomes ``new`` while ``tests`` run, for
-    ``seconds`` at most. A test is relative to the folder of tests. Without a place nothing changes.
+class Selection:
+    """Tests or files of them, relative to the folder of tests, which run for ``seconds`` at most;
+    ``until_failure``: until the first that fails.
     """
 
-    tests: tuple[str, ...]
-    place: str = ""
-    old: str = ""
-    new: str = ""
+    tests: Sequence[str]
     seconds: float = SECONDS
+    until_failure: bool = False
 
 
 @dataclass
 class Answer:
-    """``failed``: the tests that failed, and where. ``broken``: what could not be collected, set up
-    or taken down, and why. ``imported``: the changed file was imported whole. ``ended``: the tests
-    came to an end within ``Change.seconds``. ``output``: the last of what they printed.
+    """``failed``: the tests that failed, and where. ``passed``: the seconds that each took.
+    ``broken``: what could not be collected, set up or taken down, and why. ``running``: the test
+    that began last. ``ended``: the tests came to an end in time. ``signal``: of which the fork
+    died before. ``output``: the last of what was printed.
     """
 
     failed: dict[str, str] = field(default_factory=dict)
-    passed: list[str] = field(default_factory=list)
+    passed: dict[str, float] = field(default_factory=dict)
     broken: dict[str, str] = field(default_factory=dict)
-    imported: bool = False
+    running: str = ""
     ended: bool = False
+    signal: int = 0
     output: str = ""
 
 
-def why_missed(change: Change, answer: Answer) -> str:
-    """Why none of the tests has caught the change; empty when each of them has. What hangs or
-    cannot be imported would fail any test, so it proves nothing.
+def why_missed(tests: Selection, answer: Answer) -> str:
+    """Why none of the tests has caught a bug; empty when each of them has. What hangs or cannot be
+    imported would fail any test, so it proves nothing.
     """
     if not answer.ended:
-        return f"no end within {change.seconds:.0f} s, or the fork died: {answer.output}"
+        return f"no end within {tests.seconds:.0f} s, or the fork died: {answer.output}"
     if answer.broken:
         return f"broken: {answer.broken}"
-    if not answer.imported:
-        return f"the tests do not import {anchor.file_of(change.place)}: {answer.output}"
-    if passed := [test for test in change.tests if test in answer.passed]:
+    if passed := [test for test in tests.tests if test in answer.passed]:
         return f"{', '.join(passed)} passed"
-    if others := [test for test in change.tests if test not in answer.failed]:
+    if others := [test for test in tests.tests if test not in answer.failed]:
         return f"{', '.join(others)} did not run: {answer.output}"
     return ""
 
 
 class Forks:
-    """The process that is forked, from outside."""
+    """The process that is forked, from outside; it runs tests of the repository, or its copy,
+    ``root``.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
 
     def __enter__(self) -> Self:
-        paths = (str(ROOT / name) for name in (*PACKAGES, "scripts"))
+        paths = (str(self._root / name) for name in (*PACKAGES, "scripts"))
         # pytest's variables are those of the run that asks. The tests of bugs are short forms.
         ours = {
             name: value
@@ -103,7 +103,7 @@ class Forks:
         }
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "planted.forked"],
-            cwd=ROOT,
+            cwd=self._root,
             env={
                 **ours,
                 "PYTHONPATH": os.pathsep.join(paths),
@@ -126,94 +126,80 @@ class Forks:
         # It ends with its input.
         self._process.communicate()
 
-    def run(self, change: Change) -> Answer:
+    def end(self) -> None:
+        """Kill the tests that run, and the process."""
+        self._process.terminate()
+
+    def run(self, tests: Selection) -> Answer:
         """Raises RuntimeError when the process that is forked has ended."""
         asked, answers = self._process.stdin, self._process.stdout
         if asked is None or answers is None:
             raise RuntimeError("no process to fork: enter the context first")
-        print(json.dumps(asdict(change)), file=asked, flush=True)
+        print(json.dumps(asdict(tests)), file=asked, flush=True)
         line = answers.readline()
         if not line:
             raise RuntimeError(f"the process that is forked ended with {self._process.wait()}")
         return Answer(**json.loads(line))
 
 
-class _Changed(SourceFileLoader):
-    """Loads a file as if its text were another."""
-
-    def __init__(self, name: str, path: str, text: str) -> None:
-        super().__init__(name, path)
-        self.imported = False
-        self._text = text
-
-    def get_code(self, fullname: str) -> CodeType:  # noqa: ARG002 - it loads the one file
-        # Neither from __pycache__ nor into it.
-        return self.source_to_code(self._text.encode(), self.path)
-
-    def exec_module(self, module: ModuleType) -> None:
-        super().exec_module(module)
-        self.imported = True
-
-
-class _Finder:
-    """Finds the changed file before anybody else does."""
-
-    def __init__(self, change: Change) -> None:
-        planted = anchor.plant(change.place, change.old, change.new)
-        self._path, self._text = ROOT / planted.file, planted.text
-        compile(self._text, planted.file, "exec")
-        self.loader: _Changed | None = None
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if name.partition(".")[0] not in OURS:
-            return None
-        spec = PathFinder.find_spec(name, path, target)
-        if spec is None or spec.origin is None or Path(spec.origin) != self._path:
-            return None
-        self.loader = spec.loader = _Changed(name, spec.origin, self._text)
-        return spec
-
-
 class _Reports:
-    """A plugin of pytest that notes how each test ended."""
+    """A plugin of pytest that writes how each test ended, a line of JSON each, so that they are
+    known of a fork that dies, too.
+    """
 
-    def __init__(self, answer: Answer) -> None:
-        self._answer = answer
+    def __init__(self, written: IO[str]) -> None:
+        self._written = written
+        self._began = 0.0
+
+    def write(self, end: str, test: str = "", what: Any = None) -> None:
+        print(json.dumps([end, test.removeprefix("tests/"), what]), file=self._written, flush=True)
 
     def pytest_collectreport(self, report: Any) -> None:
         if report.failed:
-            self._answer.broken[report.nodeid] = report.longreprtext[-LONGEST:]
+            self.write("broken", report.nodeid, report.longreprtext[-LONGEST:])
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._began = time.monotonic()
+        self.write("running", nodeid)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        test = report.nodeid.removeprefix("tests/")
         if report.failed:
-            ends = self._answer.failed if report.when == "call" else self._answer.broken
-            ends[test] = report.longreprtext[-LONGEST:]
+            end = "failed" if report.when == "call" else "broken"
+            self.write(end, report.nodeid, report.longreprtext[-LONGEST:])
         elif report.when == "call" and report.passed:
-            self._answer.passed.append(test)
+            self.write("passed", report.nodeid, time.monotonic() - self._began)
 
 
-def _run_in_fork(change: Change, written: IO[str], printed: IO[bytes]) -> NoReturn:
-    """Run the tests and write the answer; never returns to what was forked."""
+def _read(written: IO[str]) -> Answer:
+    answer = Answer()
+    for line in written:
+        if not line.endswith("\n"):  # the fork was killed while it wrote
+            break
+        end, test, what = json.loads(line)
+        if end == "ended":
+            answer.ended = True
+        elif end == "running":
+            answer.running = test
+        else:
+            getattr(answer, end)[test] = what
+    return answer
+
+
+def _run_in_fork(tests: Selection, written: IO[str], printed: IO[bytes]) -> NoReturn:
+    """Run the tests and write how they end; never returns to what was forked."""
     try:
         os.setsid()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         for stream in (1, 2):
             os.dup2(printed.fileno(), stream)
         import pytest
 
-        finder = _Finder(change) if change.place else None
-        if finder is not None:
-            sys.meta_path.insert(0, finder)
-        answer = Answer()
-        options = ("-q", "--no-header", "-p", "no:cacheprovider", "-p", "no:xdist", "--timeout=0")
-        tests = (f"tests/{test}" for test in change.tests)
-        pytest.main([*options, *tests], plugins=[_Reports(answer)])
-        answer.imported = bool(finder and finder.loader and finder.loader.imported)
-        answer.ended = True
-        json.dump(asdict(answer), written)
-        written.flush()
+        options = ["-q", "--no-header", "-p", "no:cacheprovider", "-p", "no:xdist", "--timeout=0"]
+        if tests.until_failure:
+            options.append("-x")
+        reports = _Reports(written)
+        pytest.main([*options, *(f"tests/{test}" for test in tests.tests)], plugins=[reports])
+        reports.write("ended")
     except BaseException:  # noqa: BLE001 - its text is in the answer
         traceback.print_exc()
     finally:
@@ -222,27 +208,32 @@ def _run_in_fork(change: Change, written: IO[str], printed: IO[bytes]) -> NoRetu
         os._exit(0)
 
 
-def _fork(change: Change) -> Answer:
+def _fork(tests: Selection) -> Answer:
     with tempfile.TemporaryFile("w+") as written, tempfile.TemporaryFile() as printed:
         pid = os.fork()
         if pid == 0:
-            _run_in_fork(change, written, printed)
+            _run_in_fork(tests, written, printed)
         end = os.pidfd_open(pid)
-        select.select([end], [], [], change.seconds)
-        os.close(end)
-        with suppress(ProcessLookupError):  # it has not got so far as to have a group
-            os.killpg(pid, signal.SIGKILL)
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+        try:
+            in_time, _, _ = select.select([end], [], [], tests.seconds)
+        finally:
+            os.close(end)
+            with suppress(ProcessLookupError):  # it has not got so far as to have a group
+                os.killpg(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        _, status = os.waitpid(pid, 0)
         written.seek(0)
-        answer = Answer(**json.loads(written.read() or "{}"))
+        answer = _read(written)
+        if in_time and os.WIFSIGNALED(status):
+            answer.signal = os.WTERMSIG(status)
         printed.seek(0)
         answer.output = printed.read().decode(errors="replace")[-LONGEST:]
         return answer
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # a fork that runs is killed with it
     for name in LIBRARIES:
         import_module(name)
     if ours := sorted(name for name in sys.modules if name.partition(".")[0] in OURS):
@@ -253,10 +244,10 @@ def main() -> None:
         # The forks share what they compile, also where the environment says not to keep it.
         sys.pycache_prefix, sys.dont_write_bytecode = compiled, False
         for line in sys.stdin:
-            asked = json.loads(line)
-            answer = _fork(Change(**{**asked, "tests": tuple(asked["tests"])}))
-            print(json.dumps(asdict(answer)), flush=True)
+            print(json.dumps(asdict(_fork(Selection(**json.loads(line))))), flush=True)
 
 
 if __name__ == "__main__":
     main()
+    sys.stdout.flush()
+    os._exit(0)  # without what libraries say of their leaks

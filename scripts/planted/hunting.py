@@ -96,9 +96,9 @@ def _end(group: int) -> None:
 
 
 def hunt_all(
-    bugs: Sequence[Bug], hunt: Callable[[Bug], Verdict], jobs: int, runs: Runs
+    bugs: Sequence[Bug], hunt: Callable[[Bug], Verdict], jobs: int, end: Callable[[], None]
 ) -> list[Verdict]:
-    """Every bug's verdict, printed as soon as it is known."""
+    """Every bug's verdict, printed as soon as it is known. ``end`` ends the tests that run."""
     verdicts: list[Verdict] = []
     began = time.monotonic()
     with ThreadPoolExecutor(jobs) as pool:
@@ -112,7 +112,7 @@ def hunt_all(
                 sys.stdout.flush()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
-            runs.end()
+            end()
             raise
     _print_counts(verdicts, time.monotonic() - began)
     return verdicts

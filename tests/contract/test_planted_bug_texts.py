@@ -7,7 +7,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 import plant_bugs
 import plant_package_bugs
-from planted import anchor
+from planted import anchor, forked
 
 
 def test_the_text_of_every_planted_bug_occurs_exactly_once_in_its_place() -> None:
@@ -30,4 +30,4 @@ def test_at_most_one_in_twenty_of_them_may_pass_and_has_its_reason() -> None:
     assert 20 * len(missed) <= len(bugs)
     packages = {bug.file.partition("/")[0] for bug in bugs}
     # Beside the packages: what runs on a GPU before anybody looks.
-    assert packages == {*plant_package_bugs.PACKAGES, "benchmarks", "scripts", "tests"}
+    assert packages == {*forked.PACKAGES, "benchmarks", "scripts", "tests"}

@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "scripts"))
 import plant_bugs
 import plant_package_bugs
 from planted.bug import PackageBug
+from planted.copies import Copy
 from planted.hunting import Outcome, Run, Runs, Verdict, exit_code
 
 # Each bug is caught within this many seeds; the script tries more by default.
@@ -57,21 +58,22 @@ def test_each_end_of_a_run_has_its_outcome(tmp_path: Path) -> None:
     planted = module
 
     class Ends(Runs):
-        def __init__(self, code: int | None) -> None:
+        def __init__(self, code: int | None, summary: str) -> None:
             super().__init__()
-            self.code = code
+            self.code, self.summary = code, summary
 
         def run(
             self, command: Sequence[str], folder: Path, environ: Mapping[str, str], seconds: float
         ) -> Run:
             assert planted.read_text() == "two\n"
             assert command[-1] == "tests/unit/test_module.py"
-            return Run(self.code, "FAILED tests/unit/test_module.py::test - why")
+            return Run(self.code, f"{self.summary}\nFAILED tests/unit/test_module.py::test - why")
 
-    verdicts = {
-        code: plant_package_bugs.hunt(bug, tmp_path, Ends(code), 1.0)
-        for code in (0, 1, 2, 5, -11, None)
-    }
+    def judge(bug: PackageBug, code: int | None, summary: str = "1 passed") -> Verdict:
+        ends = plant_package_bugs.judge(bug, Copy(tmp_path), Ends(code, summary), 1.0)
+        return Verdict(bug.name, "runtime", *ends, 0.0)
+
+    verdicts = {code: judge(bug, code) for code in (0, 1, 2, 5, -11, None)}
     assert {code: one.outcome for code, one in verdicts.items()} == {
         0: Outcome.MISSED,
         1: Outcome.CAUGHT,
@@ -81,7 +83,8 @@ def test_each_end_of_a_run_has_its_outcome(tmp_path: Path) -> None:
         None: Outcome.CAUGHT,
     }
     assert verdicts[1].how == "unit/test_module.py::test"
-    excused = plant_package_bugs.hunt(bug._replace(missed="why"), tmp_path, Ends(0), 1.0)
+    assert judge(bug, 0, "2 skipped").outcome is Outcome.BROKE
+    excused = judge(bug._replace(missed="why"), 0)
     assert (excused.outcome, excused.how) == (Outcome.EXCUSED, "why")
     assert exit_code([verdicts[1], excused]) == 0
     assert exit_code([verdicts[1], verdicts[0]]) == 1
@@ -89,7 +92,5 @@ def test_each_end_of_a_run_has_its_outcome(tmp_path: Path) -> None:
     assert module.read_text() == "one\n"
     planted = module.with_suffix(".cpp")
     planted.write_text("one\n")
-    crash = plant_package_bugs.hunt(
-        bug._replace(place="runtime/pkg/module.cpp"), tmp_path, Ends(-11), 1.0
-    )
+    crash = judge(bug._replace(place="runtime/pkg/module.cpp"), -11)
     assert (crash.outcome, crash.how) == (Outcome.CAUGHT, "its tests crash")

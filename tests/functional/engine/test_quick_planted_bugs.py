@@ -5,7 +5,6 @@ run of the suite, each by the one quick test that is named with it.
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,8 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "scripts"))
 
 import plant_package_bugs
 from planted.bug import PackageBug
-from planted.forked import Change, Forks, why_missed
+from planted.copies import Copy
+from planted.forked import SECONDS, Selection, why_missed
 
 BUGS = [bug for bug in plant_package_bugs.BUGS if bug.quick]
 AREAS = {
@@ -48,34 +48,33 @@ AREAS = {
     },
 }
 LINE = "from collections import OrderedDict\n"  # of the module below
-HARMLESS = Change(
-    ("unit/device/test_graphs.py::test_a_graph_that_is_replayed_is_in_use",),
+TEST = "unit/device/test_graphs.py::test_a_graph_that_is_replayed_is_in_use"
+HARMLESS = PackageBug(
+    "nothing",
     "fairlead_runtime.device.step.graph_cache:",
     LINE,
     f"{LINE}# nothing\n",
+    (TEST,),
 )
 
 
 @pytest.fixture(scope="module")
-def forks() -> Iterator[Forks]:
-    with Forks() as started:
-        yield started
-
-
-def change_of(bug: PackageBug) -> Change:
-    return Change((bug.quick_test,), bug.place, bug.old, bug.new)
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Copy]:
+    with Copy(tmp_path_factory.mktemp("copy")) as made:
+        yield made
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
-def test_a_planted_bug_is_caught(bug: PackageBug, forks: Forks) -> None:
-    change = change_of(bug)
-    missed = why_missed(change, forks.run(change))
+def test_a_planted_bug_is_caught(bug: PackageBug, copy: Copy) -> None:
+    tests = Selection((bug.quick_test,))
+    with copy.planted(bug):
+        missed = why_missed(tests, copy.forks.run(tests))
     assert not missed, f"MISSED: {bug.name} ({bug.file}): {missed}"
 
 
-def test_without_a_bug_the_same_tests_pass(forks: Forks) -> None:
+def test_without_a_bug_the_same_tests_pass(copy: Copy) -> None:
     tests = sorted({bug.quick_test for bug in BUGS})
-    answer = forks.run(Change(tuple(tests)))
+    answer = copy.forks.run(Selection(tests))
     assert answer.ended, answer.output
     assert answer.failed == answer.broken == {}
     assert sorted(answer.passed) == tests
@@ -89,25 +88,24 @@ def test_each_area_has_its_bugs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "why"),
+    ("bug", "seconds", "why"),
     [
-        (HARMLESS, "in_use passed"),
-        (replace(HARMLESS, new=f"{LINE}raise ImportError\n"), "broken: .*ImportError"),
-        (replace(HARMLESS, new=f"{LINE}else:\n"), "died: .*SyntaxError"),
-        (replace(HARMLESS, old="a line of no file"), "died: .*AnchorError"),
-        (replace(HARMLESS, tests=("unit/device/test_graphs.py::test_none",)), "test_none did not"),
+        (HARMLESS, SECONDS, "in_use passed"),
+        (HARMLESS._replace(new=f"{LINE}raise ImportError\n"), SECONDS, "broken: .*ImportError"),
+        (HARMLESS._replace(new=f"{LINE}else:\n"), SECONDS, "broken: .*SyntaxError"),
         (
-            replace(
-                HARMLESS,
-                place="fairlead_runtime.device.proof.selftest:",
-                old="import math\n",
-                new="\n",
-            ),
-            "not import",
+            HARMLESS._replace(tests=("unit/device/test_graphs.py::test_none",)),
+            SECONDS,
+            "test_none did not",
         ),
-        (replace(HARMLESS, new="import time; time.sleep(1e6)\n", seconds=3.0), "no end within 3 s"),
+        (HARMLESS._replace(new="import os; os.abort()\n"), SECONDS, "the fork died"),
+        (HARMLESS._replace(new="import time; time.sleep(1e6)\n"), 3.0, "no end within 3 s"),
     ],
 )
-def test_what_proves_nothing_has_caught_nothing(change: Change, why: str, forks: Forks) -> None:
-    missed = why_missed(change, forks.run(change))
+def test_what_proves_nothing_has_caught_nothing(
+    bug: PackageBug, seconds: float, why: str, copy: Copy
+) -> None:
+    tests = Selection(bug.tests, seconds)
+    with copy.planted(bug):
+        missed = why_missed(tests, copy.forks.run(tests))
     assert re.search(why, missed, re.DOTALL), missed

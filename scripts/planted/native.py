@@ -1,0 +1,97 @@
+"""Builds the libraries of C++ kernels in a copy of the repository: of the instruction sets that
+find a bug, and each file again only when it, or a header that it includes, has changed.
+"""
+
+import hashlib
+import os
+import re
+import subprocess
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import hatch_build
+from fairlead_kernels.cpu.sources import hash_sources
+
+PACKAGE = Path("kernels", "fairlead_kernels")  # in a copy
+SUFFIXES = (".cpp", ".h")
+_INCLUDED = re.compile(r'^#include "(.+)"$', re.MULTILINE)
+_CHOICE = re.compile(r"^INSTRUCTION_SETS = .*$", re.MULTILINE)
+
+
+class Build(NamedTuple):
+    """``libraries``: the instruction sets that are compiled. ``choice``: those that the copy's
+    ``fairlead_kernels.cpu.library`` may choose from. ``flags``: more of the compiler's.
+    """
+
+    libraries: tuple[str, ...]
+    choice: tuple[str, ...]
+    flags: tuple[str, ...] = ()
+
+
+# One instruction set is enough to find most bugs. What VNNI and AMX compute has tests of its own;
+# here AMX is emulated.
+BASELINE = Build(("baseline",), ("baseline",))
+DIGITS = Build(
+    ("avx512", "baseline"),
+    ("avx512+amx", "avx512+vnni", "baseline"),
+    ("-DFAIRLEAD_AMX_EMULATED",),
+)
+
+
+def choose(copy: Path, build: Build) -> None:
+    """Let the copy's loader choose from what the build has."""
+    loader = copy / PACKAGE / "cpu" / "library.py"
+    text, count = _CHOICE.subn(f"INSTRUCTION_SETS = {build.choice!r}", loader.read_text())
+    if count != 1:
+        raise RuntimeError(f"{loader} sets INSTRUCTION_SETS {count} times, not once")
+    loader.write_text(text)
+
+
+def compile_copy(copy: Path, build: Build, objects: Path) -> None:
+    """Compile the copy's libraries; ``objects`` keeps what its files were compiled to. Raises
+    ``hatch_build.NotBuiltError``.
+    """
+    sources = copy / PACKAGE / "csrc"
+    program = hatch_build.compiler()
+    define = f'-DFAIRLEAD_SOURCES="{hash_sources(sources)}"'
+
+    def run(*arguments: str) -> None:
+        process = subprocess.run([program, *arguments], capture_output=True, text=True, check=False)
+        if process.returncode:
+            raise hatch_build.NotBuiltError(process.stderr[-2000:])
+
+    def compile_file(name: str, source: Path) -> str:
+        text = "".join(path.read_text() for path in _closure(source))
+        flags = [*hatch_build.FLAGS, *build.flags, f"-march={hatch_build.INSTRUCTION_SETS[name]}"]
+        if "FAIRLEAD_SOURCES" in text:
+            flags.append(define)
+        key = hashlib.sha256("\0".join([source.name, *flags, text]).encode()).hexdigest()
+        path = objects / f"{key}.o"
+        if not path.exists():
+            partial = path.with_suffix(f".{threading.get_ident()}")
+            run(*flags, "-c", str(source), "-o", str(partial))
+            partial.replace(path)
+        return str(path)
+
+    files = sorted(sources.glob("*.cpp"))
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        for name in build.libraries:
+            compiled = list(pool.map(lambda file, name=name: compile_file(name, file), files))
+            library = copy / PACKAGE / "native" / f"{name}.so"
+            partial = library.with_suffix(".partial")
+            run(*hatch_build.FLAGS, *compiled, "-o", str(partial))
+            partial.replace(library)
+
+
+def _closure(source: Path) -> Iterator[Path]:
+    """A file and the headers beside it that it includes, each once."""
+    paths, visited = [source], set[Path]()
+    while paths:
+        path = paths.pop()
+        if path not in visited:
+            visited.add(path)
+            yield path
+            paths += [path.with_name(name) for name in _INCLUDED.findall(path.read_text())]
