@@ -82,10 +82,10 @@ def mismatches(bugs: Iterable[PackageBug] = BUGS) -> list[str]:
 
 
 def build_of(bug: PackageBug) -> Build | None:
-    """What has to be compiled to plant the bug."""
-    if not bug.place.endswith(SUFFIXES):
-        return None
-    return DIGITS if any("test_cpu_digits" in test for test in bug.tests) else BASELINE
+    """What has to be compiled for the bug, and for its tests."""
+    if any("test_cpu_digits" in test for test in bug.tests):
+        return DIGITS
+    return BASELINE if bug.place.endswith(SUFFIXES) else None
 
 
 class CatchingTests:

@@ -248,6 +248,10 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
-    sys.stdout.flush()
-    os._exit(0)  # without what libraries say of their leaks
+    try:
+        main()
+    except Exception:  # noqa: BLE001 - the process ends below
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(0)  # without what libraries say of their leaks

@@ -158,3 +158,18 @@ def test_a_file_is_compiled_again_only_when_it_or_what_it_includes_has_changed(
     assert compiled() == ["hash.cpp", "one.cpp"]
     (sources / "b.h").write_text("")
     assert compiled() == []
+
+
+@pytest.mark.parametrize(
+    ("place", "file", "build"),
+    [
+        ("pkg.module:", FILE, None),
+        ("runtime/pkg/module.cpp", FILE, native.BASELINE),
+        ("runtime/pkg/module.h", "unit/kernels/test_cpu_digits.py", native.DIGITS),
+        ("pkg.module:", "unit/kernels/test_cpu_digits.py", native.DIGITS),
+    ],
+)
+def test_what_is_built_is_for_the_bug_and_its_tests(
+    place: str, file: str, build: native.Build | None
+) -> None:
+    assert plant_package_bugs.build_of(BUG._replace(place=place, tests=(file,))) == build
