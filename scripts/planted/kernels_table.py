@@ -202,7 +202,7 @@ BUGS = (
         "fairlead_kernels.cpu.cpu_layers:LayerChain.__init__",
         "self._gate_up = max(gate_up, self._digits(self._inner))",
         "self._gate_up = gate_up",
-        C_LAYERS,
+        (*C_LAYERS, *C_DIGITS),
     ),
     PackageBug(
         "weights are cut to bfloat16 in place of rounded",
