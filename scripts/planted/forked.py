@@ -154,6 +154,16 @@ class _Reports:
     def write(self, end: str, test: str = "", what: Any = None) -> None:
         print(json.dumps([end, test.removeprefix("tests/"), what]), file=self._written, flush=True)
 
+    def pytest_sessionstart(self) -> None:
+        """Let no example that fails be made smaller: nobody reads it. The tests' settings are
+        loaded by now, and no test is.
+        """
+        from hypothesis import Phase, settings
+
+        phases = (Phase.explicit, Phase.reuse, Phase.generate)
+        settings.register_profile("planted", settings(), phases=phases)
+        settings.load_profile("planted")
+
     def pytest_collectreport(self, report: Any) -> None:
         if report.failed:
             self.write("broken", report.nodeid, report.longreprtext[-LONGEST:])
