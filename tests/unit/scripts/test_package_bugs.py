@@ -84,6 +84,17 @@ def test_without_such_a_test_whole_files_tell_and_it_is_kept(tmp_path: Path, kno
     assert json.loads(hunted.file.read_text()) == {BUG.name: FIRST}
 
 
+def test_tests_that_caught_others_run_before_whole_files(tmp_path: Path) -> None:
+    hunted = Hunted(tmp_path, (FIRST, SECOND), Answer(failed={SECOND: "why"}, ended=True))
+    hunted.file.write_text(
+        json.dumps({"another": SECOND, "one more": "unit/test_another.py::test"})
+    )
+    hunter = Hunter([BUG], Passes(), CatchingTests(hunted.file))
+    assert hunter.hunt(BUG, hunted.copy).how == SECOND
+    assert hunted.forks.selections[0] == ("two", (SECOND,))
+    assert FILE not in {test for _, tests in hunted.forks.selections for test in tests}
+
+
 @pytest.mark.parametrize(
     ("passing", "answer"),
     [
