@@ -1,14 +1,19 @@
-"""A decoder layer run again on what was recorded of it, with a fault in its attention."""
+"""Faults of attention: of a decoder layer that is run again on what was recorded of it, and of all
+layers at once.
+"""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from fairlead_runtime.device.conversion.module_calls import Call
+from fairlead_runtime.device.model.batch import Batch, BatchBuilder
 from fairlead_runtime.device.model.paged_attention import CURRENT_PASS, AttentionCall
-from fairlead_runtime.device.model.paged_model import ProbePass
+from fairlead_runtime.device.model.paged_model import PagedModel, ProbePass
+from fairlead_runtime.scheduling.plan import Row
 
 
 class Attention(ProbePass):
@@ -38,3 +43,22 @@ def run(
 
 def scale_a_head(out: Tensor) -> Tensor:
     return torch.cat([out[:, :1] * 1.01, out[:, 1:]], dim=1)
+
+
+def change_the_base(model: PagedModel) -> None:
+    """Of the rotary embeddings, to its 1.3th power."""
+    for name, buffer in model.model.named_buffers():
+        if name.endswith("inv_freq") and "original" not in name:
+            buffer.copy_(buffer**1.3)
+
+
+def hide_each_token_from_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mask that is off by one, in every layer, where a prompt goes on."""
+    build = BatchBuilder.build
+
+    def build_short(self: BatchBuilder, rows: Sequence[Row], *, ahead: bool = False) -> Batch:
+        batch = build(self, rows, ahead=ahead)
+        batch.ragged[0].kv_lens.sub_(torch.tensor([int(row.start > 0) for row in rows]))
+        return batch
+
+    monkeypatch.setattr(BatchBuilder, "build", build_short)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -22,6 +22,7 @@ from fairlead_runtime.request.sequence import Request, SamplingParams, Sequence
 from fairlead_runtime.scheduling.plan import Row, Work
 from support import flashinfer_standin, tiny
 from support.engine_rig import Rig, Setting, greedy, prompts, rig
+from support.layer_faults import change_the_base, hide_each_token_from_itself, scale_a_head
 
 EVERY = (*tiny.FAMILIES, *tiny.VARIANTS)
 
@@ -97,6 +98,79 @@ def test_a_planted_fault_of_the_attention_fails_the_self_test(
 
     monkeypatch.setattr(PagedPass, "attend", attend_wrongly)
     with pytest.raises(SelfTestError, match=family):
+        self_test(model)
+
+
+def forget_the_biases(model: PagedModel) -> None:
+    for name, parameter in model.model.named_parameters():
+        if name.endswith("bias"):
+            parameter.data.zero_()
+
+
+def round_a_matrix_twice(model: PagedModel) -> None:
+    """The last one of the first layer: to a bit less than half of what its type holds."""
+    layers: Any = model.model.get_decoder().layers
+    weight = layers[0].mlp.down_proj.weight.data
+    scale = weight.abs().amax() / 127
+    weight.copy_((weight / scale).round() * scale)
+
+
+WHOLE_FAULTS: dict[str, Callable[[PagedModel], None]] = {
+    "rotary embeddings have another base": change_the_base,
+    "the biases are forgotten": forget_the_biases,
+    "a matrix is rounded twice": round_a_matrix_twice,
+}
+
+
+# bfloat16 rounds logits by more than these faults move them.
+FINE = ("a matrix is rounded twice", "one head is scaled by 1.01")
+
+
+def in_types(faults: Iterable[str]) -> pytest.MarkDecorator:
+    """Each fault in each type in which logits suffer."""
+    types = torch.float32, torch.bfloat16
+    pairs = [(fault, dtype) for fault in faults for dtype in types[: 1 if fault in FINE else 2]]
+    return pytest.mark.parametrize(("fault", "dtype"), pairs)
+
+
+@in_types(WHOLE_FAULTS)
+@torch.inference_mode()
+def test_a_fault_of_the_whole_model_fails_the_self_test(fault: str, dtype: torch.dtype) -> None:
+    model = paged("qwen2", dtype)
+    attention = pick(model.heads, model.kinds, model.device, "torch").attention
+    expected = selftest.Expected.of(model, 512)
+    WHOLE_FAULTS[fault](model)
+    with pytest.raises(SelfTestError, match="qwen2"):
+        selftest.check(model, attention, expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_mask_that_is_off_by_one_in_every_layer_fails_the_self_test(
+    family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hide_each_token_from_itself(monkeypatch)
+    with pytest.raises(SelfTestError, match=family):
+        self_test(paged(family, dtype))
+
+
+HEAD_FAULTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "one head is scaled by 1.01": scale_a_head,
+    "heads are swapped": lambda x: x.flip(1),
+}
+
+
+@in_types(HEAD_FAULTS)
+def test_a_fault_of_heads_in_every_layer_fails_the_self_test(
+    monkeypatch: pytest.MonkeyPatch, fault: str, dtype: torch.dtype
+) -> None:
+    model, attend = paged("llama", dtype), PagedPass.attend
+
+    def attend_wrongly(self: PagedPass, *arguments: Any) -> Tensor:
+        return HEAD_FAULTS[fault](attend(self, *arguments))
+
+    monkeypatch.setattr(PagedPass, "attend", attend_wrongly)
+    with pytest.raises(SelfTestError, match="llama"):
         self_test(model)
 
 

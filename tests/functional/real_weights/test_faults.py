@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from fairlead_kernels.cpu.cpu_operations import DIGITS_ROUNDING
+from fairlead_runtime.device.conversion.fusion import quantize_weights
 from fairlead_runtime.device.conversion.module_calls import Call
 from fairlead_runtime.device.conversion.recording_pass import (
     decoder_layers,
@@ -23,8 +25,9 @@ from fairlead_runtime.device.model.paged_model import PagedModel
 from fairlead_runtime.device.proof import selftest
 from fairlead_runtime.models import loading
 from fairlead_runtime.models.model_error import SelfTestError
+from fairlead_runtime.models.quantized import QuantizedLinear
 from fairlead_runtime.settings.engine_config import EngineConfig
-from support.layer_faults import run, scale_a_head
+from support.layer_faults import change_the_base, hide_each_token_from_itself, run, scale_a_head
 from support.real_weights import GEMMA, SMOLLM2, Published
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(3600)]
@@ -40,15 +43,17 @@ def load(published: Published, dtype: str) -> loading.LoadedModel:
 
 
 def rounded_twice(layer: Any, call: Call) -> Tensor:
-    """The layer's result with a bit less of its last matrix than bfloat16 has."""
-    weight = layer.mlp.down_proj.weight.data
-    layer.mlp.down_proj.weight.data = (
-        weight.view(torch.int32).bitwise_and(-(1 << 17)).view(torch.float32)
-    )
+    """The layer's result with a bit less of its last matrix than bfloat16 or int8 has."""
+    down: Any = layer.mlp.down_proj
+    matrix = down.bits if isinstance(down, QuantizedLinear) else down.weight
+    stored = matrix.data
+    integers = stored if stored.dtype is torch.int8 else stored.view(torch.int32)
+    kept = -2 if stored.dtype is torch.int8 else -(1 << 17)
+    matrix.data = integers.bitwise_and(kept).view(stored.dtype)
     try:
         return run(layer, call)
     finally:
-        layer.mlp.down_proj.weight.data = weight
+        matrix.data = stored
 
 
 def without_a_vector(layer: Any, call: Call) -> Tensor:
@@ -82,15 +87,25 @@ LAYER_FAULTS: dict[str, Callable[[Any, Call], Tensor]] = {
 
 
 @MODELS
+@pytest.mark.parametrize(
+    ("weights", "rounding"), [("float32", 0.0), ("int8", 0.0), ("int8", DIGITS_ROUNDING)]
+)
 @torch.inference_mode()
-def test_no_fault_of_any_layer_is_explained_by_rounding(published: Published) -> None:
+def test_no_fault_of_any_layer_is_explained_by_rounding(
+    published: Published, weights: str, rounding: float
+) -> None:
+    """Weights in bfloat16 are these in float32: so they were published, and layers are compared in
+    float32. ``rounding``: that of products of digits, where a processor has them.
+    """
     model = paged_model.prepare(load(published, "float32"))
+    if weights == "int8":
+        quantize_weights(model, "int8")
     layers = decoder_layers(model)
     explained = []
     for index, (layer, recorded) in enumerate(zip(layers, record(model, layers), strict=True)):
         call = recorded.call
         want = call.output[0]
-        noise = Noise.of(want, partial(repeat, call))
+        noise = Noise.of(want, partial(repeat, call), rounding)
         assert noise.explains(run(layer, call), want)
         explained += [
             (index, name)
@@ -101,6 +116,14 @@ def test_no_fault_of_any_layer_is_explained_by_rounding(published: Published) ->
 
 
 # -- the whole model
+
+KINDS = pytest.mark.parametrize("kind", ["float32", "bfloat16", "bfloat16 int8"])
+LOGITS = r"logits of '\w+' differ from plain transformers by"
+
+
+def start(published: Published, kind: str) -> None:
+    dtype, _, quantization = kind.partition(" ")
+    selftest.prepare_and_test(load(published, dtype), quantization=quantization or "none")
 
 
 def swap_heads(model: PagedModel) -> None:
@@ -114,13 +137,6 @@ def swap_heads(model: PagedModel) -> None:
         first = matrix.data[:, :dim].clone()
         matrix.data[:, :dim] = matrix.data[:, -dim:]
         matrix.data[:, -dim:] = first
-
-
-def change_the_base(model: PagedModel) -> None:
-    """Of the rotary embeddings, to its 1.3th power."""
-    for name, buffer in model.model.named_buffers():
-        if name.endswith("inv_freq") and "original" not in name:
-            buffer.copy_(buffer**1.3)
 
 
 def narrow_the_windows(model: PagedModel) -> None:
@@ -139,9 +155,15 @@ def scale_the_embeddings(model: PagedModel) -> None:
 
 
 @MODELS
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "bfloat16 int8"])
+@KINDS
 @pytest.mark.parametrize(
-    "plant", [swap_heads, change_the_base, narrow_the_windows, scale_the_embeddings]
+    "plant",
+    [
+        swap_heads,
+        change_the_base,
+        narrow_the_windows,
+        scale_the_embeddings,
+    ],
 )
 def test_a_faulty_model_is_refused(
     published: Published,
@@ -160,6 +182,33 @@ def test_a_faulty_model_is_refused(
         return fuse(model, *arguments, **settings)
 
     monkeypatch.setattr(selftest, "_fused", fuse_the_faulty)
-    dtype, _, quantization = kind.partition(" ")
-    with pytest.raises(SelfTestError, match=r"logits of '\w+' differ from plain transformers by"):
-        selftest.prepare_and_test(load(published, dtype), quantization=quantization or "none")
+    with pytest.raises(SelfTestError, match=LOGITS):
+        start(published, kind)
+
+
+@MODELS
+@KINDS
+def test_a_mask_that_is_off_by_one_is_refused(
+    published: Published, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hide_each_token_from_itself(monkeypatch)
+    with pytest.raises(SelfTestError, match=LOGITS):
+        start(published, kind)
+
+
+@KINDS
+@pytest.mark.parametrize("wrong", [511, 513, None])
+def test_a_window_that_no_prompt_of_the_self_test_reaches_is_refused(
+    kind: str, wrong: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one of Gemma's layers; its logits, in the self-test's prompts, are right."""
+    fuse: Any = selftest._fused
+
+    def fuse_with_another(model: PagedModel, *arguments: Any, **settings: Any) -> Any:
+        assert model.windows[7] == 512
+        model.windows = (*model.windows[:7], wrong, *model.windows[8:])
+        return fuse(model, *arguments, **settings)
+
+    monkeypatch.setattr(selftest, "_fused", fuse_with_another)
+    with pytest.raises(SelfTestError, match=rf"layer 7 of 'gemma3_text', with window {wrong}, "):
+        start(GEMMA, kind)

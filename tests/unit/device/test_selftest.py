@@ -286,7 +286,7 @@ def test_each_pass_has_its_own_logits_and_limit(
     choice, whole = choice_of(rounds=True), selftest._ReferenceLogits("plain", None, "fp8", None)  # type: ignore[arg-type]
     choice.attention = SimpleNamespace(name="served")
     fusion = SimpleNamespace(rounds=rounds)
-    result = selftest._check(with_fp8_cache(), choice, fusion, whole, fp8=True)  # type: ignore[arg-type]
+    result = selftest._check(with_fp8_cache(), choice, fusion, whole, 512, fp8=True)  # type: ignore[arg-type]
     first = ("plain", selftest.ROUNDED_TOLERANCE if rounds else None)
     assert compared == [first, ("fp8", None), ("fp8", selftest.ROUNDING["fp8"])]
     assert (result.delta, result.tolerance, result.backend) == (0.1, 0.5, "served")

@@ -3,18 +3,19 @@
 Owns the function registered with transformers and the context of one forward pass that it reads.
 Metadata is passed in a context variable, not by keyword arguments: some families (stablelm,
 nemotron) drop those before they reach the attention. The registered name has no mask function, so
-transformers builds no mask at all.
+transformers builds no mask at all. A probe has a name of its own with one: it keeps the rules by
+which the model's own code would mask each layer.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
 
 from fairlead_kernels.interface.attention import AttentionBackend, LayerSpec
 from fairlead_kernels.interface.cache_write import write
@@ -23,6 +24,12 @@ from fairlead_runtime.device.model.batch import Batch
 
 # transformers treats names with "flash", "/" or "paged|" as its own kernels.
 NAME = "fairlead_paged"
+PROBE_NAME = "fairlead_probe"
+RULE = "fairlead_rule"  # the attribute of a probe's mask
+
+# Transformers' mask of a layer: of the places of a sequence and of a head and the positions of a
+# query and of a key, all int64, whether that query sees that key.
+MaskRule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class ForwardPass(Protocol):
@@ -109,6 +116,30 @@ def _attention(
     return out[None], None
 
 
+def _probed(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **settings: Any,
+) -> tuple[Tensor, None]:
+    """As ``_attention``, of a pass that keeps the ``rules`` of the layers' masks, too."""
+    current: Any = CURRENT_PASS.get()
+    layer: Any = module.layer_idx
+    current.rules[layer] = getattr(attention_mask, RULE, None)
+    return _attention(module, query, key, value, None, **settings)
+
+
+def _mask(
+    q_length: int, kv_length: int, mask_function: MaskRule, device: torch.device, **_: Any
+) -> Tensor:
+    """Transformers' signature of what makes masks: one that nobody reads, with its rule."""
+    mask = torch.ones(1, 1, q_length, kv_length, dtype=torch.bool, device=device)
+    setattr(mask, RULE, mask_function)
+    return mask
+
+
 def _packed(x: Tensor) -> Tensor:
     return x[0].transpose(0, 1)
 
@@ -170,5 +201,9 @@ def spec_of(call: AttentionCall, window: int | None) -> LayerSpec:
 
 
 def register() -> None:
-    """Register the attention function with transformers as NAME. A second call changes nothing."""
+    """Register the attention function with transformers as NAME, a probe's as PROBE_NAME. A second
+    call changes nothing.
+    """
     AttentionInterface.register(NAME, _attention)
+    AttentionInterface.register(PROBE_NAME, _probed)
+    AttentionMaskInterface.register(PROBE_NAME, _mask)

@@ -30,6 +30,7 @@ from fairlead_runtime.device.model.paged_attention import (
     AttentionCall,
     CachedPass,
     ForwardPass,
+    MaskRule,
     PagedPass,
     spec_of,
 )
@@ -39,12 +40,15 @@ from fairlead_runtime.sizing.groups import group_layers
 
 
 class ProbePass:
-    """A pass over one short sequence without a cache, which records the arguments of each layer."""
+    """A pass over one short sequence without a cache, which records the arguments of each layer,
+    and under PROBE_NAME the rule of its mask, None where its code makes that another way.
+    """
 
     def __init__(self, keep: Tensor) -> None:
         self.keep = keep
         self.heads: dict[int, Heads] = {}
         self.calls: dict[int, AttentionCall] = {}
+        self.rules: dict[int, MaskRule | None] = {}
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
@@ -89,10 +93,10 @@ class PagedModel:
 
     Takes ownership of the model: sets its attention, and installs a hook if the model cannot select
     the rows of its logits itself. ``windows`` has an entry per layer; ``calls`` the attention
-    arguments of each layer. ``device``: where it computes, if not where its weights are
-    (``shards.computed_on``). ``fp8_cache``: its cache keeps 8-bit floats. Raises ModelError when
-    the layers differ in size or in number from ``windows``. ``fusion.fuse`` may replace layers
-    afterwards.
+    arguments of each layer, ``rules`` those of its mask. ``device``: where it computes, if not
+    where its weights are (``shards.computed_on``). ``fp8_cache``: its cache keeps 8-bit floats.
+    Raises ModelError when the layers differ in size or in number from ``windows``. ``fusion.fuse``
+    may replace layers afterwards.
     """
 
     def __init__(
@@ -104,7 +108,6 @@ class PagedModel:
         fp8_cache: bool = False,
     ) -> None:
         paged_attention.register()
-        model.set_attn_implementation(paged_attention.NAME)
         model.eval()
         self.model = model
         self.packed: list[Tensor] = []  # weights of fused layers, which no module holds
@@ -151,11 +154,15 @@ class PagedModel:
     def _probe(self) -> Heads:
         """The heads that the layers actually use, from a pass of two tokens."""
         probe = ProbePass(torch.tensor([1], device=self.device))
-        logits = self.run(
-            torch.tensor([0, 1], device=self.device),
-            torch.tensor([0, 1], device=self.device),
-            probe,
-        )
+        self.model.set_attn_implementation(paged_attention.PROBE_NAME)
+        try:
+            logits = self.run(
+                torch.tensor([0, 1], device=self.device),
+                torch.tensor([0, 1], device=self.device),
+                probe,
+            )
+        finally:
+            self.model.set_attn_implementation(paged_attention.NAME)
         self.logits_dtype = logits.dtype
         name = self.model.config.model_type
         if sorted(probe.heads) != list(range(len(self.windows))):
@@ -166,7 +173,7 @@ class PagedModel:
             )
         if len(set(probe.heads.values())) != 1:
             raise families.unsupported(name, "its layers differ in their number or size of heads")
-        self.calls = probe.calls
+        self.calls, self.rules = probe.calls, probe.rules
         return replace(probe.heads[0], fp8_cache=self._fp8_cache)
 
     @property

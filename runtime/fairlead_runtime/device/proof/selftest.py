@@ -3,7 +3,8 @@
 Owns three prompts of different lengths, run through the path that serves requests (chunks and
 single tokens mixed in one step, blocks scattered over the cache, a fork with a copied block) and,
 each alone, through eager transformers. It catches what an allow-list cannot: a family whose
-attention needs something that ours lacks, a wrong window, a broken kernel.
+attention needs something that ours lacks, a broken kernel, a window that prompts reach; ``windows``
+has those that they do not.
 
 The cache starts full of NaN, so reading one token that is not the row's own shows as an infinite
 difference.
@@ -39,7 +40,7 @@ from fairlead_runtime.device.model.batch import BatchBuilder
 from fairlead_runtime.device.model.experts import samples_of
 from fairlead_runtime.device.model.paged_model import PagedModel
 from fairlead_runtime.device.model.rank_group import RankGroup
-from fairlead_runtime.device.proof import determinism
+from fairlead_runtime.device.proof import determinism, windows
 from fairlead_runtime.device.proof.fp8_reference_cache import RoundedCache
 from fairlead_runtime.device.ranks import shards
 from fairlead_runtime.models.loading import LoadedModel
@@ -228,9 +229,10 @@ def prepare_and_test(
         _check_fused(loaded, quantized, fusion)
         if deterministic:
             determinism.check(model, fusion)
-        result = _check(model, choice, fusion, reference, fp8=quantized == "fp8")
+        fp8, length = quantized == "fp8", loaded.max_model_len
+        result = _check(model, choice, fusion, reference, length, fp8=fp8)
         if deterministic:
-            canary = determinism.canary(model, choice.attention, loaded.max_model_len)
+            canary = determinism.canary(model, choice.attention, length)
             result = replace(result, canary=canary)
         return ServedModel(model, choice, fusion), result
 
@@ -271,10 +273,13 @@ def _check(
     choice: BackendChoice,
     fusion: Fusion,
     reference: "_ReferenceLogits",
+    max_model_len: int,
     *,
     fp8: bool,
 ) -> SelfTestResult:
-    """``check`` in every pass, and what it costs that weights and cache are rounded."""
+    """``check`` in every pass, what it costs that weights and cache are rounded, and the windows
+    that no pass reaches.
+    """
     rounded = max(_tolerance(model), ROUNDED_TOLERANCE) if fusion.rounds else None
 
     def compare(step: _Pass) -> SelfTestResult:
@@ -283,6 +288,7 @@ def _check(
         return check(model, step.attention, expected, allowed)
 
     result, *later = _in_every_pass(model, choice, compare, fp8=fp8)
+    windows.check(model, max_model_len)
     cached = later.pop(0) if model.heads.fp8_cache else None
     return replace(
         result,
@@ -365,7 +371,8 @@ def prepare_rank(
             with torch.inference_mode():
                 _in_every_pass(model, choice, compute_along, fp8=fp8)
             return served, None
-        return served, _check(model, choice, fusion, reference, fp8=fp8)
+        length = loaded.max_model_len
+        return served, _check(model, choice, fusion, reference, length, fp8=fp8)
 
 
 def _products(
