@@ -617,6 +617,20 @@ BUGS = (
         ("unit/device/test_windows.py",),
     ),
     PackageBug(
+        "int8 is refused for what it does to logits though a text is the same",
+        "fairlead_runtime.device.proof.selftest:_rounding",
+        "    if by_text:\n",
+        "    if by_text and moved <= allowed:\n",
+        ("unit/device/test_selftest.py",),
+    ),
+    PackageBug(
+        "a model that predicts nothing is judged by its perplexity",
+        "fairlead_runtime.device.proof.selftest:_rounding",
+        "bool(perplexity) and perplexity[0] <= model.vocabulary**PREDICTS",
+        "bool(perplexity)",
+        ("unit/device/test_selftest.py",),
+    ),
+    PackageBug(
         "the self-test judges attention with activations in fp8",
         "fairlead_runtime.device.proof.selftest:_in_every_pass",
         "    operations.rounds = False\n",

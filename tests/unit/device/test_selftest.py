@@ -1,6 +1,7 @@
 """What the self-test runs: long positions, a copied block, and the faults that it must see."""
 
 import math
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -139,6 +140,40 @@ def test_what_rounding_costs_is_measured_on_transformers_alone_and_has_a_limit(
     broken = selftest.Expected(plain.prompts, [x.flip(1) for x in plain.logits])
     with pytest.raises(SelfTestError, match=r"int8 weights move.* 'llama' by 1\.\d+.*none$"):
         selftest._rounding(model, broken, plain, *what)
+
+
+def test_a_model_that_predicts_a_text_is_judged_by_its_perplexity_whatever_its_logits_do(
+    model: PagedModel,
+) -> None:
+    predicting, guessing = model.vocabulary**0.5, 1.1 * model.vocabulary**0.5
+    plain = replace(selftest.Expected.of(model, 512), perplexity=(predicting,))
+    what = "int8 weights", "quantization none", 0.7
+
+    def judge(plain: selftest.Expected, after: float, *, unlike: bool) -> selftest.Rounding:
+        logits = [x.flip(1) for x in plain.logits] if unlike else plain.logits
+        rounded = selftest.Expected(plain.prompts, logits, perplexity=(after,))
+        return selftest._rounding(model, rounded, plain, *what)
+
+    kept = judge(plain, 1.4 * predicting, unlike=True)
+    assert kept.moved > 0.7
+    assert re.search(
+        rf"move logits by 1\.\d+, .* perplexity of a text {predicting:.3g} before and "
+        rf"{1.4 * predicting:.3g} of {1.5 * predicting:.3g} allowed after$",
+        str(kept),
+    )
+    refusal = (
+        f"int8 weights raise the perplexity of 'llama' on a text from {predicting:.3g} to "
+        f"{1.6 * predicting:.3g}, above the {1.5 * predicting:.3g} that are allowed; serve it with "
+        "quantization none"
+    )
+    with pytest.raises(SelfTestError, match=re.escape(refusal)):
+        judge(plain, 1.6 * predicting, unlike=False)
+    with pytest.raises(SelfTestError, match="perplexity"):
+        judge(plain, math.nan, unlike=False)
+    guesses = replace(plain, perplexity=(guessing,))
+    assert judge(guesses, 9 * guessing, unlike=False).moved == 0
+    with pytest.raises(SelfTestError, match="move the logits"):
+        judge(guesses, guessing, unlike=True)
 
 
 # -- an fp8 cache
