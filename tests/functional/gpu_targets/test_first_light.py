@@ -81,7 +81,7 @@ def test_a_tier_that_hangs_dies_or_fails_stops_no_other_and_what_it_knew_is_ther
     starts = f"import subprocess, sys; c = subprocess.Popen(['sleep', '100']);open({str(child)!r},"
     hang = f"{NOTE}; {ignores} {starts} 'w').write(str(c.pid)); print('hangs'); time.sleep(100)"
     tiers = (
-        tier("hang", program(hang), program("print('beside it')"), seconds=2.0),
+        tier("hang", program(hang), program("print('beside it')"), seconds=6.0),
         tier("die", program(f"{NOTE}; import os; os.abort()")),
         tier("fail", program("raise ValueError('a fault')")),
         tier("pass", program(NOTE)),
