@@ -193,7 +193,7 @@ BUGS = (
     PackageBug(
         "after an error that lasts the next test is tried",
         "gpu.conftest:pytest_runtest_makereport",
-        "if error is not None and is_lost():",
+        "if error is not None and is_lost(DEVICE):",
         "if False:",
         LIGHT,
     ),

@@ -15,6 +15,7 @@ import pytest
 import torch
 from benchmarks.result_lines import append
 
+from fairlead_runtime.device.step.lost_device import is_lost
 from support.gpu_device import DEVICE, REHEARSAL
 
 VARIABLE = "FAIRLEAD_MINUTES"
@@ -108,15 +109,6 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     error = call.excinfo.value if call.excinfo is not None else None
     while error is not None and not isinstance(error, torch.AcceleratorError):
         error = error.__cause__ or error.__context__
-    if error is not None and is_lost():
+    if error is not None and is_lost(DEVICE):
         append(item.nodeid, ok=False, error=f"{LOST}: {error}")
         pytest.exit(f"{LOST}: {error}", returncode=4)
-
-
-def is_lost() -> bool:
-    """Whether the GPU computes nothing any more: then it refuses to wait, too."""
-    try:
-        torch.accelerator.synchronize(DEVICE)
-    except torch.AcceleratorError:
-        return True
-    return False

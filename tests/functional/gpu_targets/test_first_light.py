@@ -116,7 +116,7 @@ def test_a_sticky_error_of_the_gpu_ends_its_process_and_the_tests_left_are_named
         "import torch\n"
         "from gpu import conftest\n"
         "from gpu.conftest import pytest_runtest_logreport, pytest_runtest_makereport\n"
-        "conftest.is_lost = lambda: True\n"
+        "conftest.is_lost = lambda _device: True\n"
     )
     (tmp_path / "test_some.py").write_text(
         "import torch\n"

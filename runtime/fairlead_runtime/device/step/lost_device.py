@@ -21,9 +21,16 @@ def lost_device(device: torch.device) -> Iterator[None]:
     try:
         yield
     except torch.AcceleratorError as error:
-        try:
-            torch.accelerator.synchronize(device)
-        except torch.AcceleratorError:
-            reason = f"{device} can compute nothing any more: {first_line(error)}"
-            raise DeviceLostError(reason) from error
-        raise
+        if not is_lost(device):
+            raise
+        reason = f"{device} can compute nothing any more: {first_line(error)}"
+        raise DeviceLostError(reason) from error
+
+
+def is_lost(device: torch.device) -> bool:
+    """Whether the device computes nothing any more: then it refuses to wait, too."""
+    try:
+        torch.accelerator.synchronize(device)
+    except torch.AcceleratorError:
+        return True
+    return False
