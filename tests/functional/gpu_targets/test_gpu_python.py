@@ -10,7 +10,6 @@ import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,21 +17,12 @@ import torch
 
 from gpu import conftest as gpu_conftest
 
+sys.path.insert(0, str(Path(__file__).parents[3] / "scripts"))
+
+import gpu_python
+
 ROOT = Path(__file__).parents[3]
 PROGRAM = ROOT / "scripts" / "gpu_python.py"
-
-
-def _load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("gpu_python", PROGRAM)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["gpu_python"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-gpu_python = _load()
 
 
 def run(*arguments: str, flags: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
