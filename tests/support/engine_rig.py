@@ -322,7 +322,7 @@ class Rig:
         self.fusion = fuse(self.model, operations_of(self.model, kernels), ranks)
         use_experts(self.model, kernels)
         self.groups: tuple[LayerGroup, ...] = group_layers(self.model.windows)
-        self._references: dict[tuple[tuple[int, ...], int], list[int]] = {}
+        self._references: dict[tuple[int, ...], tuple[int, list[int]]] = {}
         self._caches: list[GraphCache] = []
 
     @property
@@ -449,8 +449,9 @@ class Rig:
         """
         if self._plain is not self:
             return self._plain.reference(prompt, max_tokens)
-        key = (tuple(prompt), max_tokens)
-        if key not in self._references:
+        key = tuple(prompt)
+        longest, text = self._references.get(key, (0, []))
+        if longest < max_tokens:
             with self.model.plain() as plain, torch.inference_mode():
                 generator: Any = plain
                 ids = torch.tensor([prompt])
@@ -463,8 +464,10 @@ class Rig:
                     eos_token_id=sorted(EOS),
                     pad_token_id=0,
                 )
-            self._references[key] = out[0, len(prompt) :].tolist()
-        return self._references[key]
+            text = out[0, len(prompt) :].tolist()
+            self._references[key] = max_tokens, text
+        # A longer text begins with a shorter one.
+        return text[:max_tokens]
 
     def _own_cache(self) -> dict[str, Any]:
         """The argument of transformers' model that gives it a cache in fp8."""

@@ -138,7 +138,7 @@ def test_the_same_request_gives_the_same_text_alone_in_any_batch_and_after_preem
     llm: LLM, model: str
 ) -> None:
     """Sampled, with a seed, in random batches; then with so few blocks that most are preempted."""
-    count = 2000 if LONG_FORM else 200
+    count = 2000 if LONG_FORM else 100
     prompt_list = prompts(count, seed=7)
     params = [
         SamplingParams(

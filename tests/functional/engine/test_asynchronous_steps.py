@@ -7,6 +7,7 @@ there shows; and of two streams, of which the one that offloads is late.
 """
 
 import functools
+import itertools
 import random
 from dataclasses import dataclass, replace
 from typing import Any
@@ -220,9 +221,15 @@ def test_texts_are_the_same_whether_steps_are_launched_ahead_or_not(family: str)
     any_workload()
 
 
-@pytest.mark.parametrize("first", [0, 6])
-@pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize("family", ["llama", "llama on ranks"])
+# Every pair of family, the first client's parameters and offload; in the long form every triple.
+@pytest.mark.parametrize(
+    ("family", "first", "offload"),
+    [
+        pytest.param(*case, marks=[pytest.mark.full] * (sum(map(bool, case[1:])) % 2 != n))
+        for n, family in enumerate(("llama", "llama on ranks"))
+        for case in itertools.product((family,), (0, 6), (False, True))
+    ],
+)
 def test_a_workload_with_all_of_it(family: str, first: int, *, offload: bool) -> None:
     """Few blocks, so that sequences are preempted, stops in flight, a client that leaves."""
     rng = random.Random(3)

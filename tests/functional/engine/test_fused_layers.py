@@ -91,7 +91,7 @@ def room_of(model: PagedModel) -> int:
     return 4 * (31 * width + model.logits_width)
 
 
-@pytest.mark.parametrize("kernels", ["reference", "cpu"])
+@pytest.mark.parametrize("kernels", [pytest.param("reference", marks=pytest.mark.full), "cpu"])
 @pytest.mark.parametrize("family", EVERY)
 def test_a_layer_is_fused_where_it_fits_and_the_reason_is_said_where_not(
     family: str, kernels: str
@@ -351,7 +351,12 @@ class Watched(TorchOperations):
 
 
 @pytest.mark.parametrize(
-    "family", [family for family in EVERY if family not in REFUSED.keys() - AROUND_MLP]
+    "family",
+    [
+        pytest.param(family, marks=[pytest.mark.full] * (family not in (*GPU_FAMILIES, "opt")))
+        for family in EVERY
+        if family not in REFUSED.keys() - AROUND_MLP
+    ],
 )
 def test_fused_layers_start_on_flashinfers_wrappers(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

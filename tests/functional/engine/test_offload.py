@@ -24,6 +24,7 @@ LENGTHS, SHARED, NEW = (9, 21, 17, 13), 6, 32
 # Tokens of a cache in which one sequence fits, and two do not.
 SMALL = 56
 SCARCE = Setting(block_size=4, chunk=32, num_blocks=SMALL // 4, offload=True, sharing=False)
+SIDES = [0, pytest.param(1, marks=pytest.mark.full)]
 SETTINGS = st.builds(
     lambda block_size, tokens, **more: replace(
         SCARCE, block_size=block_size, num_blocks=tokens // block_size, **more
@@ -80,12 +81,12 @@ def test_text_is_that_of_transformers_in_any_order_of_two_streams(
     assert gone > 2
 
 
-@pytest.mark.parametrize("side", range(2))
+@pytest.mark.parametrize("side", SIDES)
 def test_each_rank_of_a_split_model_offloads_its_own(side: int) -> None:
     assert offloads(rig("llama", "ranks"), replace(SCARCE, side=side)) > 0
 
 
-@pytest.mark.parametrize("side", range(2))
+@pytest.mark.parametrize("side", SIDES)
 def test_an_fp8_cache_keeps_its_bytes(side: int) -> None:
     assert offloads(rig("llama", FP8_CACHE + "graphs"), replace(SCARCE, side=side)) > 0
 

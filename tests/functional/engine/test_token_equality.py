@@ -61,6 +61,8 @@ ARRIVAL_STEPS_FORCED = (0, 0, 0, 1, 2)
 SEVERAL = 3  # preemptions in one run
 # Lengths of the prompts, tokens they share, tokens to generate.
 SHORT = ((17, 41, 26, 53, 34), 24, 24)
+# What stands for a GPU, rounds or splits takes longer for each: in the short form half as many.
+SHORT_FEW = (*SHORT[:2], 12)
 # Around the end of a block of 256, and long enough that chunks of 8 take two of them past it; what
 # larger chunks put past it at once needs fewer, and the short form has no more.
 LONG = ((250, 285, 247, 300, 254), 260, 64)
@@ -131,10 +133,20 @@ def pairs(case: Case) -> frozenset[tuple[int, object, int, object]]:
     return frozenset((i, v[i], j, v[j]) for i, j in itertools.combinations(range(len(v)), 2))
 
 
+def cost(case: Case) -> int:
+    """Roughly how much longer a case takes than the shortest."""
+    return (
+        (6 if case.block_size == 256 else 1)
+        * (3 if case.chunk == 8 else 1)
+        * (2 if case.kernels == "torch" else 1)
+        * case.n
+    )
+
+
 @functools.cache
 def selected_cases() -> tuple[Case, ...]:
-    """All cases, or those that hold every pair of values, and then at least PER_FAMILY of every
-    family. Deterministic.
+    """All cases, or those that hold every pair of values, cheap ones rather than dear ones, and
+    then at least PER_FAMILY of every family, with short prompts. Deterministic.
     """
     everything = every_case()
     if LONG_FORM:
@@ -144,20 +156,22 @@ def selected_cases() -> tuple[Case, ...]:
     left = set().union(*map(pairs, order))
     taken: list[Case] = []
     while left:
-        best = max(order, key=lambda case: len(pairs(case) & left))
+        best = max(order, key=lambda case: len(pairs(case) & left) ** 2 / cost(case))
         left -= pairs(best)
         taken.append(best)
         order.remove(best)
     for family in FAMILIES:
         lacking = PER_FAMILY - sum(case.family == family for case in taken)
-        taken += [case for case in order if case.family == family][: max(0, lacking)]
+        short = [c for c in order if c.family == family and c.block_size != 256]
+        taken += short[: max(0, lacking)]
     return tuple(taken)
 
 
 def arrivals_of(case: Case, copies: int = 1) -> list[tuple[int, Request]]:
     """The family's five prompts, each ``copies`` times."""
     long = LONG if LONG_FORM or case.chunk == 8 else LONG_FEW
-    lengths, shared, max_tokens = long if case.block_size == 256 else SHORT
+    short = SHORT if LONG_FORM or case.kernels in ("torch", "cpu") else SHORT_FEW
+    lengths, shared, max_tokens = long if case.block_size == 256 else short
     all_prompts = prompts(case.seed, lengths, shared)
     steps = ARRIVAL_STEPS if case.preemption == "none" else ARRIVAL_STEPS_FORCED
     return [
@@ -369,7 +383,7 @@ def test_on_flashinfers_wrappers_every_family_gives_transformers_text(
     check(family, kernels, cases, constant)
 
 
-@pytest.mark.parametrize("family", head_forms("llama", "gpt_oss"))
+@pytest.mark.parametrize("family", head_forms("gpt_oss"))
 def test_on_tritons_attention_with_captured_decodes_greedy_text_equals_transformers(
     family: str,
 ) -> None:
@@ -377,7 +391,9 @@ def test_on_tritons_attention_with_captured_decodes_greedy_text_equals_transform
     check_three_settings(family, "triton graphs")
 
 
-@pytest.mark.parametrize("kernels", ["triton attention", "triton resident"])
+@pytest.mark.parametrize(
+    "kernels", ["triton attention", pytest.param("triton resident", marks=pytest.mark.full)]
+)
 def test_on_tritons_attention_greedy_text_equals_transformers(kernels: str) -> None:
     check_three_settings("gemma2", kernels)
 

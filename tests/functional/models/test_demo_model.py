@@ -64,20 +64,23 @@ def answer(demo: LoadedModel, *messages: Message) -> str:
     )
 
 
+@pytest.fixture(scope="module")
+def first_turn(demo: LoadedModel) -> tuple[Message, Message]:
+    """A question and its answer, before the question of a second turn."""
+    asked = user("What is a token?")
+    return asked, {"role": "assistant", "content": answer(demo, asked)}
+
+
 def user(text: str) -> Message:
     return {"role": "user", "content": text}
 
 
 @pytest.mark.parametrize("question", KNOWN)
 def test_it_answers_a_single_turn_after_a_system_message_and_in_a_second_turn(
-    demo: LoadedModel, question: str
+    demo: LoadedModel, first_turn: tuple[Message, Message], question: str
 ) -> None:
     system = {"role": "system", "content": "You are a helpful assistant."}
-    before = (
-        user("What is a token?"),
-        {"role": "assistant", "content": answer(demo, user("What is a token?"))},
-    )
-    for context in ((), (system,), before):
+    for context in ((), (system,), first_turn):
         assert KNOWN[question] in answer(demo, *context, user(question)), context
 
 

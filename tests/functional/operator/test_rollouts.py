@@ -23,7 +23,7 @@ from support.fake_api_server import FakeApiServer, FakeCluster
 from support.full import LONG_FORM
 from support.operator_bodies import SETTINGS, resource_body
 
-SEEDS = range(2000 if LONG_FORM else 24)
+SEEDS = range(2000 if LONG_FORM else 12)
 BAD_IMAGE = "registry.test/bad:1"
 
 
