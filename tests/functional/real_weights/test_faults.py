@@ -157,13 +157,7 @@ def scale_the_embeddings(model: PagedModel) -> None:
 @MODELS
 @KINDS
 @pytest.mark.parametrize(
-    "plant",
-    [
-        swap_heads,
-        change_the_base,
-        narrow_the_windows,
-        scale_the_embeddings,
-    ],
+    "plant", [swap_heads, change_the_base, narrow_the_windows, scale_the_embeddings]
 )
 def test_a_faulty_model_is_refused(
     published: Published,
