@@ -1,7 +1,7 @@
 """Plant one-line bugs over all packages, one at a time, each in a copy of the repository; the
 tests that are named with a bug must catch it.
 
-    .venv/bin/python scripts/plant_package_bugs.py [--jobs 2] [--only NAME] [--one-in N]
+    .venv/bin/python scripts/plant_package_bugs.py [--jobs 2] [--only NAME] [--new] [--one-in N]
 
 A bug is caught by a test that passes without it and fails with it, in a fork of a process that has
 the libraries imported: first the test that caught it last (``planted/catching_tests.json``, which
@@ -284,12 +284,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Plant bugs in all packages; tests catch them.")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--only", default="", help="bugs of which name, place or a test has this")
+    parser.add_argument("--new", action="store_true", help="bugs that no test is known to catch")
     parser.add_argument("--one-in", type=int, default=1, help="take every n-th bug only")
     options = parser.parse_args()
+    catching = CatchingTests()
     bugs = [
         bug
         for bug in BUGS
         if any(options.only in text for text in (bug.name, bug.place, *bug.tests))
+        and not (options.new and catching.get(bug))
     ]
     if errors := mismatches(bugs):
         print("\n".join(errors), file=sys.stderr)
