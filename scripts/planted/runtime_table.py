@@ -1265,7 +1265,7 @@ BUGS = (
         "fairlead_runtime.sizing.terms:terms_of",
         "layer = 4 if fused else element",
         "layer = element",
-        ("functional/engine/test_planned_memory.py",),
+        ("unit/sizing/test_terms.py",),
     ),
     PackageBug(
         "norms around zero are not recognized",
