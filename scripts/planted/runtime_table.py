@@ -653,7 +653,7 @@ BUGS = (
     ),
     PackageBug(
         "a model with an fp8 cache is judged by its worst token",
-        "fairlead_runtime.device.proof.selftest:_difference",
+        "fairlead_runtime.device.proof.selftest:Expected.difference",
         "float(tokens.median())",
         "float(tokens.max())",
         ("unit/device/test_selftest.py",),
@@ -667,16 +667,30 @@ BUGS = (
     ),
     PackageBug(
         "a model in bfloat16 is judged by its worst token",
-        "fairlead_runtime.device.proof.selftest:_difference",
-        "tokens.square().mean().sqrt() if half and not experts else tokens.max()",
-        "tokens.max()",
+        "fairlead_runtime.device.proof.selftest:Expected.difference",
+        "rounded = (half or self.input_rounding > 0)",
+        "rounded = self.input_rounding > 0",
         ("unit/device/test_selftest.py",),
     ),
     PackageBug(
         "what float32 does to an fp8 cache is not measured",
         "fairlead_runtime.device.proof.selftest:Expected.of",
-        "if not judged or not (half or fp8_cache):",
-        "if not judged or not half:",
+        "if not judged or not (half or fp8_cache or input_rounding):",
+        "if not judged or not (half or input_rounding):",
+        ("unit/device/test_selftest.py",),
+    ),
+    PackageBug(
+        "what products of digits do to a model is not measured",
+        "fairlead_runtime.device.proof.selftest:Expected.of",
+        "changes = Changes(model.device, input_rounding)",
+        "changes = Changes(model.device)",
+        ("unit/device/test_selftest.py",),
+    ),
+    PackageBug(
+        "weights that are not int8 are expected to meet digits",
+        "fairlead_runtime.device.proof.selftest:_input_rounding",
+        ' or quantized != "int8"',
+        "",
         ("unit/device/test_selftest.py",),
     ),
     PackageBug(
@@ -1221,8 +1235,8 @@ BUGS = (
     PackageBug(
         "what bfloat16 does to a model itself is not allowed to ours",
         "fairlead_runtime.device.proof.selftest:Expected.of",
-        "return cls(prompts, exact, moved,",
-        "return cls(prompts, exact, 0.0,",
+        "reference_error=exactly.difference(model, rounded),",
+        "reference_error=0.0,",
         ("functional/engine/test_fused_layers.py",),
     ),
     PackageBug(

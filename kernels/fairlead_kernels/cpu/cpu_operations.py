@@ -60,6 +60,7 @@ class CpuOperations:
     def __init__(self, functions: library.Library) -> None:
         self.library = functions
         self.name = functions.instruction_set
+        self.int8_rounding = DIGITS_ROUNDING if functions.vnni else 0.0
         self._panel: int = functions.panel_width()
         self._candidate_floats: int = functions.likeliest_part()
 
@@ -127,7 +128,7 @@ class CpuOperations:
             scales = torch.cat([x.scales for x in quantized]).mul_(factor)
         elif factor != 1:
             scales = torch.full((rows,), factor)
-        return Packed(data, rows, columns, scales, rounding=DIGITS_ROUNDING if for_vnni else 0.0)
+        return Packed(data, rows, columns, scales, rounding=self.int8_rounding if for_vnni else 0.0)
 
     def unpack(self, weight: Packed, first: int, count: int) -> Tensor:
         """Rows ``first`` … of what was packed, without scales and factor: float32 [count,

@@ -182,12 +182,14 @@ class LayerOperations(Protocol):
     between two operations have the model's own type, as the layer's vectors have: but for the
     residual, which is float32. ``rounds``: products with fp8 weights round their ``x`` to fp8,
     too, with a scale per token; while no layer runs it may be switched off, and on again.
-    ``fixed_order``: sums have one order, whatever the number of tokens.
+    ``int8_rounding``: the most by which products with int8 weights round their ``x``, as in
+    ``Packed``. ``fixed_order``: sums have one order, whatever the number of tokens.
     """
 
     name: str
     in_float32: bool
     rounds: bool
+    int8_rounding: float
     fixed_order: bool
 
     @property

@@ -19,6 +19,7 @@ from fairlead_kernels.interface.layer import Activation, Norm, Packed
 name = "reference"
 in_float32 = True
 rounds = fixed_order = False
+int8_rounding = 0.0
 model_operations = None
 ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,

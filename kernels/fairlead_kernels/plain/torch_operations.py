@@ -30,6 +30,7 @@ class TorchOperations:
 
     name = "torch"
     in_float32 = fixed_order = False
+    int8_rounding = 0.0
     model_operations = None
 
     def __init__(self, *, fp8: bool = False) -> None:

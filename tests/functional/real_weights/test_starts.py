@@ -92,8 +92,10 @@ def test_a_published_model_starts_whole(
         fp8_cache=start.fp8_cache,
     )
     assert str(served.fusion) == fused
-    # Products of ours sum in float32. Those of plain torch round as transformers' own do.
-    assert 0 < result.delta <= result.tolerance / (1 if start.fp8_cache else 2), str(result)
+    # Products of ours sum in float32. Those of plain torch round as transformers' own do, those of
+    # int8 weights what they multiply where a processor has such products.
+    rounds = start.fp8_cache or start.quantization == "int8"
+    assert 0 < result.delta <= result.tolerance / (1 if rounds else 2), str(result)
     assert (result.rounding is not None) == (start.quantization == "int8")
     if start.fp8_cache:
         assert result.cached is not None

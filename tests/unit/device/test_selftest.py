@@ -3,6 +3,7 @@
 import math
 import re
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -228,12 +229,14 @@ def test_in_half_precision_single_tokens_decide_less_than_all(model: PagedModel)
     half: Any = SimpleNamespace(
         heads=replace(model.heads, dtype=torch.bfloat16), model=SimpleNamespace(config=None)
     )
-    worst, mean = (selftest._difference(m, ours, plain, fp8_cache=False) for m in (model, half))
+    expected = selftest.Expected([], plain)
+    worst, mean = (expected.difference(m, ours) for m in (model, half))
     assert mean == pytest.approx(worst / 21**0.5)
+    assert replace(expected, input_rounding=1e-5).difference(model, ours) == pytest.approx(mean)
     assert selftest._tolerance(half) == selftest.TOLERANCE[torch.bfloat16]
     half.model.config = SimpleNamespace(num_local_experts=4)
     assert selftest._tolerance(half) == selftest.EXPERTS_TOLERANCE[torch.bfloat16]
-    assert selftest._difference(half, ours, plain, fp8_cache=False) < 1e-6, "medians of the last"
+    assert expected.difference(half, ours) < 1e-6, "medians of the last"
 
 
 def test_with_an_fp8_cache_some_tokens_may_move_as_far_as_they_like_and_most_may_not(
@@ -242,14 +245,15 @@ def test_with_an_fp8_cache_some_tokens_may_move_as_far_as_they_like_and_most_may
     plain = list(torch.randn(3, 7, 50, generator=torch.Generator().manual_seed(0)))
     ours = [x.clone() for x in plain]
     ours[0][2:5] += 3 * plain[0][2:5].flip(1)
-    far = selftest._difference(model, ours, plain, fp8_cache=False)
-    assert far > 1 > selftest._difference(model, ours, plain, fp8_cache=True) == 0
+    without, cached = (selftest.Expected([], plain, fp8_cache=has) for has in (False, True))
+    far = without.difference(model, ours)
+    assert far > 1 > cached.difference(model, ours) == 0
     ours[1] = ours[1].flip(1)
     ours[2] = ours[2].flip(1)
-    assert selftest._difference(model, ours, plain, fp8_cache=True) > 1
+    assert cached.difference(model, ours) > 1
     ours[0][0, 0] = torch.nan
-    for fp8_cache in (False, True):
-        assert selftest._difference(model, ours, plain, fp8_cache=fp8_cache) == math.inf
+    for expected in (without, cached):
+        assert expected.difference(model, ours) == math.inf
 
 
 def test_what_float32_does_to_an_fp8_cache_is_allowed() -> None:
@@ -260,6 +264,22 @@ def test_what_float32_does_to_an_fp8_cache_is_allowed() -> None:
     attention = pick(model.heads, model.kinds, model.device, "torch").attention
     moved = replace(expected, reference_error=0.1)
     assert selftest.check(model, attention, moved).tolerance == 0.1 * selftest.REFERENCE_FACTOR
+
+
+def test_what_products_of_digits_do_to_a_model_is_measured_on_it(model: PagedModel) -> None:
+    expect = partial(selftest.Expected.of, model, 512)
+    few, many = (expect(input_rounding=size).reference_error for size in (1e-5, 1e-3))
+    assert 0 < 20 * few < many < 1
+    assert expect(input_rounding=1e-3, judged=False).reference_error == 0
+    attention = pick(model.heads, model.kinds, model.device, "torch").attention
+    result = selftest.check(model, attention, expect(input_rounding=1e-7))
+    assert result.tolerance == selftest.ROUNDED_TOLERANCE
+    operations = SimpleNamespace(int8_rounding=1e-5)
+    choice: Any = SimpleNamespace(operations=operations)
+    assert selftest._input_rounding(choice, "int8") == 1e-5
+    assert selftest._input_rounding(choice, "none") == 0
+    choice.operations = None
+    assert selftest._input_rounding(choice, "int8") == 0
 
 
 # -- products that round activations
@@ -307,10 +327,7 @@ def test_a_failing_self_test_leaves_the_operations_as_they_were(model: PagedMode
     assert choice.operations.rounds
 
 
-@pytest.mark.parametrize("rounds", [True, False])
-def test_each_pass_has_its_own_logits_and_limit(
-    monkeypatch: pytest.MonkeyPatch, *, rounds: bool
-) -> None:
+def test_each_pass_has_its_own_logits_and_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[tuple[Any, float | None]] = []
 
     def check(*arguments: Any) -> selftest.SelfTestResult:
@@ -320,10 +337,8 @@ def test_each_pass_has_its_own_logits_and_limit(
     monkeypatch.setattr(selftest, "check", check)
     choice, whole = choice_of(rounds=True), selftest._ReferenceLogits("plain", None, "fp8", None)  # type: ignore[arg-type]
     choice.attention = SimpleNamespace(name="served")
-    fusion = SimpleNamespace(rounds=rounds)
-    result = selftest._check(with_fp8_cache(), choice, fusion, whole, 512, fp8=True)  # type: ignore[arg-type]
-    first = ("plain", selftest.ROUNDED_TOLERANCE if rounds else None)
-    assert compared == [first, ("fp8", None), ("fp8", selftest.ROUNDING["fp8"])]
+    result = selftest._check(with_fp8_cache(), choice, whole, 512, fp8=True)
+    assert compared == [("plain", None), ("fp8", None), ("fp8", selftest.ROUNDING["fp8"])]
     assert (result.delta, result.tolerance, result.backend) == (0.1, 0.5, "served")
     assert result.cached == (0.2, 1.0)
     assert result.activations == pytest.approx(0.3)
