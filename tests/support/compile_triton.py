@@ -15,16 +15,19 @@ from triton.runtime.driver import driver
 from fairlead_kernels.formats.int4 import Int4Matrix
 from fairlead_kernels.gpu import (
     triton_attention_kernels,
+    triton_cut_kernels,
     triton_expert_kernels,
     triton_fixed_kernels,
     triton_kernels,
 )
 from fairlead_kernels.gpu.triton_attention import TritonAttention
+from fairlead_kernels.gpu.triton_cuts import TritonCuts
 from fairlead_kernels.gpu.triton_experts import TritonExperts
 from fairlead_kernels.gpu.triton_fixed import FixedAttention, FixedOperations
 from fairlead_kernels.gpu.triton_operations import TritonOperations
 from fairlead_kernels.interface.attention import Heads, LayerSpec
 from fairlead_kernels.interface.layer import Activation, Norm, Packed
+from fairlead_kernels.sampling.sample_rows import RowParameters
 from support.attention_cases import make_case
 from support.warm import warm_folder
 
@@ -35,6 +38,7 @@ ALL = {
     **dict.fromkeys(("attend", "merge"), triton_attention_kernels),
     **dict.fromkeys(("multiply", "attend_in_order"), triton_fixed_kernels),
     "multiply_experts": triton_expert_kernels,
+    "find_cuts": triton_cut_kernels,
 }
 # Of a program, on the GPUs from compute capability 8.0 on that have least.
 SHARED_BYTES = 99 << 10
@@ -111,6 +115,14 @@ def attend(heads: Heads, rows: int, *, every: bool) -> None:
             ours.run(plan, case.query, case.key_cache, case.value_cache, spec)
 
 
+def cut(rows: int) -> None:
+    """Rows whose parameters are where those of other numbers of rows are not."""
+    table = torch.zeros(rows + 1, 3, dtype=torch.int64)[rows % 2 :][:rows]
+    of_32, of_64 = table.view(torch.float32), table.view(torch.float64)
+    parameters = RowParameters(of_32[:, 0], of_32[:, 1], table[:, 1], of_64[:, 2], table[:, 0])
+    TritonCuts(Kernels())(torch.zeros(rows, 4096), parameters)
+
+
 def launch(dtype: torch.dtype, tokens: int, *, every: bool) -> None:
     """A layer's launches with heads of 128; with ``every`` those of all kinds of layers."""
     ours = TritonOperations(Kernels())
@@ -149,6 +161,7 @@ def launch(dtype: torch.dtype, tokens: int, *, every: bool) -> None:
     if every:  # as gpt-oss stores them, with a bias
         experts(x, of_experts, ends, torch.zeros(8, 512, dtype=dtype))
     experts(x, of_experts.view(8, 512, 4096).transpose(1, 2), ends)
+    cut(tokens)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ draws: cuts are found in the same integers, keys and noise are made of the same 
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -52,6 +52,14 @@ class RowParameters(NamedTuple):
     keys: Tensor
 
 
+class FindCuts(Protocol):
+    """A form of ``cut_of``, all of which find the same cuts on one device."""
+
+    def __call__(self, scores: Tensor, rows: RowParameters) -> Tensor:
+        """The smallest score that each row's filters keep, [R], of scores [R, V]."""
+        ...
+
+
 class RowMasks(NamedTuple):
     """Masks of the tokens that R rows may take: row i those whose bits are set in
     ``words[places[i]]``, which are as ``sample.forbid_unset`` reads them. ``words`` int32
@@ -77,12 +85,26 @@ def _shifted(words: Tensor, bits: int) -> Tensor:
     return (words >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
+def cut_of(scores: Tensor, rows: RowParameters) -> Tensor:
+    """The smallest score that each row's filters keep, [R]: min-p, then top-k, then top-p over the
+    rest. Scores [R, V] float32 as in ``sample``.
+    """
+    bits = scores.abs().view(torch.int32)
+    top_k = rows.top_k.clamp(max=scores.shape[1])
+    kth = _reached(bits, torch.ones_like(bits, dtype=torch.int64), lambda _: top_k)
+    cut = torch.maximum(rows.min_cut, torch.where(top_k > 0, kth, -math.inf))
+    mass = scores.exp().mul_(2.0**ops.MASS_BITS).long()
+    mass.masked_fill_(scores < cut[:, None], 0)
+    nucleus = _reached(bits, mass, lambda total: _share(total, rows.top_p))
+    return torch.where(rows.top_p < 1, nucleus, cut)
+
+
 def choose(
     logits: Tensor,
     rows: RowParameters | None,
     hashes: Tensor,
     *,
-    filters: bool = True,
+    find_cuts: FindCuts | None = cut_of,
     changes: logit_edits.LogitEdits | None = None,
     masks: RowMasks | None = None,
 ) -> Tensor:
@@ -90,8 +112,8 @@ def choose(
     row's largest logit is not finite, NOTHING_LEFT where ``changes`` and ``masks`` leave no finite
     one.
 
-    ``rows`` None: all are greedy. Without ``filters`` their cuts are not looked at. ``hashes`` [V]
-    int32 from ``sample.hash_tokens``. Works in chunks of rows, so that temporaries stay small.
+    ``rows`` None: all are greedy; ``find_cuts`` None: they filter nothing. ``hashes`` [V] int32
+    from ``sample.hash_tokens``. Works in chunks of rows, so that temporaries stay small.
     """
     top, best = ops.likeliest(logits)
     tokens = best
@@ -101,12 +123,12 @@ def choose(
             span_rows = None if rows is None else RowParameters(*(column[span] for column in rows))
             if changes is None and masks is None:
                 choices.append(
-                    _chosen(logits[span], top[span], best[span], span_rows, hashes, filters)
+                    _chosen(logits[span], top[span], best[span], span_rows, hashes, find_cuts)
                 )
             else:
                 changed = _changed(logits, changes, masks, span)
                 highest, likeliest = ops.likeliest(changed)
-                chosen = _chosen(changed, highest, likeliest, span_rows, hashes, filters)
+                chosen = _chosen(changed, highest, likeliest, span_rows, hashes, find_cuts)
                 choices.append(chosen.masked_fill(~torch.isfinite(highest), NOTHING_LEFT))
         tokens = choices[0] if len(choices) == 1 else torch.cat(choices)
     return tokens.masked_fill(~torch.isfinite(top), NOT_FINITE)
@@ -151,41 +173,27 @@ def _chosen(
     best: Tensor,
     rows: RowParameters | None,
     hashes: Tensor,
-    filters: bool,
+    find_cuts: FindCuts | None,
 ) -> Tensor:
     if rows is None:
         return best
-    drawn = _draw(logits, top, rows, hashes, filters=filters)
+    drawn = _draw(logits, top, rows, hashes, find_cuts)
     return torch.where(rows.temperature > 0, drawn, best)
 
 
 def _draw(
-    logits: Tensor, top: Tensor, rows: RowParameters, hashes: Tensor, *, filters: bool
+    logits: Tensor, top: Tensor, rows: RowParameters, hashes: Tensor, find_cuts: FindCuts | None
 ) -> Tensor:
     divisor = torch.where(rows.temperature > 0, rows.temperature, 1.0)
     scores = (logits.float() - top.float()[:, None]).div_(divisor[:, None])
     # Before the noise: it takes most memory.
-    cut = cut_of(scores, rows) if filters else None
+    cut = None if find_cuts is None else find_cuts(scores, rows)
     halves = rows.keys.view(torch.int32).view(-1, 2)
     noise = ops.log_exponential(ops.keyed_hash(hashes[None], halves[:, :1], halves[:, 1:]))
     total = scores - noise
     if cut is not None:
         total.masked_fill_(scores < cut[:, None], -math.inf)
     return ops.likeliest(total)[1]
-
-
-def cut_of(scores: Tensor, rows: RowParameters) -> Tensor:
-    """The smallest score that each row's filters keep, [R]: min-p, then top-k, then top-p over the
-    rest. Scores [R, V] float32 as in ``sample``.
-    """
-    bits = scores.abs().view(torch.int32)
-    top_k = rows.top_k.clamp(max=scores.shape[1])
-    kth = _reached(bits, torch.ones_like(bits, dtype=torch.int64), lambda _: top_k)
-    cut = torch.maximum(rows.min_cut, torch.where(top_k > 0, kth, -math.inf))
-    mass = scores.exp().mul_(2.0**ops.MASS_BITS).long()
-    mass.masked_fill_(scores < cut[:, None], 0)
-    nucleus = _reached(bits, mass, lambda total: _share(total, rows.top_p))
-    return torch.where(rows.top_p < 1, nucleus, cut)
 
 
 def _share(total: Tensor, top_p: Tensor) -> Tensor:

@@ -10,8 +10,16 @@ from typing import Any
 import pytest
 import torch
 
+from fairlead_kernels.sampling import sample_rows
+from fairlead_kernels.sampling.sample_rows import RowParameters
 from fairlead_runtime.device.sampling.host_sampler import NON_FINITE
-from fairlead_runtime.device.sampling.sampling_mode import GENERAL, GREEDY, HEAVIEST
+from fairlead_runtime.device.sampling.sampling_mode import (
+    GENERAL,
+    GREEDY,
+    HEAVIEST,
+    DrawKind,
+    SamplingMode,
+)
 from fairlead_runtime.device.sampling.sequence_table import SequenceTable
 from fairlead_runtime.device.step.decode_steps import DecodeSteps, is_decode
 from fairlead_runtime.device.step.model_runner import ModelRunner
@@ -292,6 +300,27 @@ def test_capturing_stops_when_its_time_is_over_and_at_the_limit() -> None:
     assert [*few.capture(lambda: False)] == [(1, 3), (2, 3), (3, 3)]
     assert few._graphs is not None
     assert [*few._graphs._graphs] == [(size, GREEDY) for size in (8, 4, 2)]
+
+
+def test_where_cuts_are_found_otherwise_what_filters_is_captured_again() -> None:
+    steps = rig("llama", "graphs").runner(FEW)._decodes
+    assert steps is not None
+    assert steps._graphs is not None
+    modes = [SamplingMode(DrawKind.PLAIN), SamplingMode(DrawKind.FILTERED), HEAVIEST]
+    for mode in (*modes, GENERAL):
+        steps.capture_one(8, mode)
+    cut: list[int] = []
+
+    def note(scores: torch.Tensor, rows: RowParameters) -> torch.Tensor:
+        cut.append(len(rows.top_k))
+        return sample_rows.cut_of(scores, rows)
+
+    steps.use_cuts(note)
+    assert [mode for _, mode in steps._graphs._graphs] == [modes[0], GENERAL]
+    for mode in modes:
+        steps.capture_one(8, mode)
+    assert cut == [8, 8] * 2  # each when it runs and when it is recorded
+    assert len(steps._graphs) == 4
 
 
 def test_a_failing_capture_ends_capturing_and_no_step(monkeypatch: pytest.MonkeyPatch) -> None:

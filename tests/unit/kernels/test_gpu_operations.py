@@ -196,6 +196,7 @@ def test_every_kernel_that_is_launched_compiles_for_gpus(*, few: bool) -> None:
         "multiply",
         "attend_in_order",
         "multiply_experts",
+        "find_cuts",
     }
     assert {line.split()[1] for line in compiled} == {"sm80", "sm90"}
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fairlead_kernels.sampling import sample, sample_rows
-from fairlead_kernels.sampling.sample_rows import NOT_FINITE, RowParameters
+from fairlead_kernels.sampling.sample_rows import NOT_FINITE, FindCuts, RowParameters
 from fairlead_runtime.device.sampling import host_sampler
 from fairlead_runtime.device.sampling.host_sampler import SamplingBatch, draw_keys
 from fairlead_runtime.request.seeds import MASK64, mix64
@@ -55,9 +55,11 @@ def parameters(rows: list[Given]) -> RowParameters:
     )
 
 
-def dense(logits: Tensor, rows: list[Given], *, filters: bool = True) -> list[int]:
+def dense(
+    logits: Tensor, rows: list[Given], find_cuts: FindCuts | None = sample_rows.cut_of
+) -> list[int]:
     hashes = sample.hash_tokens(logits.shape[1], logits.device)
-    chosen = sample_rows.choose(logits, parameters(rows), hashes, filters=filters)
+    chosen = sample_rows.choose(logits, parameters(rows), hashes, find_cuts=find_cuts)
     tokens: list[int] = chosen.tolist()
     return tokens
 
@@ -92,7 +94,7 @@ def test_thousands_of_draws_without_a_filter_are_those_of_the_general_sampler() 
     rows = [(SamplingParams(temperature=0.8 + i % 3), i, i % 4, 5 + i) for i in range(3000)]
     logits = torch.randn(1, 200, generator=torch.Generator().manual_seed(5)).expand(3000, 200)
     want = general(logits, rows)
-    assert dense(logits, rows, filters=False) == dense(logits, rows) == want
+    assert dense(logits, rows, None) == dense(logits, rows) == want
     assert len(set(want)) > 100
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fairlead_kernels.sampling import sample, sample_rows
-from fairlead_kernels.sampling.sample_rows import RowLogprobs, RowMasks
+from fairlead_kernels.sampling.sample_rows import FindCuts, RowLogprobs, RowMasks
 from fairlead_runtime.device.memory.storage import CacheStorage
 from fairlead_runtime.device.model.paged_model import PagedModel
 from fairlead_runtime.device.sampling.mask_upload import MaskPacket
@@ -33,7 +33,8 @@ class RowSampler:
     sequences. The model's logits have ``width`` columns; ``padding_bytes``: of the unit that
     padding writes to.
 
-    ``nbytes``: on the device, as ``sizing.terms.decode_state`` plans them.
+    ``nbytes``: on the device, as ``sizing.terms.decode_state`` plans them. ``find_cuts``: what
+    finds the cuts of a step's filters; a graph keeps what found them when it was captured.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class RowSampler:
         padding_bytes: int,
     ) -> None:
         self.table = table
+        self.find_cuts: FindCuts = sample_rows.cut_of  # docs/design/0017-cuts-on-gpus.md
         self._padding_bytes = padding_bytes
         # The table's row of each row of the step, and their tokens.
         self.index = torch.zeros(max_rows, dtype=torch.int64, device=device)
@@ -124,7 +126,7 @@ class RowSampler:
             logits,
             None if mode.draw is DrawKind.GREEDY else table.parameters(index),
             self._hashes,
-            filters=mode.draw is DrawKind.FILTERED,
+            find_cuts=self.find_cuts if mode.draw is DrawKind.FILTERED else None,
             changes=table.changes(index) if mode.changes else None,
             masks=masks,
         )

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fairlead_kernels.interface.attention import DecodeAttention, DecodeRows
-from fairlead_kernels.sampling.sample_rows import RowLogprobs
+from fairlead_kernels.sampling.sample_rows import FindCuts, RowLogprobs
 from fairlead_runtime.device.memory.storage import CacheStorage
 from fairlead_runtime.device.model.paged_attention import GroupedPass
 from fairlead_runtime.device.model.paged_model import PagedModel
@@ -118,6 +118,14 @@ class DecodeSteps:
         if self._graphs is not None:
             self._graphs.clear()
         self._graphs, self._logits, self._sizes, self._room = None, None, (), 0
+
+    def use_cuts(self, find_cuts: FindCuts) -> None:
+        """Find the cuts of filters so from now on. Graphs of steps that filter are dropped, and
+        captured again as steps need them.
+        """
+        self.sampler.find_cuts = find_cuts
+        if self._graphs is not None:
+            self._graphs.clear(lambda key: key[1].draw is DrawKind.FILTERED)
 
     @property
     def held_nbytes(self) -> int:

@@ -8,7 +8,7 @@ recorder that replays on a CPU. Knows nothing of rows or tokens.
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import Protocol
+from typing import Any, Protocol
 
 from fairlead_kernels.interface.not_available import fall_back
 
@@ -77,11 +77,12 @@ class GraphCache:
         # Afterwards: graphs share one pool of memory, into which torch captures no other once all
         # that were there are gone.
         while len(self._graphs) > self.limit:
-            self._drop()
+            self._drop(next(iter(self._graphs)))
 
-    def clear(self) -> None:
-        while self._graphs:
-            self._drop()
+    def clear(self, which: Callable[[Any], bool] = lambda _key: True) -> None:
+        """Drop all graphs, or those of ``which`` keys."""
+        for key in [key for key in self._graphs if which(key)]:
+            self._drop(key)
 
     def _has_room(self) -> bool:
         if len(self._graphs) < self.limit:
@@ -89,9 +90,8 @@ class GraphCache:
         _, used = next(iter(self._graphs.values()), (None, self._steps))
         return self._steps - used >= IDLE_STEPS
 
-    def _drop(self) -> None:
-        _, (graph, _) = self._graphs.popitem(last=False)
-        graph.reset()
+    def _drop(self, key: Hashable) -> None:
+        self._graphs.pop(key)[0].reset()
 
     def _record(self, key: Hashable, step: Callable[[], object]) -> None:
         try:
