@@ -92,6 +92,8 @@ def kernel_jobs(_run: "Run") -> list[Job]:
     rest = "bfloat16-64-window-sinks", "float16-64", "bfloat16-64-fp8_cache"
     steps = "test_random_steps_match_the_definition"
     carried = "test_a_carried_module_is_proven"
+    cut = "test_cuts_in_triton_are_those_of_torch"
+    cases = "False-500-12", "False-128256-70", "True-500-12", "True-128256-70"
     late = "test_every_byte_comes_back_however_late_a_stream_is"
     return [
         Job(
@@ -125,6 +127,8 @@ def kernel_jobs(_run: "Run") -> list[Job]:
                 *tests_of(DECODES, "test_the_noise_of_a_gpu_is_that_of_a_cpu_within_two_ulp"),
                 *tests_of(DECODES, "test_draws_are_those_of_a_cpu", "500", "128256"),
                 *tests_of(LAYERS, "test_triton_is_proven_and_taken", *with_fp8),
+                *tests_of(DECODES, cut, *cases),
+                *tests_of(DECODES, "test_a_cuda_graph_holds_cuts_in_triton"),
             )
         ),
         Job(

@@ -11,7 +11,9 @@ and 64 rows at 1k tokens, of 1 and of 8 at 4k, prompts, the share of the time in
 idle, and sampling. Then the same in turns with transformers, round by round. Then 256 rows, first
 ours and then theirs, since both do not fit; then ours without graphs, without steps launched ahead,
 and without fused layers; then vLLM, where a Python has it. With `--ours-only` one engine has all
-cases and the largest, no other starts, and the kernels that take longest are listed. The bound of a
+cases and the largest, no other starts, the kernels that take longest are listed, and both forms of
+what finds the cuts of filters are timed (`--set cuts=triton` has a whole run by the one that does
+not serve yet). The bound of a
 decode is the bytes of weights, keys and values over the rate at which this device read in this run;
 of prompts the rate of a large product. It ends in time: what does not fit or fails is left out by
 itself, with a message.
@@ -38,13 +40,14 @@ from typing import Any, NamedTuple
 
 import torch
 from benchmarks import machine
-from benchmarks.gpu import bounds, picture, shapes, theirs
+from benchmarks.gpu import bounds, cuts, picture, shapes, theirs
 from benchmarks.gpu.budget import Budget, LeftOutError
 from benchmarks.gpu.ours import Ours, Target
 from benchmarks.gpu.report import Report, Row
 from benchmarks.gpu.sizes import Sizes
 from benchmarks.gpu.theirs import Theirs
 from benchmarks.gpu.vllm_engine import LONG
+from benchmarks.turns import OURS
 
 SAMPLING: dict[str, dict[str, Any]] = {
     "temperature": {"temperature": 0.8},
@@ -130,6 +133,7 @@ class Run:
         self.machine = bounds.measure(target.device, target.dtype, large=large)
         size = shapes.save(target.name, target.dtype, target.folder)
         config = shapes.config(target.name, target.dtype)
+        self.vocabulary: int = config.vocab_size
         self.work = bounds.Work.of(size, config, target.dtype)
         # The fastest in turns; its own choice before any was tried.
         self.their_settings: Mapping[str, Any] = {}
@@ -184,6 +188,8 @@ class Run:
             self.figure(self.decodes(*crowd), ours.name, 0, work)
             for name in SAMPLING:
                 self._sampled(name, ours, None)
+            self._cut()
+            self.budget.run("cuts in Triton", 0, partial(self._cut_in_triton, ours))
             self.budget.run("no graphs", 0, partial(self._without_graphs, ours))
 
     def _started(self, ours: Ours) -> None:
@@ -197,6 +203,23 @@ class Run:
         kernels = self.budget.run(f"kernels, {name}", self.plan.start / 10, work)
         if kernels is not None:
             self.report.longest(name, IDLE_STEPS, kernels)
+
+    def _cut(self) -> None:
+        """Each form of what finds cuts, by itself."""
+        rows, vocabulary = self.plan.many[0], self.vocabulary
+        for name in cuts.FORMS:
+            row = self.report.row(f"cuts, {rows} rows of {vocabulary}, top-p, in {name}", "ms")
+            work = partial(cuts.milliseconds, name, rows, vocabulary, self.target.device)
+            self.figure(row, OURS, 0, work)
+
+    def _cut_in_triton(self, ours: Ours) -> None:
+        """What top-p costs in a step by the form that does not serve yet."""
+        rows, context = self.plan.many
+        ours.use_cuts("triton")
+        ours.decode(rows, context, 2, **SAMPLING["top-p"])
+        row = self.decodes(rows, context, ", top-p, cuts in triton")
+        work = partial(_decode, ours, rows, context, self.plan.steps, **SAMPLING["top-p"])
+        self.figure(row, ours.name, 0, work)
 
     def _without_graphs(self, ours: Ours) -> None:
         """The last figure of an engine, whose graphs are gone then."""

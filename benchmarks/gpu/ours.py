@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.gpu import shapes
+from benchmarks.gpu import cuts, shapes
 from benchmarks.gpu.bounds import Kernel, idle, longest, release, wait
 from benchmarks.gpu.budget import LeftOutError
 from benchmarks.gpu.patch import replaced
@@ -50,6 +50,8 @@ class Ours:
         self.cold: dict[str, float] = {}
         self._random = random.Random(0)
         self._decodes: DecodeSteps | None = None
+        settings = {**target.settings, **settings}
+        form = settings.pop("cuts", "")
         release(target.device)
         began = time.perf_counter()
         with ExitStack() as stack:
@@ -70,11 +72,12 @@ class Ours:
                     "max_model_len": sizes.longest,
                     "safety_margin": 0.0,
                     "max_memory_percent": 0.95,
-                    **target.settings,
                     **settings,
                 },
             )
         self.cold["the rest"] = time.perf_counter() - began - sum(self.cold.values())
+        if form:
+            self.use_cuts(form)
         self._vocabulary = self._llm.built_engine.facts.vocab_size
 
     def close(self) -> None:
@@ -114,6 +117,14 @@ class Ours:
         if self._decodes is None or not self._decodes.held_nbytes:
             raise LeftOutError("this engine has no graphs")
         self._decodes.drop_graphs()
+
+    def use_cuts(self, name: str) -> None:
+        """Find the cuts of filters by the form of that name from now on. Raises LeftOutError where
+        this engine samples on the host, NotAvailableError where there is no such form here.
+        """
+        if self._decodes is None:
+            raise LeftOutError("this engine samples on the host")
+        self._decodes.use_cuts(cuts.form(name))
 
     def prefill(self, rows: int, length: int) -> float:
         """Seconds until ``rows`` prompts of ``length`` tokens have their first token."""

@@ -65,6 +65,13 @@ BUGS = (
         PARTS,
     ),
     PackageBug(
+        "both figures of a filtered step are by the form that serves",
+        "benchmarks.gpu.__main__:Run._cut_in_triton",
+        'ours.use_cuts("triton")',
+        'ours.use_cuts("torch")',
+        PARTS,
+    ),
+    PackageBug(
         "seconds are written as TFLOP/s",
         "benchmarks.gpu.__main__:Run._prefill",
         "return self.work.prefill_operations(prompts, length) / 1e12 / side",

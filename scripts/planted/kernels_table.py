@@ -33,6 +33,7 @@ ON_TRITON_PACKAGE = ("unit/kernels/test_triton_package.py",)
 ON_TRITON = ("unit/kernels/test_triton_attention.py",)
 ON_EXPERTS = ("unit/kernels/test_experts.py",)
 ON_HUMMING = ("unit/kernels/test_humming_products.py",)
+ON_CUTS = ("unit/kernels/test_triton_cuts.py",)
 ON_COMPARISON = ("unit/kernels/test_comparison.py",)
 
 BUGS = (
@@ -1571,6 +1572,48 @@ BUGS = (
         "weights = torch.where(digit == place, weights, 0)",
         "weights = weights + 0",
         ("unit/kernels/test_sample_rows.py",),
+    ),
+    PackageBug(
+        "a GPU's cut drops the scores that tie with it",
+        "fairlead_kernels.gpu.triton_cut_kernels:_reached",
+        "bitcast=True) <= ends",
+        "bitcast=True) < ends",
+        ON_CUTS,
+    ),
+    PackageBug(
+        "a GPU's cut keeps one score more than top-k",
+        "fairlead_kernels.gpu.triton_cut_kernels:_reached",
+        "(reached < target)",
+        "(reached <= target)",
+        ON_CUTS,
+    ),
+    PackageBug(
+        "a GPU's nucleus is one of all scores, whatever min-p and top-k keep",
+        "fairlead_kernels.gpu.triton_cut_kernels:find_cuts",
+        "width, cut, count, share, True,",
+        "width, cut | 0x7FFFFFFF, count, share, True,",
+        ON_CUTS,
+    ),
+    PackageBug(
+        "a GPU's cut leaves the last scores of a row out",
+        "fairlead_kernels.gpu.triton_cut_kernels:_reached",
+        "range(0, width, BLOCK)",
+        "range(0, width - BLOCK + 1, BLOCK)",
+        ON_CUTS,
+    ),
+    PackageBug(
+        "a GPU's cut counts scores beyond the row",
+        "fairlead_kernels.gpu.triton_cut_kernels:_reached",
+        "weight = inside.to(tl.int32)",
+        "weight = (place >= 0).to(tl.int32)",
+        ON_CUTS,
+    ),
+    PackageBug(
+        "a GPU's cut reads the parameters of rows as if nothing was between them",
+        "fairlead_kernels.gpu.triton_cuts:TritonCuts.__call__",
+        "rows.top_k.stride(0)",
+        "1",
+        ON_CUTS,
     ),
     PackageBug(
         "plans at fixed addresses share none of their blocks",

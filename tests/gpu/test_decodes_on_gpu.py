@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from fairlead_kernels.gpu import triton_cuts
 from fairlead_kernels.sampling import sample, sample_rows
 from fairlead_runtime import LLM, SamplingParams
 from fairlead_runtime.device.sampling.sampling_mode import GENERAL
@@ -19,6 +20,7 @@ from fairlead_runtime.device.step.graph_cache import GraphCache
 from fairlead_runtime.device.step.model_runner import ModelRunner
 from fairlead_runtime.device.step.pending_step import PendingStep
 from support import tiny
+from support.cut_cases import CutCase
 from support.gpu_device import DEVICE, KERNELS
 
 pytestmark = pytest.mark.gpu
@@ -279,3 +281,29 @@ def test_draws_are_those_of_a_cpu(vocabulary: int) -> None:
         got = sample_rows.choose(logits.to(DEVICE), on_gpu, hashes)
         wrong += int((got.cpu() != want).sum())
     assert wrong <= 40 * rows // 1000
+
+
+# More rows than are drawn at once, and fewer for Triton's interpreter.
+@pytest.mark.on_cpu(128_256)
+@pytest.mark.parametrize(("vocabulary", "rows"), [(500, 12), (128_256, 70)])
+@pytest.mark.parametrize("tied", [False, True])
+def test_cuts_in_triton_are_those_of_torch(vocabulary: int, rows: int, *, tied: bool) -> None:
+    """Bit for bit, on this device; and so is what is drawn."""
+    CutCase.make(rows, vocabulary, tied=tied).to(DEVICE).check(triton_cuts.load())
+
+
+@torch.inference_mode()
+def test_a_cuda_graph_holds_cuts_in_triton() -> None:
+    """Replayed on other logits and parameters it draws what is drawn without it."""
+    case, other = (CutCase.make(12, 5000, seed).to(DEVICE) for seed in (1, 2))
+    hashes, ours = sample.hash_tokens(5000, DEVICE), triton_cuts.load()
+    sample_rows.choose(*case, hashes, find_cuts=ours)  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = sample_rows.choose(*case, hashes, find_cuts=ours)
+    case.logits.copy_(other.logits)
+    for mine, theirs in zip(case.rows, other.rows, strict=True):
+        mine.copy_(theirs.flip(0))
+    graph.replay()
+    assert torch.equal(captured, sample_rows.choose(*case, hashes))

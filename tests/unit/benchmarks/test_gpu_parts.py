@@ -13,7 +13,7 @@ import pytest
 import torch
 from benchmarks import models
 from benchmarks.gpu import __main__ as program
-from benchmarks.gpu import bounds, picture, shapes, theirs
+from benchmarks.gpu import bounds, cuts, picture, shapes, theirs
 from benchmarks.gpu.budget import Budget, LeftOutError
 from benchmarks.gpu.ours import Target
 from benchmarks.gpu.report import Report, Row
@@ -146,6 +146,9 @@ class Side:
     def longest(self, rows: int, context: int, steps: int, count: int) -> list[bounds.Kernel]:
         return [bounds.Kernel("a product", self._taken * steps, 3 * steps)]
 
+    def use_cuts(self, name: str) -> None:
+        self._asked.append(f"cuts in {name}")
+
     def drop_graphs(self) -> None:
         self._asked.append("dropped")
 
@@ -170,6 +173,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
 
     monkeypatch.setattr(program, "Ours", lambda *_, **__: Side(OURS, 2.0, calls.ours))
     monkeypatch.setattr(program, "Theirs", their_side)
+    monkeypatch.setattr(cuts, "milliseconds", lambda name, *_: {"torch": 2.5, "triton": 0.5}[name])
     monkeypatch.setattr(theirs, "best", lambda *_: ("graphs and asynchronous", "fast"))
     return calls
 
@@ -262,8 +266,22 @@ def test_ours_only_starts_one_engine_and_lists_its_longest_kernels(
     assert all(row.ours for row in run.report.rows)
     values = {line["name"]: line["value"] for line in lines_of(tmp_path)}
     assert values["kernels, 1 rows at 24"] == [["a product", 2.0, 3.0]]
+    many = run.plan.many
+    assert values["cuts, 4 rows of 512, top-p, in torch"] == 2.5
+    assert values["cuts, 4 rows of 512, top-p, in triton"] == 0.5
+    place = asked.ours.index("cuts in triton")
+    top_p = program.SAMPLING["top-p"]
+    assert (*many, run.plan.steps, top_p) in asked.ours[:place]
+    assert asked.ours[place + 2] == (*many, run.plan.steps, top_p)
+    assert "decode, 4 rows at 24, top-p, cuts in triton" in values
     assert values["start of the engine"] == {"load": 1.0}
     assert "| a product | 2 | 3 |" in run.report.lines()
+
+
+def test_a_form_of_cuts_is_timed_by_its_name() -> None:
+    assert cuts.milliseconds("torch", 2, 9, torch.device("cpu")) > 0
+    with pytest.raises(ValueError, match="cuts: 'cuda' is none of torch, triton"):
+        cuts.form("cuda")
 
 
 def test_only_some_cases_are_measured_and_nothing_else(tmp_path: Path, asked: Asked) -> None:
