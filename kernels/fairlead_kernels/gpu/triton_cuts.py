@@ -1,8 +1,7 @@
 """The cuts of sampled rows in one Triton kernel.
 
-Owns the launch of ``triton_cut_kernels`` and the checks of what is handed to it. A launch allocates
-its result and nothing else, asks nothing of the device, and its grid depends on shapes alone, so
-that a CUDA graph can hold it.
+Owns the launch of ``triton_cut_kernels`` and the checks of what is handed to it. A launch asks
+nothing of the device, and its grid depends on shapes alone, so that a CUDA graph can hold it.
 """
 
 from typing import Any
