@@ -55,9 +55,9 @@ class CutCase(NamedTuple):
 
     def to(self, device: torch.device) -> "CutCase":
         """The same there; the parameters are still views."""
-        *parameters, keys = self.rows
-        views = [torch.stack([x] * 3, dim=1).to(device)[:, 1] for x in parameters]
-        return CutCase(self.logits.to(device), RowParameters(*views, keys.to(device)))
+        views = [torch.stack([x] * 3, dim=1).to(device)[:, 1] for x in self.rows]
+        rows = RowParameters(*views)._replace(keys=self.rows.keys.to(device))
+        return CutCase(self.logits.to(device), rows)
 
     def check(self, ours: FindCuts) -> None:
         """Compare the cuts of all scores that a draw has, but for the sign of a zero, and what is

@@ -28,11 +28,11 @@ def _reached(
     with MASS the smallest up to which ``share`` of their mass is. Scores of a magnitude above
     ``largest`` do not count.
     """
-    found = tl.full((), 0, tl.int64)
+    cut = tl.full((), 0, tl.int64)
     step = tl.full((), 1 << (32 - BITS), tl.int64)
     for number in range(32 // BITS):
         # The ends of the parts of what is left: the cut is in the first part whose end suffices.
-        ends = found + step * (1 + tl.arange(0, 1 << BITS)).to(tl.int64) - 1
+        ends = cut + step * (1 + tl.arange(0, 1 << BITS)).to(tl.int64) - 1
         ends = tl.minimum(ends, largest.to(tl.int64)).to(tl.uint32)[:, None]
         # Each thread has sums of its own until the end of the row.
         sums = tl.zeros((1 << BITS, BLOCK), dtype=tl.int64 if MASS else tl.int32)
@@ -52,9 +52,9 @@ def _reached(
                 total = tl.max(reached, 0)
                 # float64 may round up beyond the total.
                 target = tl.minimum(tl.ceil(total.to(tl.float64) * share).to(tl.int64), total)
-        found += step * tl.sum((reached < target).to(tl.int64), 0)
+        cut += step * tl.sum((reached < target).to(tl.int64), 0)
         step = step >> BITS
-    return found.to(tl.uint32)
+    return cut.to(tl.uint32)
 
 
 # A launch must not depend on where a row's parameters are: those of some rows of a table are a view
@@ -90,9 +90,9 @@ def find_cuts(
     share = tl.load(top_p + row * top_p_step)
     cut = tl.abs(tl.load(min_cut + row * min_cut_step)).to(tl.uint32, bitcast=True)
     if count > 0:
-        every = tl.full((), 0x7FFFFFFF, tl.uint32)
+        largest = tl.full((), 0x7FFFFFFF, tl.uint32)
         kth = _reached(
-            scores, exponentials, width, every, count, share, False, UNIT, BITS, BLOCK
+            scores, exponentials, width, largest, count, share, False, UNIT, BITS, BLOCK
         )  # fmt: skip
         cut = tl.minimum(cut, kth)
     if share < 1:

@@ -76,7 +76,7 @@ def on_device(
         logits,
         table.parameters(index) if way.draw else None,
         sample.hash_tokens(logits.shape[1], logits.device),
-        filters=way.draw > 1,
+        find_cuts=sample_rows.cut_of if way.draw > 1 else None,
         changes=table.changes(index) if way.changes else None,
     )
     logprobs = sample_rows.logprobs(logits, tokens, MAX_LOGPROBS)

@@ -316,7 +316,7 @@ def test_where_cuts_are_found_otherwise_what_filters_is_captured_again() -> None
         return sample_rows.cut_of(scores, rows)
 
     steps.use_cuts(note)
-    assert [mode for _, mode in steps._graphs._graphs] == [modes[0], GENERAL]
+    assert [*steps._graphs._graphs] == [(8, modes[0]), (8, GENERAL)]
     for mode in modes:
         steps.capture_one(8, mode)
     assert cut == [8, 8] * 2  # each when it runs and when it is recorded
