@@ -298,6 +298,27 @@ BUGS = (
         ("unit/operator/decide/children/test_rollout.py",),
     ),
     PackageBug(
+        "pods with accelerators run the CPU build",
+        "fairlead_operator.resource.settings:Settings.image_for",
+        "self.accelerator_image if accelerators else ",
+        "",
+        ("unit/operator/decide/children/test_manifests.py",),
+    ),
+    PackageBug(
+        "a resource may not name the image of pods with accelerators",
+        "fairlead_operator.resource.settings:Settings.allows_image",
+        "{self.runtime_image, self.accelerator_image}",
+        "{self.runtime_image}",
+        ("unit/operator/test_edges.py",),
+    ),
+    PackageBug(
+        "another image for accelerators is no changed default",
+        "fairlead_operator.decide.children.upgrade:defaults_hash",
+        "settings.image_for(1), ",
+        "",
+        ("unit/operator/test_edges.py",),
+    ),
+    PackageBug(
         "a turn that was just given is forgotten",
         "fairlead_operator.decide.children.upgrade:decide_turn",
         "    running |= {k for k in granted if k != key}\n",

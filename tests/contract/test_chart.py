@@ -100,8 +100,9 @@ def test_every_value_is_used_by_a_template() -> None:
     templates = "".join(
         path.read_text() for path in (CHART / "templates").rglob("*") if path.is_file()
     )
-    parts = ("image.repository", "image.tag", "image.digest")  # read by the helper "fairlead.image"
-    used_by_helper = {f"{prefix}{part}" for prefix in ("", "runtime.") for part in parts}
+    parts = ("repository", "tag", "digest")  # read by the helper "fairlead.image"
+    images = ("image", "runtime.image", "runtime.acceleratorImage")
+    used_by_helper = {f"{image}.{part}" for image in images for part in parts}
     leaves = [
         p
         for p in value_paths(VALUES)
@@ -112,7 +113,8 @@ def test_every_value_is_used_by_a_template() -> None:
     ]
     assert not unused
     helper = (CHART / "templates" / "_helpers.tpl").read_text()
-    assert all(f".{part}" in helper for part in parts)
+    assert all(f".Values.{image}" in templates for image in images)
+    assert all(f".image.{part}" in helper for part in parts)
 
 
 def test_the_pages_about_the_chart_name_values_that_exist() -> None:

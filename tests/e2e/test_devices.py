@@ -37,7 +37,9 @@ def two_gpus(node: Node, api: Api) -> Iterator[None]:
 
 
 @pytest.fixture
-def chat(installation: Installation) -> Iterator[Served]:
+def chat(node: Node, installation: Installation) -> Iterator[Served]:
+    """A resource of a release without a value. The CPU build stands in for the GPU build."""
+    node.tag_image(installation.image("runtime"), installation.image("accelerator"))
     installation.upgrade()
     served = Served(installation, "gpus")
     yield served
@@ -71,6 +73,8 @@ def test_pods_get_a_gpu_each_until_none_is_left_and_the_runtime_finds_no_driver(
     assert (len(pods), len(placed)) == (3, 2)
     assert sorted(device for pod in placed for device in devices_of(pod)) == ["gpu-0", "gpu-1"]
     for pod in placed:
+        (container,) = pod["spec"]["containers"]
+        assert container["image"] == chat.installation.image("accelerator")
         ended = eventually(partial(end_of, chat, pod), 60, "its container has ended")
         assert ended["exitCode"] == 2
 

@@ -31,6 +31,19 @@ tag defaults to the chart's appVersion. */}}
 {{- else }}{{ $name }}:{{ .image.tag | default .root.Chart.AppVersion }}{{ end }}
 {{- end }}
 
+{{/* The image of pods with accelerators. Without a value of its own it is what runtime.image names; where that names
+nothing either, the GPU build of the chart's version. `--reuse-values` brings values that lack runtime.acceleratorImage. */}}
+{{- define "fairlead.acceleratorImage" -}}
+{{- $both := .Values.runtime.image }}
+{{- $own := .Values.runtime.acceleratorImage | default dict }}
+{{- $default := eq $both.repository "docker.io/fairlead/runtime" | and (not $both.tag) (not $both.digest) }}
+{{- if or $default $own.repository $own.tag $own.digest }}
+{{- $tag := $own.tag | default (printf "%s-cuda" .Chart.AppVersion) }}
+{{- $repository := $own.repository | default $both.repository }}
+{{- include "fairlead.image" (dict "image" (dict "repository" $repository "tag" $tag "digest" $own.digest) "root" .) }}
+{{- else }}{{ include "fairlead.image" (dict "image" $both "root" .) }}{{ end }}
+{{- end }}
+
 {{/* The name of the objects of `helm test`. A release's name may start with a digit and hold dots; an InferenceDeployment's may not. */}}
 {{- define "fairlead.test" -}}
 test-{{ .Release.Name | replace "." "-" | trunc 34 | trimSuffix "-" }}

@@ -49,7 +49,8 @@ class Settings:
     lease_namespace: str = "default"
     identity: str = "fairlead-operator"
     probe_port: int = 8080
-    runtime_image: str = "fairlead-runtime:latest"
+    runtime_image: str = "fairlead-runtime:latest"  # of pods without accelerators
+    accelerator_image: str = ""  # of pods with accelerators; "": runtime_image
     image_pull_secrets: tuple[str, ...] = ()  # of runtime pods, beside those of their resource
     allowed_images: tuple[str, ...] = ()
     allowed_service_accounts: tuple[str, ...] = ()
@@ -108,6 +109,11 @@ class Settings:
     def hub_port(self) -> int:
         return _port(self.hub)
 
+    def image_for(self, accelerators: int) -> str:
+        """The image of pods with so many accelerators, where their resource names none."""
+        image = self.accelerator_image if accelerators else ""
+        return image or self.runtime_image
+
     def allows_image(self, image: str) -> bool:
         """Whether a resource may name this image. Docker Hub's images have two names, with
         ``docker.io/`` and without; either may be in the list and in the resource.
@@ -115,7 +121,7 @@ class Settings:
         names = _names(image)
         return (
             not image
-            or self.runtime_image in names
+            or not {self.runtime_image, self.accelerator_image}.isdisjoint(names)
             or any(_matches(self.allowed_images, name) for name in names)
         )
 
@@ -204,6 +210,7 @@ def read(argv: Sequence[str], environ: Mapping[str, str], hostname: str) -> Sett
         identity=environ.get("POD_NAME") or hostname,
         probe_port=options.probe_port,
         runtime_image=image,
+        accelerator_image=environ.get("FAIRLEAD_ACCELERATOR_IMAGE", ""),
         image_pull_secrets=_lines(environ, "FAIRLEAD_IMAGE_PULL_SECRETS"),
         allowed_images=_patterns(environ, "FAIRLEAD_ALLOWED_IMAGES"),
         allowed_service_accounts=_patterns(environ, "FAIRLEAD_ALLOWED_SERVICE_ACCOUNTS"),

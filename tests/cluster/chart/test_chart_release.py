@@ -81,6 +81,17 @@ def settings(api: Api, namespace: str) -> Settings:
     )
 
 
+def runtimes(api: Api, namespace: str) -> list[str]:
+    """The images that the operator gives to pods without and with accelerators."""
+    return [settings(api, namespace).image_for(count) for count in (0, 1)]
+
+
+def image_of(api: Api, namespace: str, name: str) -> str:
+    """The image of a resource's pods."""
+    (container,) = api.get("Deployment", namespace, name)["spec"]["template"]["spec"]["containers"]
+    return str(container["image"])
+
+
 def converged(api: Api, namespace: str, *, claim: bool = False) -> Object:
     """Create a resource; its Deployment, once all children exist and the status is current."""
     cache = {"type": "PVC", "size": "1Gi", "accessModes": ["ReadWriteMany"]}
@@ -140,18 +151,28 @@ def test_a_release_installs_upgrades_and_rolls_back_and_its_uninstall_keeps_reso
     with operator_of(plane, api, namespace, "fairlead") as operator:
         converged(api, namespace)
         before = converged(api, second_namespace)
+        api.create(idep(namespace, "gpu", resources={"accelerator": {"count": 1}}))
+        eventually(lambda: api.find("Deployment", namespace, "gpu"), 20, "pods with accelerators")
+        images = [image_of(api, namespace, name) for name in ("chat", "gpu")]
         assert refusals(operator) == []
         assert operator.tracebacks() == []
 
+    version = yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"]
+    by_default = [f"docker.io/fairlead/runtime:{tag}" for tag in (version, f"{version}-cuda")]
+    assert images == by_default
     changes = ("--set", "replicas=2", "--set", "allow.priorityClasses={critical}")
+    changes += ("--set", "runtime.image.tag=one")
     helm.run("upgrade", "fairlead", str(CHART), here, "--reuse-values", *changes, *WAIT)
     assert api.get("Deployment", namespace, "fairlead")["status"]["readyReplicas"] == 2
     assert settings(api, namespace).allowed_priority_classes == ("critical",)
+    assert runtimes(api, namespace) == ["docker.io/fairlead/runtime:one"] * 2
     helm.run("rollback", "fairlead", "1", here, *WAIT)
     assert api.get("Deployment", namespace, "fairlead")["spec"]["replicas"] == 1
     assert settings(api, namespace).allowed_priority_classes == ()
+    assert runtimes(api, namespace) == by_default
     assert settings(api, namespace).namespaces == (namespace, second_namespace)
 
+    api.delete(KIND, namespace, "gpu")
     helm.run("uninstall", "fairlead", here, *WAIT)
     for kind in KINDS:
         assert not api.find(kind, namespace, "fairlead"), kind

@@ -296,13 +296,70 @@ def test_a_digest_wins_over_the_tag_and_the_tag_over_the_charts_version(helm: He
     assert client["image"] == container(default)["image"]
 
 
-def test_a_registry_replaces_host_and_path_of_both_images(helm: Helm) -> None:
+def test_a_registry_replaces_host_and_path_of_all_images(helm: Helm) -> None:
     digest = "sha256:" + "0b" * 32
-    values = f"registry=registry.test:5000/mirror/llm,runtime.image.digest={digest}"
-    bodies = helm.render("--set", values)
+    mirror = "registry.test:5000/mirror/llm"
+    accelerator = "runtime.acceleratorImage.repository=r:5000/x/gpu"
+    bodies = helm.render("--set", f"registry={mirror},runtime.image.digest={digest},{accelerator}")
     version = only(bodies, "Deployment")["metadata"]["labels"]["app.kubernetes.io/version"]
-    assert container(bodies)["image"] == f"registry.test:5000/mirror/llm/operator:{version}"
-    assert settings(bodies).runtime_image == f"registry.test:5000/mirror/llm/runtime@{digest}"
+    assert container(bodies)["image"] == f"{mirror}/operator:{version}"
+    assert settings(bodies).image_for(0) == f"{mirror}/runtime@{digest}"
+    assert settings(bodies).image_for(1) == f"{mirror}/gpu:{version}-cuda"
+
+
+DIGEST = "sha256:" + "0c" * 32
+# Values, then the image without and with accelerators; V is the chart's version. Those of earlier
+# charts, which knew one image, have one for both.
+RUNTIMES = {
+    "default": ("", "docker.io/fairlead/runtime:V", "docker.io/fairlead/runtime:V-cuda"),
+    "earlier, kept by --reuse-values": (
+        "runtime.acceleratorImage=null",
+        "docker.io/fairlead/runtime:V",
+        "docker.io/fairlead/runtime:V-cuda",
+    ),
+    "earlier, a tag": (
+        "runtime.image.tag=V-cuda",
+        "docker.io/fairlead/runtime:V-cuda",
+        "docker.io/fairlead/runtime:V-cuda",
+    ),
+    "earlier, a tag kept by --reuse-values": (
+        "runtime.image.tag=v8,runtime.acceleratorImage=null",
+        "docker.io/fairlead/runtime:v8",
+        "docker.io/fairlead/runtime:v8",
+    ),
+    "earlier, a digest": (
+        f"runtime.image.digest={DIGEST}",
+        f"docker.io/fairlead/runtime@{DIGEST}",
+        f"docker.io/fairlead/runtime@{DIGEST}",
+    ),
+    "earlier, a repository": ("runtime.image.repository=r:5000/x", "r:5000/x:V", "r:5000/x:V"),
+    "a tag of each": (
+        "runtime.image.tag=v8,runtime.acceleratorImage.tag=v9",
+        "docker.io/fairlead/runtime:v8",
+        "docker.io/fairlead/runtime:v9",
+    ),
+    "a digest of one": (
+        f"runtime.image.repository=r/x,runtime.acceleratorImage.digest={DIGEST}",
+        "r/x:V",
+        f"r/x@{DIGEST}",
+    ),
+    "a repository of one": (
+        "runtime.image.tag=v8,runtime.acceleratorImage.repository=r/gpu",
+        "docker.io/fairlead/runtime:v8",
+        "r/gpu:V-cuda",
+    ),
+}
+
+
+@pytest.mark.parametrize(("values", "cpu", "accelerator"), RUNTIMES.values(), ids=RUNTIMES)
+def test_each_kind_of_pod_has_its_image_and_values_of_one_image_name_both(
+    helm: Helm, values: str, cpu: str, accelerator: str
+) -> None:
+    version = yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"]
+    bodies = helm.render("--set", values.replace("V", version))
+    both = [settings(bodies).image_for(count) for count in (0, 1)]
+    assert both == [cpu.replace("V", version), accelerator.replace("V", version)]
+    assert all(settings(bodies).allows_image(image) for image in both)
 
 
 def test_the_secrets_for_a_registry_are_those_of_the_operator_and_of_its_pods(helm: Helm) -> None:
@@ -324,9 +381,11 @@ def test_the_notes_name_the_served_namespaces_and_a_resource_in_one_of_them(
     helm: Helm, values: tuple[str, ...]
 ) -> None:
     notes = helm.notes(*values)
-    served = settings(helm.render(*values)).namespaces
+    one = settings(helm.render(*values))
+    served = one.namespaces
     first = notes.splitlines()[0]
     assert first.endswith(f" serves {', '.join(served) or 'every namespace'}.")
+    assert f"run {one.image_for(0)},\nthose with accelerators {one.image_for(1)}.\n" in notes
     assert ("NoOperator" in notes) is ("scope.namespaces" in notes) is bool(served)
     command, rest = notes.split("<<'YAML'\n")
     assert command.endswith("  kubectl apply -n home -f - ")
@@ -446,6 +505,7 @@ REFUSED: dict[str, Any] = {
     "image/pullPolicy": "Sometimes",
     "runtime/image": "registry.test/runtime:1",
     "runtime/image/pullPolicy": "Always",
+    "runtime/acceleratorImage/repository": "r/x:latest",
     "allow/images/0": ["("],
     "allow/serviceAccounts/0": ["two\nlines"],
     "allow/priorityClasses": "high",

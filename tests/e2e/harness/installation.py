@@ -65,10 +65,10 @@ class Installation:
         ]
 
     def image(self, kind: str) -> str:
-        """The name that the chart writes for the image "operator" or "runtime"."""
+        """The name that the chart writes for the image "operator", "runtime" or "accelerator"."""
         deployment = only(self.helm.render(), "Deployment")
         (container,) = deployment["spec"]["template"]["spec"]["containers"]
         if kind == "operator":
             return str(container["image"])
         environ = {entry["name"]: entry.get("value") for entry in container["env"]}
-        return str(environ["FAIRLEAD_RUNTIME_IMAGE"])
+        return str(environ[f"FAIRLEAD_{kind.upper()}_IMAGE"])

@@ -97,6 +97,9 @@ def test_settings_come_from_arguments_and_environment() -> None:
     [
         ("docker.io/fairlead/runtime:1", True),
         ("fairlead/runtime:1", True),
+        ("docker.io/fairlead/runtime:1-cuda", True),
+        ("fairlead/runtime:1-cuda", True),
+        ("docker.io/fairlead/runtime:1-rocm", False),
         ("mine/other:1", True),
         ("docker.io/mine/other:1", True),
         ("docker.io/full/name:1", True),
@@ -114,9 +117,19 @@ def test_an_image_of_docker_hub_is_allowed_by_either_of_its_names(
 ) -> None:
     environ = {
         "FAIRLEAD_RUNTIME_IMAGE": "docker.io/fairlead/runtime:1",
+        "FAIRLEAD_ACCELERATOR_IMAGE": "docker.io/fairlead/runtime:1-cuda",
         "FAIRLEAD_ALLOWED_IMAGES": "mine/.*\ndocker\\.io/full/.*\ndocker\\.io/alone:1",
     }
     assert read(["--namespace=a"], environ, "host").allows_image(image) is allowed
+
+
+def test_without_an_image_for_accelerators_one_image_serves_both() -> None:
+    plain = read(["--namespace=a"], IMAGE, "host")
+    both = read(["--namespace=a"], IMAGE | {"FAIRLEAD_ACCELERATOR_IMAGE": "r:1"}, "host")
+    other = read(["--namespace=a"], IMAGE | {"FAIRLEAD_ACCELERATOR_IMAGE": "r:2"}, "host")
+    assert (plain.image_for(0), plain.image_for(2)) == ("r:1", "r:1")
+    assert (other.image_for(0), other.image_for(2)) == ("r:1", "r:2")
+    assert defaults_hash(plain, "1") == defaults_hash(both, "1") != defaults_hash(other, "1")
 
 
 def test_secrets_for_a_registry_come_from_the_environment_and_change_the_defaults() -> None:

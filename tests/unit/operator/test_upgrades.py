@@ -116,6 +116,21 @@ def test_a_changed_default_reaches_one_after_another(fleet: Fleet) -> None:
     assert image(fleet.target("b")) == NEXT.runtime_image
 
 
+def test_another_image_for_accelerators_rolls_those_alone() -> None:
+    fleet = Fleet(replace(SETTINGS, accelerator_image="registry.test/fairlead-runtime:1-cuda"))
+    for name, count in (("cpu", 0), ("gpu", 1), ("next", 1)):
+        fleet.add(name, resources={"accelerator": {"count": count}})
+    fleet.sync()
+    untouched = fleet.target("cpu")
+    assert untouched.template == fleet.live("cpu")["spec"]["template"]
+    assert TURN_MARK not in untouched.marks
+    fleet.write("cpu", untouched)
+    fleet.sync()
+    first, second = fleet.target("gpu"), fleet.target("next")
+    assert image(first) == "registry.test/fairlead-runtime:1-cuda"
+    assert (second.turn.allowed, image(second)) == (False, SETTINGS.runtime_image)
+
+
 def test_a_turn_lasts_until_the_pass_is_over(fleet: Fleet) -> None:
     fleet.store.remove(RESOURCE, fleet.server.objects[RESOURCE.plural, "ns", "a"])
     assert fleet.target("b").turn.allowed

@@ -74,6 +74,11 @@ def model_argument(resource: InferenceDeployment) -> str:
     return f"{CLAIM_ROOT}/{source.path.lstrip('/')}" if source.kind == "pvc" else source.path
 
 
+def pod_image(resource: InferenceDeployment, settings: Settings) -> str:
+    """The image of all containers of the pod, so that a node pulls one."""
+    return resource.image or settings.image_for(resource.spec.resources.accelerator.count)
+
+
 class Deadlines(NamedTuple):
     """Seconds that a template holds and that start no rollout."""
 
@@ -206,7 +211,7 @@ def _runtime(resource: InferenceDeployment, settings: Settings) -> Object:
     }
     return {
         "name": RUNTIME,
-        "image": resource.image or settings.runtime_image,
+        "image": pod_image(resource, settings),
         "command": ["fairlead"],
         "args": ["serve", model_argument(resource), "--host=::", *engine.to_args()],
         "env": _environment(resource, {"HF_HUB_OFFLINE": "1"}),
@@ -245,7 +250,7 @@ def _fetch(resource: InferenceDeployment, settings: Settings) -> Object:
         hub["HF_TOKEN_PATH"] = f"{TOKEN}/{model.token_secret_ref.key}"
     return {
         "name": FETCH,
-        "image": resource.image or settings.runtime_image,
+        "image": pod_image(resource, settings),
         "command": ["fairlead"],
         "args": arguments,
         "env": _environment(resource, hub),

@@ -55,8 +55,8 @@ def spec_hash(resource: InferenceDeployment) -> str:
 def defaults_hash(settings: Settings, version: str) -> str:
     """A hash of what a template takes from the operator. ``version``: of the operator itself."""
     network = (settings.proxy_environment, settings.ca_config_map, settings.ca_key)
-    image = (settings.runtime_image, settings.image_pull_secrets)
-    return _digest([image, settings.hub, network, settings.fs_group, version])
+    images = (settings.image_for(0), settings.image_for(1), settings.image_pull_secrets)
+    return _digest([images, settings.hub, network, settings.fs_group, version])
 
 
 def _strip_defaults(value: Any) -> Any:

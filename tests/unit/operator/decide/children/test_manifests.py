@@ -272,6 +272,30 @@ def test_accelerators_are_requested_tolerated_and_selected() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("count", "named", "image"),
+    [
+        (0, "", "r:1"),
+        (1, "", "r:1-cuda"),
+        (2, "", "r:1-cuda"),
+        (0, "own:1", "own:1"),
+        (1, "own:1", "own:1"),
+    ],
+)
+def test_the_image_is_that_of_pods_with_or_without_accelerators_or_the_resources_own(
+    count: int, named: str, image: str
+) -> None:
+    settings = Settings(runtime_image="r:1", accelerator_image="r:1-cuda")
+    fetching: Object = {
+        "model": {"source": "hf://owner/name"},
+        "resources": {"accelerator": {"count": count}},
+        "engine": {"image": named, "tensorParallel": max(count, 1)},
+    }
+    pod = pod_template(resource(**fetching), settings)["spec"]
+    containers = [*pod["initContainers"], *pod["containers"]]
+    assert [container["image"] for container in containers] == [image, image]
+
+
 def test_a_model_over_several_accelerators_gets_them_and_shared_memory() -> None:
     resources = {"accelerator": {"count": 4}, "memory": "64Gi", "sharedMemory": "3Gi"}
     split = resource(resources=resources, engine={"tensorParallel": 4})
