@@ -7,7 +7,8 @@ computes on a CPU, but its libraries name the GPU libraries and load only where 
 They are replaced by small ones of the same name that define the functions asked for; each
 function ends the process and says its name, since on a CPU none is called. libcudart stays, so
 `torch.cuda.is_available()` is answered by the real code. GPU code inside PyTorch's own library is
-overwritten with zeros, so that it costs nothing to send.
+overwritten with zeros, so that it costs nothing to send. `torch.version.cuda` becomes None, as in a
+CPU build: the runtime says so instead of using a GPU that it finds.
 
 Of PyTorch's CPU build only headers and tools are taken out. Else needs gcc and binutils. At the end
 PYTHON imports the result with every symbol bound.
@@ -28,6 +29,7 @@ UNUSED = ("libtorch_cuda_linalg.so", "libcaffe2_nvrtc.so")
 # The driver's library is not part of any package; everything else with these names is replaced.
 GPU_LIBRARY = re.compile(r"lib(cu|nv|nccl)")
 GPU_CODE = ".nv_fatbin"
+CUDA_VERSION = re.compile(r"^(cuda\b[^=\n]*=).*$", re.MULTILINE)
 # Headers and tools, which nothing at run time reads. Paths in the packages' folder.
 WASTE = (
     *("torch/include", "torch/share/cmake", "torch/test", "torch/bin/protoc*", "torch/lib/*.a"),
@@ -46,7 +48,7 @@ import torch
 a = torch.arange(6.0).reshape(2, 3)
 if (a @ a.T).tolist() != [[5.0, 14.0], [14.0, 50.0]] or torch.linalg.inv(a @ a.T).isnan().any():
     raise SystemExit("PyTorch computes wrong results")
-if torch.cuda.is_available():
+if torch.cuda.is_available() or torch.version.cuda:
     raise SystemExit("PyTorch believes that it has a GPU")
 """
 
@@ -149,6 +151,15 @@ def replace_gpu_libraries(packages: Path) -> None:
         write_library(torch / "lib" / soname, functions)
     for library in torch.glob("lib/libtorch_*.so"):
         erase_gpu_code(library)
+    name_cpu_build(torch / "version.py")
+
+
+def name_cpu_build(version: Path) -> None:
+    """Say in PyTorch's own file that it has no CUDA. Ends the build where the line is not there."""
+    text, count = CUDA_VERSION.subn(r"\1 None", version.read_text())
+    if count != 1:
+        raise SystemExit(f"{version} has {count} lines with the version of CUDA, not one")
+    version.write_text(text)
 
 
 def main() -> int:

@@ -43,6 +43,20 @@ ON_DETERMINISM = ("unit/device/test_determinism.py",)
 
 BUGS = (
     PackageBug(
+        "a trimmed torch takes the accelerator that it finds",
+        "fairlead_runtime.build.checks:device_facts",
+        "not built_for_cpus and ",
+        "",
+        ("unit/build/test_checks.py",),
+    ),
+    PackageBug(
+        "a CPU build blames the driver",
+        "fairlead_runtime.build.checks:_no_accelerator",
+        "    if built_for_cpus:\n",
+        "    if False:\n",
+        ("unit/build/test_checks.py",),
+    ),
+    PackageBug(
         "what leaves is gathered over what has not crossed yet",
         "fairlead_runtime.device.memory.offloading:Offload.offload",
         "                steps.wait(piece.free)\n",

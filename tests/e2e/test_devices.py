@@ -58,13 +58,14 @@ def devices_of(pod: Object) -> list[str]:
     ]
 
 
-def test_pods_get_a_gpu_each_until_none_is_left_and_the_runtime_finds_no_driver(
+def test_pods_get_a_gpu_each_until_none_is_left_and_a_cpu_build_says_what_it_is(
     chat: Served, figures: Figures
 ) -> None:
     chat.apply(**ON_A_GPU, replicas=3)
-    with figures.timed("blockers", "no driver behind a GPU, s"):
-        without_driver = chat.until_blocked_by("NoAccelerator", 60)
-    assert "driver" in without_driver["hint"]
+    with figures.timed("blockers", "no GPU that torch can use, s"):
+        blocker = chat.until_blocked_by("NoAccelerator", 60)
+    assert "is a CPU build" in blocker["message"]
+    assert "runtime.acceleratorImage" in blocker["hint"]
     refused = chat.until_blocked_by("InsufficientAccelerator", 10)
     assert GPU in refused["message"]
 

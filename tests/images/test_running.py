@@ -189,7 +189,10 @@ def test_the_runtime_image_says_that_it_finds_no_accelerator(
         runtime, runtime_root, tmp_path, "fairlead", "serve", "demo:", "--device=cuda"
     )
     assert code == 2, output
-    assert json.loads(output.splitlines()[-1])["code"] == "NoAccelerator"
+    refusal = json.loads(output.splitlines()[-1])
+    assert refusal["code"] == "NoAccelerator"
+    assert ("is a CPU build" in refusal["message"]) is (name == "runtime")
+    assert ("driver" in refusal["hint"]) is (name != "runtime")
 
 
 def test_flashinfer_in_the_cuda_image_finds_each_listed_module_and_compiles_no_other(

@@ -28,19 +28,32 @@ def device_facts(choice: Device = "auto", ranks: int = 1) -> DeviceFacts:
     host of each of ``ranks`` processes. Raises ModelError, and ConfigError for more ranks than
     devices.
     """
-    available = torch.cuda.is_available()
+    built_for_cpus = not (torch.version.cuda or torch.version.hip)
+    # Asked second: one that was trimmed for CPUs finds an accelerator and ends at its first use.
+    available = not built_for_cpus and torch.cuda.is_available()
     if choice == "cuda" and not available:
-        raise ModelError(
-            "NoAccelerator",
-            "--device: cuda, but torch finds no accelerator",
-            "check the driver, and that the pod was given one; or use --device cpu",
-        )
+        raise _no_accelerator(built_for_cpus=built_for_cpus)
     if choice != "cpu" and available:
         if (count := torch.cuda.device_count()) < ranks:
             problem = f"{ranks} accelerators are asked for, torch finds {count}"
             raise ConfigError("tensor_parallel", problem, f"use {count} or give the pod more")
         return DeviceFacts("cuda", torch.cuda.get_device_properties(0).total_memory)
     return DeviceFacts("cpu", memory_limit() // ranks)
+
+
+def _no_accelerator(*, built_for_cpus: bool) -> ModelError:
+    if built_for_cpus:
+        return ModelError(
+            "NoAccelerator",
+            "--device: cuda, but this torch is a CPU build",
+            "take the GPU build: in the chart's runtime.acceleratorImage, or in the resource's "
+            "engine.image; or use --device cpu (accelerator.count 0)",
+        )
+    return ModelError(
+        "NoAccelerator",
+        "--device: cuda, but torch finds no accelerator",
+        "check the driver, and that the pod was given one; or use --device cpu",
+    )
 
 
 def check(path: Path | str, config: EngineConfig, device: DeviceFacts) -> InspectedModel:

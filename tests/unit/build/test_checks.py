@@ -12,6 +12,7 @@ from fairlead_runtime.settings.engine_config import ConfigError, Device
 
 @pytest.fixture(params=[False, True], ids=["no accelerator", "accelerator"])
 def available(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    monkeypatch.setattr(torch.version, "cuda", "13.2")  # also where this torch is a CPU build
     monkeypatch.setattr(torch.cuda, "is_available", lambda: request.param)
     properties = SimpleNamespace(total_memory=80 * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
@@ -31,11 +32,27 @@ def test_the_choice_decides_and_cuda_is_never_replaced_by_the_cpu(
         with pytest.raises(ModelError) as refused:
             device_facts(choice)
         assert refused.value.code == "NoAccelerator"
-        assert "--device cpu" in refused.value.hint
+        assert "no accelerator" in refused.value.message
+        assert "check the driver" in refused.value.hint
         return
     facts = device_facts(choice)
     assert facts.kind == expected
     assert facts.total_bytes > 0
+
+
+@pytest.mark.usefixtures("available")
+def test_a_cpu_build_finds_no_accelerator_and_says_what_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where CUDA's own library answers that there is one: a trimmed build ends at its use."""
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(ModelError) as refused:
+        device_facts("cuda")
+    assert refused.value.code == "NoAccelerator"
+    assert "is a CPU build" in refused.value.message
+    assert "runtime.acceleratorImage" in refused.value.hint
+    assert "driver" not in refused.value.hint
+    assert device_facts("auto").kind == "cpu"
 
 
 def test_each_rank_needs_an_accelerator_or_its_share_of_the_host(available: bool) -> None:

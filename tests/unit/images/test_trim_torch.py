@@ -1,6 +1,9 @@
 """The libraries that stand in for a GPU's (docker/trim_torch.py)."""
 
 import ctypes
+import importlib.util
+import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -8,7 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from trim_torch import GPU_CODE, erase_gpu_code, symbols, versions, write_library
+from trim_torch import (
+    GPU_CODE,
+    erase_gpu_code,
+    name_cpu_build,
+    symbols,
+    versions,
+    write_library,
+)
 
 pytestmark = pytest.mark.skipif(
     not all(map(shutil.which, ("gcc", "nm", "readelf"))), reason="needs gcc and binutils"
@@ -75,3 +85,22 @@ def test_gpu_code_is_erased_and_everything_else_stays(tmp_path: Path) -> None:
     loaded = ctypes.CDLL(str(library))
     loaded.first.restype = ctypes.c_char_p
     assert (loaded.first(), loaded.answer()) == (b"", 42)
+
+
+def test_a_trimmed_build_says_that_it_has_no_cuda(tmp_path: Path) -> None:
+    """The file as this PyTorch's is; one of another form ends the build."""
+    version, found = tmp_path / "version.py", importlib.util.find_spec("torch")
+    assert found
+    assert found.origin
+    source = Path(found.origin).with_name("version.py")
+    text = source.read_text()
+    version.write_text(re.sub("^(cuda.*=).*", r"\1 '13.0'", text, flags=re.MULTILINE))
+    name_cpu_build(version)
+    before, after = runpy.run_path(str(source)), runpy.run_path(str(version))
+    names = before["__all__"]
+    assert {name: after[name] for name in names} == {name: before[name] for name in names} | {
+        "cuda": None
+    }
+    version.write_text("cuda13 = 1\n")
+    with pytest.raises(SystemExit, match="has 0 lines with the version of CUDA"):
+        name_cpu_build(version)

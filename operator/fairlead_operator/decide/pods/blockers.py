@@ -62,8 +62,8 @@ CODES: Mapping[str, str] = {
     "RemoteCodeRefused": "Serve a model whose architecture is part of transformers.",
     "UnsupportedModel": "Take a model of a supported family.",
     "NoAccelerator": (
-        "The pod sees no accelerator: check the node's driver and device plugin, and "
-        "resources.accelerator.resourceName."
+        "Take an image of the GPU build where the message names a CPU build; else check the "
+        "node's driver and device plugin, and resources.accelerator.resourceName."
     ),
     "OutOfMemory": (
         "Raise resources.memory, or lower cache.numBlocks, engine.maxModelLen or "
