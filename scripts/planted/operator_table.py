@@ -298,6 +298,27 @@ BUGS = (
         ("unit/operator/decide/children/test_rollout.py",),
     ),
     PackageBug(
+        "a flag that the server drops is written in every pass",
+        "fairlead_operator.decide.children.diff:differences",
+        "    if live is None and desired is False and name in _DROPPED_FLAGS:\n",
+        "    if False:\n",
+        ("unit/operator/decide/children/test_diff.py",),
+    ),
+    PackageBug(
+        "a lost setting that was false is no difference",
+        "fairlead_operator.decide.children.diff:differences",
+        "desired is False and name in _DROPPED_FLAGS",
+        "desired is False",
+        ("unit/operator/decide/children/test_diff.py",),
+    ),
+    PackageBug(
+        "quantities are compared as written, not as stored",
+        "fairlead_operator.decide.children.diff:_same_quantity",
+        "Quantity(desired).stored == Quantity(live).stored",
+        "Quantity(desired).exact == Quantity(live).exact",
+        ("unit/operator/decide/children/test_diff.py",),
+    ),
+    PackageBug(
         "pods with accelerators run the CPU build",
         "fairlead_operator.resource.settings:Settings.image_for",
         "self.accelerator_image if accelerators else ",

@@ -5,6 +5,7 @@ bounds. ``spec`` declares the fields.
 """
 
 import dataclasses
+import math
 import re
 import types
 from collections.abc import Mapping
@@ -13,10 +14,16 @@ from fractions import Fraction
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
-UNITS: dict[str, Fraction] = {"": Fraction(1), "m": Fraction(1, 1000)}
+UNITS = {unit: Fraction(1000) ** power for power, unit in enumerate(["n", "u", "m", ""], -3)}
 UNITS |= {unit: Fraction(1000**power) for power, unit in enumerate("kMGTPE", 1)}
 UNITS |= {unit + "i": Fraction(1024**power) for power, unit in enumerate("KMGTPE", 1)}
+# What a field of the resource takes.
 QUANTITY = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,3})?)(m|[kMGTPE]|[KMGTPE]i)?")
+# What Kubernetes takes and stores, here and in objects of others: any length, also with exponents.
+_ANY_QUANTITY = re.compile(
+    r"\+?((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?)([numkMGTPE]|[KMGTPE]i)?"
+)
+_LARGEST = 2**63 - 1  # the number that the server stores for a larger one with a binary unit
 
 
 class ResourceError(ValueError):
@@ -29,20 +36,26 @@ class ResourceError(ValueError):
 
 
 class Quantity(str):
-    """A Kubernetes quantity as written. ``value`` is in bytes or cores, rounded up."""
+    """A Kubernetes quantity as written, in any form. ``value`` is in bytes or cores, rounded up."""
 
     __slots__ = ()
 
     @property
     def exact(self) -> Fraction:
-        match = QUANTITY.fullmatch(self)
+        match = _ANY_QUANTITY.fullmatch(self)
         if match is None:
             raise ValueError(f"{self!r} is not a quantity")
         return Fraction(match[1]) * UNITS[match[2] or ""]
 
     @property
+    def stored(self) -> Fraction:
+        """The number that the server stores of it for a resource: whole thousandths, rounded up."""
+        number = min(self.exact, Fraction(_LARGEST)) if self.endswith("i") else self.exact
+        return Fraction(math.ceil(number * 1000), 1000)
+
+    @property
     def value(self) -> int:
-        return -int(-self.exact // 1)
+        return math.ceil(self.exact)
 
 
 def bounded(

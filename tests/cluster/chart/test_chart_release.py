@@ -160,8 +160,8 @@ def test_a_release_installs_upgrades_and_rolls_back_and_its_uninstall_keeps_reso
     version = yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"]
     by_default = [f"docker.io/fairlead/runtime:{tag}" for tag in (version, f"{version}-cuda")]
     assert images == by_default
-    changes = ("--set", "replicas=2", "--set", "allow.priorityClasses={critical}")
-    changes += ("--set", "runtime.image.tag=one")
+    changed = ("replicas=2", "allow.priorityClasses={critical}", "runtime.image.tag=one")
+    changes = [f"--set={value}" for value in changed]
     helm.run("upgrade", "fairlead", str(CHART), here, "--reuse-values", *changes, *WAIT)
     assert api.get("Deployment", namespace, "fairlead")["status"]["readyReplicas"] == 2
     assert settings(api, namespace).allowed_priority_classes == ("critical",)

@@ -14,7 +14,7 @@ from support.crd import SPEC
 
 # Strings that some pattern of the schema accepts, and some that none accepts.
 WORDS = (
-    "a", "x-1", "1Gi", "16Gi", "1.5Gi", "500m", "2", "nvidia.com/gpu", "amd.com/gpu",
+    "a", "x-1", "1Gi", "16Gi", "1.2Ti", "1.5m", "2", "nvidia.com/gpu", "amd.com/gpu",
     "registry.test/a:1", "", "a b", "lots", "-1", "-x", "a/../b", "A_b",
 )  # fmt: skip
 SPECIAL: dict[str, tuple[Any, ...]] = {
@@ -84,8 +84,17 @@ SPECIAL: dict[str, tuple[Any, ...]] = {
         {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [{}]}},
         None,
     ),
-    "podTemplate.volumes": ([{"name": "a", "emptyDir": {}}], [{"name": "a"}], []),
-    "podTemplate.volumeMounts": ([{"name": "b", "mountPath": "/mnt/b"}], []),
+    "podTemplate.volumes": (
+        [{"name": "a", "emptyDir": {}}],
+        [{"name": "a", "persistentVolumeClaim": {"claimName": "c", "readOnly": False}}],
+        [{"name": "a"}],
+        [],
+    ),
+    "podTemplate.volumeMounts": (
+        [{"name": "b", "mountPath": "/mnt/b"}],
+        [{"name": "shm", "mountPath": "/mnt/b", "readOnly": False}],
+        [],
+    ),
     "podTemplate.imagePullSecrets": ([{"name": "pull"}], [{"name": ""}], []),
 }
 

@@ -40,6 +40,8 @@ _TEXT_MAPS = frozenset({"annotations", "labels", "matchLabels", "nodeSelector"})
 _WRITE_ONCE = frozenset({"PersistentVolumeClaim"})
 _QUANTITY_PARENTS = frozenset({"limits", "requests"})
 _QUANTITY_FIELDS = frozenset({"sizeLimit", "storage"})
+# Flags that the server does not store while they are false; it stores every other one of ours.
+_DROPPED_FLAGS = frozenset({"readOnly"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +140,8 @@ def differences(desired: Any, live: Any, path: str = "") -> list[str]:
     """Dotted paths where ``live`` lacks or contradicts what we render."""
     name = path.rsplit(".", 1)[-1]
     if isinstance(desired, Mapping):
+        if live is None and not desired and name in _TEXT_MAPS:
+            return []  # the server drops empty maps
         if not isinstance(live, Mapping):
             return [path]
         if name in _TEXT_MAPS:
@@ -154,6 +158,8 @@ def differences(desired: Any, live: Any, path: str = "") -> list[str]:
     if isinstance(desired, Sequence) and not isinstance(desired, str):
         return _list_differences(desired, live, path, name)
     if desired == live or (desired == "" and live is None):  # the server drops empty strings
+        return []
+    if live is None and desired is False and name in _DROPPED_FLAGS:
         return []
     if _is_quantity(path) and _same_quantity(desired, live):
         return []
@@ -238,7 +244,7 @@ def _is_quantity(path: str) -> bool:
 
 def _same_quantity(desired: Any, live: Any) -> bool:
     try:
-        return Quantity(desired).exact == Quantity(live).exact
+        return Quantity(desired).stored == Quantity(live).stored
     except ValueError:
         return False
 

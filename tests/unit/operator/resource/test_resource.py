@@ -146,6 +146,14 @@ def test_sources_are_told_apart(text: str, source: Source) -> None:
         ("500m", 1),
         ("2", 2),
         ("1k", 1000),
+        # Forms of other objects, such as quotas.
+        ("1e3", 1000),
+        ("+1.5E-1", 1),
+        ("1319413953331200m", 1319413953332),
+        ("5.", 5),
+        (".5k", 500),
+        ("1500000u", 2),
+        ("100n", 1),
     ],
 )
 def test_quantities_are_read_as_kubernetes_reads_them(text: str, value: int) -> None:

@@ -226,6 +226,24 @@ def test_an_object_that_is_being_deleted_gets_no_write() -> None:
         ({"args": ["a", "b"]}, {"args": ["b", "a"]}, False),
         ({"args": ["a"]}, {"args": ["a", "b"]}, False),
         ({"a": {"b": 1}}, {"a": None}, False),
+        # A flag of a mount or a claim is not stored while it is false; all others are.
+        ({"readOnly": False}, {}, True),
+        ({"readOnly": False}, {"readOnly": True}, False),
+        ({"readOnly": True}, {}, False),
+        ({"optional": False}, {}, False),
+        ({"automountServiceAccountToken": False}, {}, False),
+        ({"labelSelector": {"matchLabels": {}}}, {"labelSelector": {}}, True),
+        ({"labelSelector": {"matchLabels": {}}}, {}, False),
+        ({"emptyDir": {}}, {}, False),
+        # Quantities of resources in the forms that the server stores.
+        ({"limits": {"memory": "1.2Ti"}}, {"limits": {"memory": "1319413953331200m"}}, True),
+        ({"limits": {"memory": "1.2Ti"}}, {"limits": {"memory": "1319413953331300m"}}, False),
+        ({"limits": {"memory": "1.5Ti"}}, {"limits": {"memory": "1536Gi"}}, True),
+        ({"requests": {"cpu": "1.5m"}}, {"requests": {"cpu": "2m"}}, True),
+        ({"requests": {"cpu": "1.5m"}}, {"requests": {"cpu": "3m"}}, False),
+        ({"sizeLimit": "9999Pi"}, {"sizeLimit": "9223372036854775807"}, True),
+        ({"sizeLimit": "9999P"}, {"sizeLimit": "9223372036854775807"}, False),
+        ({"limits": {"memory": "2k"}}, {"limits": {"memory": "2e3"}}, True),
     ],
 )
 def test_values_are_compared_as_the_server_reads_them(
