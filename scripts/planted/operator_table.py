@@ -298,6 +298,27 @@ BUGS = (
         ("unit/operator/decide/children/test_rollout.py",),
     ),
     PackageBug(
+        "a quota of other pods interrupts the service",
+        "fairlead_operator.decide.children.rollout:_shortage",
+        " if _counts(quota, priority)",
+        "",
+        ("unit/operator/decide/children/test_rollout.py",),
+    ),
+    PackageBug(
+        "a quota for all but a class counts no pod without one",
+        "fairlead_operator.decide.children.rollout:_is_in_scope",
+        '    if operator in {"In", "NotIn"}:\n',
+        '    if operator == "In":\n',
+        ("unit/operator/decide/children/test_rollout.py",),
+    ),
+    PackageBug(
+        "the cluster's default priority class is not known",
+        "fairlead_operator.cluster.cache:trim",
+        '(slim["spec"],) = _only([spec], _POD_SPEC)',
+        'slim["spec"] = {}',
+        ("unit/operator/cluster/test_store.py",),
+    ),
+    PackageBug(
         "a flag that the server drops is written in every pass",
         "fairlead_operator.decide.children.diff:differences",
         "    if live is None and desired is False and name in _DROPPED_FLAGS:\n",

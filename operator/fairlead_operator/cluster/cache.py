@@ -30,8 +30,9 @@ K = TypeVar("K")
 
 TOMBSTONE_SECONDS = 300.0
 RESTORED_SECONDS = 60.0  # older lists for this long: etcd was restored from a backup
-# What decisions read of a pod's containers and of their statuses; the rest of a thousand pods would
-# be most of the operator's memory.
+# What decisions read of a pod, of its containers and of their statuses; the rest of a thousand pods
+# would be most of the operator's memory.
+_POD_SPEC = ("priorityClassName",)
 _CONTAINER = ("name", "resources")
 _CONTAINER_STATUS = ("name", "state", "lastState", "ready", "started", "restartCount")
 
@@ -271,7 +272,8 @@ def trim(kind: Kind, body: Object) -> Object:
         slim["metadata"] |= {"managedFields": managers} if managers else {}
     if kind.name == "Pod":
         spec, status = body.get("spec") or {}, body.get("status") or {}
-        slim["spec"] = {"containers": _only(spec.get("containers"), _CONTAINER)}
+        (slim["spec"],) = _only([spec], _POD_SPEC)
+        slim["spec"] |= {"containers": _only(spec.get("containers"), _CONTAINER)}
         slim["status"] = status | {
             name: _only(status[name], _CONTAINER_STATUS)
             for name in ("initContainerStatuses", "containerStatuses")

@@ -31,6 +31,9 @@ _NO_ROOM = re.compile(
     r"Insufficient |Too many pods|didn't have free ports|anti-affinity rules"
     r"|topology spread constraints"
 )
+# The scopes of a quota that our pods are in, besides PriorityClass: they have requests, no deadline
+# of their own, and no affinity to pods of other namespaces.
+_OUR_SCOPES = frozenset({"NotTerminating", "NotBestEffort"})
 ONE_BY_ONE = Replacement("RollingUpdate", max_surge=0, max_unavailable=1)
 RECREATE = Replacement("Recreate")
 NO_SURGE = "rollout.maxSurge is 0"
@@ -105,7 +108,9 @@ def _shortage(
     """The reason why no extra pod can come; "" while one may still come."""
     accelerator, live = resource.spec.resources.accelerator, snapshot.deployment
     if accelerator.count and (live is None or revision_of(live) != revision):
-        free = _free_in_quota(snapshot.quotas, accelerator.resource_name)
+        priority = _priority_class(resource, snapshot)
+        quotas = [quota for quota in snapshot.quotas if _counts(quota, priority)]
+        free = _free_in_quota(quotas, accelerator.resource_name)
         if free is not None and free < accelerator.count:
             name = accelerator.resource_name
             return f"the quota leaves {free} {name}, an extra pod needs {accelerator.count}"
@@ -150,6 +155,39 @@ def _unscheduled(
 def _seconds_since(stamp: Any, pod: Object, now: datetime) -> float:
     text = str(stamp or pod["metadata"].get("creationTimestamp") or "")
     return (now - datetime.fromisoformat(text)).total_seconds() if text else 0.0
+
+
+def _priority_class(resource: InferenceDeployment, snapshot: Snapshot) -> str:
+    """The priority class of the pods to come: their resource's, else the default of the cluster,
+    which it gave to pods of a template without one; "" where there is none.
+    """
+    live = snapshot.deployment
+    own = resource.spec.pod_template.priority_class_name
+    if own or live is None or _pod_spec(live["spec"]["template"]).get("priorityClassName"):
+        return own
+    pods = [pod for pod in snapshot.pods if revision_of_pod(pod) == revision_of(live)]
+    return next((str(_pod_spec(pod).get("priorityClassName", "")) for pod in pods), "")
+
+
+def _pod_spec(pod: Object) -> Mapping[str, Any]:
+    return pod.get("spec") or {}
+
+
+def _counts(quota: Object, priority: str) -> bool:
+    """Whether a quota counts pods of ours with this priority class: they are in all its scopes."""
+    spec = quota.get("spec") or {}
+    scopes = [{"scopeName": name, "operator": "Exists"} for name in spec.get("scopes") or ()]
+    scopes += (spec.get("scopeSelector") or {}).get("matchExpressions") or ()
+    return all(_is_in_scope(scope, priority) for scope in scopes)
+
+
+def _is_in_scope(scope: Mapping[str, Any], priority: str) -> bool:
+    operator, name = scope["operator"], scope["scopeName"]
+    if name != "PriorityClass":
+        return name in _OUR_SCOPES
+    if operator in {"In", "NotIn"}:
+        return (priority in (scope.get("values") or ())) is (operator == "In")
+    return bool(priority) is (operator == "Exists")
 
 
 def _free_in_quota(quotas: Iterable[Object], name: str) -> int | None:

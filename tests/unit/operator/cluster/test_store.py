@@ -169,12 +169,12 @@ def test_what_no_decision_reads_is_not_kept() -> None:
     store = Store()
     body = child("p", 1)
     body["metadata"]["managedFields"] = [{}]
-    body["spec"] = {"containers": [], "schedulerName": "x"}
+    body["spec"] = {"containers": [], "schedulerName": "x", "priorityClassName": "p"}
     store.put(POD, body)
     kept = store.get(POD, ("ns", "p"))
     assert kept is not None
     assert "managedFields" not in kept["metadata"]
-    assert kept["spec"] == {"containers": []}
+    assert kept["spec"] == {"containers": [], "priorityClassName": "p"}
     assert kept["kind"] == "Pod"
 
 

@@ -234,6 +234,52 @@ def test_quotas_that_do_not_limit_the_accelerator_or_are_not_needed_say_nothing(
     assert chosen(taken).strategy == "Surge", "the extra pod is there and holds what is used"
 
 
+def by_class(operator: str, *values: str) -> Object:
+    """A quota's scopes: pods with a priority class of these values."""
+    scope: Object = {"scopeName": "PriorityClass", "operator": operator, "values": list(values)}
+    return {"scopeSelector": {"matchExpressions": [scope]}}
+
+
+@pytest.mark.parametrize(
+    ("scopes", "own", "strategy"),
+    [
+        ({}, "", "OneByOne"),
+        ({"scopes": ["NotTerminating", "NotBestEffort"]}, "", "OneByOne"),
+        ({"scopes": ["NotTerminating", "BestEffort"]}, "", "Surge"),
+        ({"scopes": ["Terminating"]}, "", "Surge"),
+        ({"scopes": ["CrossNamespacePodAffinity"]}, "", "Surge"),
+        ({"scopes": ["PriorityClass"]}, "", "Surge"),
+        ({"scopes": ["PriorityClass"]}, "batch", "OneByOne"),
+        (by_class("In", "batch"), "", "Surge"),
+        (by_class("In", "batch", "web"), "web", "OneByOne"),
+        (by_class("NotIn", "batch"), "", "OneByOne"),
+        (by_class("NotIn", "batch"), "batch", "Surge"),
+        (by_class("Exists"), "", "Surge"),
+        (by_class("Exists"), "batch", "OneByOne"),
+        (by_class("DoesNotExist"), "", "OneByOne"),
+        (by_class("DoesNotExist"), "batch", "Surge"),
+        ({"scopes": ["Terminating"]} | by_class("In", "batch"), "batch", "Surge"),
+    ],
+)
+def test_a_quota_counts_only_pods_in_all_its_scopes(
+    scopes: Object, own: str, strategy: str
+) -> None:
+    full = {**quota("1", "1"), "spec": scopes}
+    found = seen(pod(revision="old", ready=True), live=deployment("old"), quotas=(full,))
+    assert chosen(found, podTemplate={"priorityClassName": own}).strategy == strategy
+
+
+def test_pods_without_a_priority_class_have_the_clusters_default() -> None:
+    full = {**quota("1", "1"), "spec": by_class("In", "default")}
+    old, live = pod(revision="old", ready=True), deployment("old")
+    old["spec"]["priorityClassName"] = "default"
+    assert chosen(seen(old, live=live, quotas=(full,))).strategy == "OneByOne"
+    elsewhere = seen(old, live=live, quotas=(full,))
+    assert chosen(elsewhere, podTemplate={"priorityClassName": "web"}).strategy == "Surge"
+    live["spec"]["template"]["spec"] = {"priorityClassName": "default"}  # it named it itself
+    assert chosen(seen(old, live=live, quotas=(full,))).strategy == "Surge"
+
+
 # -- turns
 
 
