@@ -41,8 +41,9 @@ async def _until_signalled(settings: Settings) -> None:
     try:
         server = serve(health, settings.probe_port)
     except OSError as error:
+        reason = os.strerror(error.errno or 0)
         raise SettingsError(
-            f"--probe-port {settings.probe_port}: {error.strerror}: choose another"
+            f"--probe-port {settings.probe_port}: {reason}: choose another"
         ) from None
     work = asyncio.create_task(Operator(settings, health, metrics).run())
     loop = asyncio.get_running_loop()

@@ -10,6 +10,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
+from fairlead_runtime.settings.listening import listen_on_every_address
+
+BACKLOG = 16  # connections that wait to be accepted
 STALE_SECONDS = 30.0
 
 
@@ -49,7 +52,9 @@ class Health:
 
 
 def serve(health: Health, port: int) -> ThreadingHTTPServer:
-    """Listen on ``port`` of every address until ``shutdown`` is called on the result."""
+    """Listen on ``port`` of every address, IPv6 and IPv4, until ``shutdown`` is called on the
+    result. Raises OSError.
+    """
 
     class Handler(BaseHTTPRequestHandler):
         timeout = 10
@@ -71,7 +76,10 @@ def serve(health: Health, port: int) -> ThreadingHTTPServer:
             lines.
             """
 
-    server = Server(("", port), Handler)
+    server = Server(("", port), Handler, bind_and_activate=False)
+    server.socket.close()
+    server.socket = listen_on_every_address(port, BACKLOG)
+    server.server_address = server.socket.getsockname()
     server.daemon_threads = True
     # How soon the process ends after a signal: it looks for the end so often.
     threading.Thread(target=server.serve_forever, args=(0.05,), name="health", daemon=True).start()

@@ -298,6 +298,13 @@ BUGS = (
         ("unit/operator/decide/children/test_rollout.py",),
     ),
     PackageBug(
+        "the probe port answers on IPv4 alone",
+        "fairlead_operator.health:serve",
+        "listen_on_every_address(port, BACKLOG)",
+        "__import__('socket').create_server((\"0.0.0.0\", port))",
+        ("unit/operator/test_edges.py",),
+    ),
+    PackageBug(
         "a quota of other pods interrupts the service",
         "fairlead_operator.decide.children.rollout:_shortage",
         " if _counts(quota, priority)",

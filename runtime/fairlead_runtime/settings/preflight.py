@@ -12,6 +12,7 @@ import stat
 from pathlib import Path
 
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig, flag_of
+from fairlead_runtime.settings.listening import listen_on_every_address
 
 # Errors that the host causes; any other error is the port's.
 _HOST_ERRORS = frozenset({errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.EINVAL})
@@ -20,7 +21,6 @@ _HOST_FIX = (
     ":: for all of IPv4 and IPv6"
 )
 EVERY_ADDRESS = "::"
-_NO_IPV6 = frozenset({errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL})
 
 
 def check_record(config: EngineConfig) -> None:
@@ -69,7 +69,7 @@ def listen(flag: str, host: str, port: int, backlog: int) -> socket.socket:
         ) from None
     try:
         if host == EVERY_ADDRESS:
-            return _listen_on_every_address(port, backlog)
+            return listen_on_every_address(port, backlog)
         return socket.create_server((address, port), family=family, backlog=backlog)
     except OverflowError:
         raise ConfigError(
@@ -81,18 +81,3 @@ def listen(flag: str, host: str, port: int, backlog: int) -> socket.socket:
             raise ConfigError("host", f"cannot listen on {host}: {reason}", _HOST_FIX) from None
         fix = "choose a port above 1023" if error.errno == errno.EACCES else "choose another port"
         raise ConfigError(flag, f"cannot listen on {host} port {port}: {reason}", fix) from None
-
-
-def _listen_on_every_address(port: int, backlog: int) -> socket.socket:
-    """One socket for IPv6 and IPv4, or for IPv4 alone on a host without IPv6."""
-    try:
-        return socket.create_server(
-            ("::", port),
-            family=socket.AF_INET6,
-            backlog=backlog,
-            dualstack_ipv6=socket.has_dualstack_ipv6(),
-        )
-    except OSError as error:
-        if error.errno not in _NO_IPV6:
-            raise
-    return socket.create_server(("0.0.0.0", port), backlog=backlog)  # noqa: S104 - the caller asked for every address

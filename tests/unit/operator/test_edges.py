@@ -3,6 +3,8 @@ loopback.
 """
 
 import asyncio
+import errno
+import http.client
 import http.server
 import json
 import threading
@@ -19,13 +21,14 @@ from fairlead_operator.cluster.cache import Store
 from fairlead_operator.cluster.client import Cluster, Pace
 from fairlead_operator.decide.children.upgrade import defaults_hash
 from fairlead_operator.errors import ApiError, FencedError
-from fairlead_operator.health import STALE_SECONDS, Health
+from fairlead_operator.health import STALE_SECONDS, Health, serve
 from fairlead_operator.metrics import Metrics
 from fairlead_operator.probe.hub import KEEP_SECONDS, RETRY_SECONDS, Hub, HubError
 from fairlead_operator.probe.pod_client import Pods, ScrapeError
 from fairlead_operator.resource.kinds import DEPLOYMENT, EVENT
 from fairlead_operator.resource.settings import SettingsError, read
 from fairlead_operator.resource.spec import Source
+from support.ip_families import loopbacks, without_ipv6
 
 IMAGE = {"FAIRLEAD_RUNTIME_IMAGE": "r:1"}
 Answer = tuple[int, dict[str, str], bytes]
@@ -372,6 +375,26 @@ def test_the_probe_port_tells_a_hung_loop_from_an_api_server_that_is_away() -> N
     assert health.answer("/healthz")[0] == 200
     assert b"fairlead_operator_leader" in health.answer("/metrics")[2]
     assert health.answer("/secrets")[0] == 404
+
+
+@pytest.mark.parametrize("reason", [0, errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL])
+def test_the_probe_port_answers_on_every_ip_family_of_the_machine(
+    reason: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kubelet asks the pod's own address, which is IPv6 in a cluster of IPv6 alone."""
+    hosts = ["127.0.0.1"] if reason else loopbacks()
+    if reason:
+        without_ipv6(monkeypatch, reason)
+    server = serve(Health(Metrics().registry), 0)
+    try:
+        for host in hosts:
+            probe = http.client.HTTPConnection(host, server.server_address[1], timeout=10)
+            probe.request("GET", "/healthz")
+            assert probe.getresponse().status == 200
+            probe.close()
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 def test_requests_are_paced_beyond_a_burst(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,13 +3,13 @@
 import errno
 import socket
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from fairlead_runtime.api.ports.server import listen
 from fairlead_runtime.settings import preflight
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
+from support.ip_families import loopbacks, without_ipv6
 
 
 def refused(config: EngineConfig) -> ConfigError:
@@ -73,18 +73,6 @@ def test_a_port_in_use_or_out_of_range_names_the_ports_flag() -> None:
         preflight.listen("port", "127.0.0.1", 70000, 1)
 
 
-def loopbacks() -> list[str]:
-    """The loopback addresses of this machine, one for each of its IP families."""
-    addresses = ["127.0.0.1"]
-    if socket.has_dualstack_ipv6():
-        try:
-            socket.create_server(("::1", 0), family=socket.AF_INET6).close()
-        except OSError:
-            return addresses
-        addresses.append("::1")
-    return addresses
-
-
 def test_two_colons_listen_on_every_family_of_the_machine_on_both_ports() -> None:
     for listener in listen("::", 0, 0):
         with listener:
@@ -97,14 +85,7 @@ def test_two_colons_listen_on_every_family_of_the_machine_on_both_ports() -> Non
 def test_two_colons_listen_on_ipv4_where_there_is_no_ipv6(
     reason: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    create = socket.create_server
-
-    def without_ipv6(address: tuple[str, int], **options: Any) -> socket.socket:
-        if options.get("family") == socket.AF_INET6:
-            raise OSError(reason, "no IPv6")
-        return create(address, **options)
-
-    monkeypatch.setattr(socket, "create_server", without_ipv6)
+    without_ipv6(monkeypatch, reason)
     with preflight.listen("port", "::", 0, 1) as listener:
         assert listener.family == socket.AF_INET
         with socket.create_connection(("127.0.0.1", listener.getsockname()[1])):
