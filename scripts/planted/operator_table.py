@@ -298,6 +298,27 @@ BUGS = (
         ("unit/operator/decide/children/test_rollout.py",),
     ),
     PackageBug(
+        "the client takes certificates of RFC 5280's form alone",
+        "fairlead_operator.cluster.client:api_client",
+        "disable_strict_ssl_verification = True",
+        "disable_strict_ssl_verification = False",
+        ("unit/operator/cluster/test_certificates.py",),
+    ),
+    PackageBug(
+        "the watches take certificates of RFC 5280's form alone",
+        "fairlead_operator.cluster.watches:_Connection.as_ssl_context",
+        "        context.verify_flags &= ~ssl.VERIFY_X509_STRICT\n",
+        "",
+        ("unit/operator/cluster/test_certificates.py",),
+    ),
+    PackageBug(
+        "no certificate is checked",
+        "fairlead_operator.cluster.watches:_Connection.as_ssl_context",
+        "        context.verify_flags &= ~ssl.VERIFY_X509_STRICT\n",
+        "        context.check_hostname = False\n        context.verify_mode = ssl.CERT_NONE\n",
+        ("unit/operator/cluster/test_certificates.py",),
+    ),
+    PackageBug(
         "the probe port answers on IPv4 alone",
         "fairlead_operator.health:serve",
         "listen_on_every_address(port, BACKLOG)",

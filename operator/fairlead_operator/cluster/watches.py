@@ -6,8 +6,10 @@ or annotations, and a finalizer would block the deletion of a resource while no 
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import logging
+import ssl
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -29,9 +31,7 @@ def registry(
 
     @kopf.on.login(registry=handlers)
     def login(**arguments: Any) -> kopf.ConnectionInfo | None:
-        if environ.get("KUBECONFIG"):
-            return kopf.login_with_kubeconfig(**arguments)
-        return kopf.login_with_service_account(**arguments)
+        return _log_in(environ, **arguments)
 
     @kopf.on.startup(registry=handlers)
     def configure(settings: kopf.OperatorSettings, **_: Any) -> None:
@@ -42,6 +42,25 @@ def registry(
         observe = _observer(kind, deliver)
         kopf.on.event(group, version, kind.plural, registry=handlers, id=kind.plural)(observe)
     return handlers
+
+
+class _Connection(kopf.ConnectionInfo):
+    """A connection that takes the same certificates as the operator's own client."""
+
+    def as_ssl_context(self) -> ssl.SSLContext:
+        context = super().as_ssl_context()
+        context.verify_flags &= ~ssl.VERIFY_X509_STRICT
+        return context
+
+
+def _log_in(environ: Mapping[str, str], **arguments: Any) -> _Connection | None:
+    by_file = bool(environ.get("KUBECONFIG"))
+    find = kopf.login_with_kubeconfig if by_file else kopf.login_with_service_account
+    info = find(**arguments)
+    if info is None:
+        return None
+    values = {field.name: getattr(info, field.name) for field in dataclasses.fields(info)}
+    return _Connection(**values)
 
 
 def _observer(kind: Kind, deliver: Deliver) -> Callable[..., Any]:
