@@ -1,7 +1,8 @@
 """The tasks of the operator process. It ends by a signal alone, whatever the API server answers.
 
 Owns the parts' lifetimes. kopf's watches make reactions quick; the steady re-list through our own
-client makes them certain: a change that no watch delivers is seen ``RELIST_SECONDS`` later.
+client makes them certain: a change that no watch delivers is seen ``RELIST_SECONDS`` later. Of a
+namespace without a resource only resources are watched and listed.
 """
 
 import asyncio
@@ -10,7 +11,6 @@ import functools
 import logging
 import os
 from collections.abc import Awaitable, Callable, Mapping
-from typing import TypeVar
 
 from fairlead_operator.cluster.cache import Store, resource_of
 from fairlead_operator.cluster.client import Cluster, connect
@@ -43,8 +43,6 @@ from fairlead_operator.workqueue import WorkQueue
 
 log = logging.getLogger(__name__)
 
-K = TypeVar("K")
-
 RELIST_SECONDS = 18.0
 RELIST_RETRY_SECONDS = 2.0
 READ_SINGLY = 20  # objects that differ; more are read in one list
@@ -74,6 +72,8 @@ class Operator:
         self._kinds = watched_kinds(claims=settings.create_model_cache)
         self._store = Store()
         self._gone: frozenset[str] = frozenset()  # namespaces that the last lists did not find
+        self._arrival = asyncio.Event()  # a resource came to a namespace that had none
+        self._began = asyncio.Event()  # the first lists are done
 
     async def run(self) -> None:
         hub = Hub(self._settings.hub, proxies=self._settings.proxies)
@@ -101,7 +101,7 @@ class Operator:
         self._queue: WorkQueue[Key] = WorkQueue(self._pass)
         canaries = Canaries(self._store, results, pods, self._queue.wake)
         self._canaries: WorkQueue[PodKey] = WorkQueue(
-            functools.partial(self._probe, canaries), settle=0.0
+            functools.partial(self._send_canary, canaries), settle=0.0
         )
         prober = Prober(
             self._store,
@@ -113,13 +113,18 @@ class Operator:
             self._canaries.wake,
         )
         self._probes: WorkQueue[Key] = WorkQueue(functools.partial(self._probe, prober), settle=0.2)
-        watches = Watches(self._kinds, self._settings.namespaces, self._environ, self._from_watch())
+        namespaces, deliver = self._settings.namespaces, self._from_watch()
+        groups = (self._kinds[:1], self._kinds[1:]) if namespaces else (self._kinds,)
+        self._watches = [Watches(kinds, namespaces, self._environ, deliver) for kinds in groups]
+        self._leave_out()
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._beat())
                 group.create_task(self._election.run(self._on_election))
-                group.create_task(self._relist(watches))
-                group.create_task(self._watch(watches))
+                group.create_task(self._relist())
+                if namespaces:
+                    group.create_task(self._enter())
+                group.create_task(self._watch())
                 group.create_task(self._queue.run(WORKERS))
                 group.create_task(self._probes.run(PROBES))
                 group.create_task(self._canaries.run(CANARIES))
@@ -130,7 +135,7 @@ class Operator:
                     await self._election.release()
 
     async def _pass(self, key: Key) -> float | None:
-        if not self._may_work():
+        if not self._may_work(key):
             return None
         with self._metrics.duration.time():
             try:
@@ -146,23 +151,36 @@ class Operator:
         self._metrics.reconciles.labels("ok").inc()
         return requeue_after
 
-    def _may_work(self) -> bool:
-        """Whether this process may act: it holds the Lease, and every kind was listed. Taking over
-        wakes every key, and so does the end of the first lists.
+    def _may_work(self, key: Key) -> bool:
+        """Whether this process may act for a resource: it holds the Lease, and every kind was
+        listed in the resource's namespace. Taking over wakes every key, and so does the end of the
+        first lists.
         """
-        return self._election.holds() and self._store.synced(self._kinds)
+        is_gone = self._store.get(RESOURCE, key) is None  # to be forgotten: nothing is read of it
+        return self._election.holds() and (is_gone or self._is_listed(key[0]))
 
-    async def _probe(self, work: Callable[[K], Awaitable[float | None]], key: K) -> float | None:
-        return await work(key) if self._may_work() else None
+    def _is_listed(self, namespace: str) -> bool:
+        """Whether every kind was listed there. Before that, a missing object may exist."""
+        scope = namespace if self._settings.namespaces else ""
+        return all(self._store.has_list(kind, scope) for kind in self._kinds)
+
+    async def _probe(
+        self, work: Callable[[Key], Awaitable[float | None]], key: Key
+    ) -> float | None:
+        return await work(key) if self._may_work(key) else None
+
+    async def _send_canary(self, canaries: Canaries, pod: PodKey) -> float | None:
+        return await canaries(pod) if self._may_work(pod[0]) else None
 
     def _on_election(self, leading: bool) -> None:
         self._metrics.leader.set(leading)
         if leading:
             self._wake_all()
 
-    def _wake_all(self) -> None:
+    def _wake_all(self, namespace: str = "") -> None:
         for body in self._store.all(RESOURCE):
-            self._wake(key_of(body))
+            if namespace in {"", key_of(body)[0]}:
+                self._wake(key_of(body))
 
     def _wake(self, key: Key, after: float | None = None) -> None:
         """Make a resource due in both queues, to decide and to probe. Without news, each queue goes
@@ -191,6 +209,8 @@ class Operator:
         namespace, name = key_of(body)
         if kind is RESOURCE:
             self._wake((namespace, name))
+            if not self._is_listed(namespace):
+                self._arrival.set()
         elif kind is EVENT:
             for pod in self._store.pods_about(body):
                 self._wake_for(*pod)
@@ -200,7 +220,7 @@ class Operator:
                 self._reconciler.count_drained(owner, body)
             self._wake(owner, CHILD_SETTLE)
 
-    async def _watch(self, watches: Watches) -> None:
+    async def _watch(self) -> None:
         """Start once our kind is served: kopf would wait for it for ever and log nothing."""
         while True:
             try:
@@ -214,12 +234,36 @@ class Operator:
             except ApiError as error:
                 log.warning("looking for the InferenceDeployment CRD: %s", error)
             await asyncio.sleep(RELIST_RETRY_SECONDS)
-        await watches.run(self._metrics.restarts.inc)
+        async with asyncio.TaskGroup() as group:
+            for watches in self._watches:
+                group.create_task(watches.run(self._metrics.restarts.inc))
 
-    async def _relist(self, watches: Watches) -> None:
+    def _leave_out(self) -> None:
+        """Watch resources where namespaces exist, and all else only where resources are."""
+        idle = frozenset(self._settings.namespaces) - self._occupied()
+        for watches, left_out in zip(self._watches, (self._gone, self._gone | idle), strict=False):
+            watches.leave_out(left_out)
+
+    def _occupied(self) -> frozenset[str]:
+        """The namespaces that have a resource."""
+        return frozenset(key_of(body)[0] for body in self._store.all(RESOURCE))
+
+    async def _enter(self) -> None:
+        """List all kinds in a namespace, and watch them, as soon as its first resource comes."""
+        await self._began.wait()
         while True:
-            is_complete, gone = await self._list_all()
-            watches.leave_out(gone)
+            await self._arrival.wait()
+            self._arrival.clear()
+            self._leave_out()
+            for namespace in sorted(self._occupied()):
+                if not self._is_listed(namespace) and any(await self._list_children(namespace)):
+                    asyncio.get_running_loop().call_later(RELIST_RETRY_SECONDS, self._arrival.set)
+
+    async def _relist(self) -> None:
+        while True:
+            is_complete, _ = await self._list_all()
+            self._leave_out()
+            self._began.set()
             if is_complete:
                 self._health.ready = True
             await asyncio.sleep(RELIST_SECONDS if is_complete else RELIST_RETRY_SECONDS)
@@ -230,16 +274,20 @@ class Operator:
         Those are gone, and with them the operator's Role: nothing else waits for them.
         """
         namespaces = self._settings.namespaces or ("",)
-        refusals = dict.fromkeys(namespaces, 0)
-        failed: set[str] = set()
-        for kind in self._kinds:
-            for namespace in namespaces:
-                if (error := await self._list(kind, namespace)) is not None:
-                    failed.add(namespace)
-                    refusals[namespace] += error.code in {403, 404}
-                    if namespace not in self._gone:
-                        log.warning("list %s: %s", kind.plural, error)
-        gone = frozenset(n for n in failed if n and refusals[n] == len(self._kinds))
+        errors = {name: [await self._list(RESOURCE, name)] for name in namespaces}
+        occupied = self._occupied()
+        if self._settings.namespaces:
+            self._store.keep_only(self._kinds[1:], occupied)
+        for name in namespaces:
+            # Where resources are refused, the others tell a Role that lacks a right from none.
+            if not name or errors[name][0] or name in occupied:
+                errors[name] += await self._list_children(name)
+        failed = {name for name, answers in errors.items() if any(answers)}
+        gone = frozenset(
+            name
+            for name in failed
+            if name and all(error and error.code in {403, 404} for error in errors[name])
+        )
         for namespace in gone - self._gone:
             log.warning(
                 "namespace %s is not served: it was deleted, or no Role lets the operator read it",
@@ -247,6 +295,10 @@ class Operator:
             )
         self._gone = gone
         return failed <= gone, gone
+
+    async def _list_children(self, namespace: str) -> list[ApiError | None]:
+        """The errors of the lists of all kinds but our own."""
+        return [await self._list(kind, namespace) for kind in self._kinds[1:]]
 
     async def _newest_list(self, kind: Kind, namespace: str) -> tuple[list[Object], int]:
         """The list as the API server has it now. Watches keep the store current, so that only
@@ -267,12 +319,14 @@ class Operator:
             bodies, version = await self._newest_list(kind, namespace)
         except ApiError as error:
             self._metrics.errors.labels("list").inc()
+            if namespace not in self._gone:
+                log.warning("list %s: %s", kind.plural, error)
             return error
-        was_synced = self._store.synced(self._kinds)
+        was_listed = self._is_listed(namespace)
         for body in self._store.replace(kind, namespace, bodies, version):
             self._wake_for(kind, body)
-        if not was_synced and self._store.synced(self._kinds):
-            self._wake_all()
+        if not was_listed and self._is_listed(namespace):
+            self._wake_all(namespace)
         return None
 
     async def _beat(self) -> None:

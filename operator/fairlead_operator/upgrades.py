@@ -131,7 +131,9 @@ class Upgrades:
         if not turn.allowed:
             return turn, False
         async with self._granting:
-            for namespace in self._settings.namespaces or ("",):
+            resources = self._cluster.store.all(RESOURCE)
+            served = {key_of(body)[0] for body in resources} if self._settings.namespaces else {""}
+            for namespace in sorted(served):
                 bodies, version = await self._cluster.list(DEPLOYMENT, namespace)
                 self._cluster.store.replace(DEPLOYMENT, namespace, bodies, version)
             fleet = self._fleet()

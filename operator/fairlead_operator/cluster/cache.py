@@ -7,7 +7,7 @@ network and decides nothing.
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeVar
 
 from fairlead_operator.memory import Memo
@@ -16,7 +16,6 @@ from fairlead_operator.resource.kinds import (
     NAME_LABEL,
     POD,
     RESOURCE,
-    WATCHED,
     Key,
     Kind,
     Object,
@@ -50,7 +49,6 @@ class Store:
         self._graves: dict[str, dict[Key, tuple[int, float]]] = {}
         self._listed: dict[tuple[str, str], int] = {}
         self._older_since: dict[tuple[str, str], float] = {}  # the first of several older lists
-        self._synced: set[str] = set()
         self._resources: Memo[InferenceDeployment] = Memo(_parse)
 
     def get(self, kind: Kind, key: Key) -> Object | None:
@@ -85,10 +83,6 @@ class Store:
         about = event.get("involvedObject") or {}
         body = self.get(POD, (about.get("namespace", ""), about.get("name", "")))
         return [(POD, body)] if body is not None and about.get("kind") == POD.name else []
-
-    def synced(self, kinds: Iterable[Kind] = WATCHED) -> bool:
-        """Whether every kind was listed once. Before that, a missing object may exist."""
-        return all(kind.name in self._synced for kind in kinds)
 
     def put(self, kind: Kind, body: Object) -> bool:
         """Take a newer version of an object; False when it is not newer."""
@@ -149,10 +143,10 @@ class Store:
     def stale_keys(
         self, kind: Kind, namespace: str, versions: Mapping[Key, int], version: int
     ) -> list[Key] | None:
-        """Keys of the objects that a list of versions has newer than the store; None if the list is
-        older than one taken before, and must be read whole.
+        """Keys of the objects that a list of versions has newer than the store; None if a list must
+        be read whole: none was taken, or this one is older than one taken before.
         """
-        if version < self._listed[kind.name, namespace]:
+        if version < self._listed.get((kind.name, namespace), version + 1):
             return None
         objects = self._objects.get(kind.name, {})
         return [
@@ -178,7 +172,6 @@ class Store:
             changed = self._forget_newer(kind, namespace, version)
         self._older_since.pop(scope, None)
         self._listed[scope] = version
-        self._synced.add(kind.name)
         listed_keys: set[Key] = set()
         for body in bodies:
             listed_keys.add(key_of(body))
@@ -191,6 +184,18 @@ class Store:
                 changed.append(cached)
         self._sweep(kind)
         return changed
+
+    def keep_only(self, kinds: Iterable[Kind], namespaces: Collection[str]) -> None:
+        """Forget what is outside these namespaces of these kinds, and that it was listed."""
+        for kind in kinds:
+            for key in list(self._objects.get(kind.name, {})):
+                if key[0] not in namespaces:
+                    self._drop(kind, key)
+        names = {kind.name for kind in kinds}
+        for scope in list(self._listed):
+            if scope[0] in names and scope[1] not in namespaces:
+                del self._listed[scope]
+                self._older_since.pop(scope, None)
 
     def _forget_newer(self, kind: Kind, namespace: str, version: int) -> list[Object]:
         """Drop what is newer than ``version``, and every grave; returns the objects dropped."""

@@ -130,14 +130,19 @@ class Watches:
             deliver,
         )
         self._left_out: frozenset[str] = frozenset()
+        self._open: frozenset[str] = frozenset()  # what kopf watches
+        self._grown = asyncio.Event()  # more is to be watched
         self._ended = False
         self._stop: Callable[[], object] = lambda: None
 
     def leave_out(self, namespaces: frozenset[str]) -> None:
-        """Watch all namespaces but these: one that is gone would end the watches of the others."""
-        returned = self._left_out - namespaces
+        """Watch all namespaces but these: one that is gone would end the watches of the others.
+
+        What is watched already and left out now is watched on until kopf starts again.
+        """
         self._left_out = namespaces
-        if returned:
+        if not self._open.issuperset(self._watched):
+            self._grown.set()
             with contextlib.suppress(RuntimeError):  # that loop is closed already
                 self._stop()
 
@@ -149,10 +154,14 @@ class Watches:
         """Keep the watches open until cancelled, whatever the API server answers."""
         try:
             while True:
-                if self._watched or not self._namespaces:
+                self._grown.clear()
+                self._open = frozenset(self._watched)
+                if self._open or not self._namespaces:
                     await asyncio.to_thread(self._once)
-                    restarted()
-                await asyncio.sleep(pause)
+                    if not self._grown.is_set():
+                        restarted()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._grown.wait(), pause)
         finally:
             self._ended = True
             with contextlib.suppress(RuntimeError):  # that loop is closed already
@@ -174,13 +183,13 @@ class Watches:
         """
         stop = asyncio.Event()  # a threading.Event would hold a thread of the loop for ever
         self._stop = functools.partial(loop.call_soon_threadsafe, stop.set)
-        if self._ended:
+        if self._ended or self._grown.is_set():
             return
         roots = await kopf.spawn_tasks(
             registry=registry(self._kinds, self._environ, self._deliver),
             settings=kopf.OperatorSettings(),
             clusterwide=not self._namespaces,
-            namespaces=self._watched,
+            namespaces=sorted(self._open),
             standalone=True,
             stop_flag=stop,
         )

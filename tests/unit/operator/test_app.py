@@ -1,17 +1,28 @@
 """The operator's lists: a namespace that is gone holds up neither the others nor readiness."""
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from fairlead_operator import app
 from fairlead_operator.app import CHILD_SETTLE, READ_SINGLY, Operator
 from fairlead_operator.errors import ApiError
 from fairlead_operator.health import Health
 from fairlead_operator.metrics import Metrics
-from fairlead_operator.resource.kinds import POD, RESOURCE, Key, Kind, Object, version_of
+from fairlead_operator.resource.kinds import (
+    POD,
+    QUOTA,
+    RESOURCE,
+    Key,
+    Kind,
+    Object,
+    key_of,
+    version_of,
+)
 from support.fake_api_server import FakeApiServer, FakeCluster, Name
 from support.operator_bodies import SETTINGS, pod, resource_body
 
@@ -22,6 +33,24 @@ def operator_of(server: FakeApiServer, *namespaces: str) -> Operator:
     operator = Operator(settings, Health(metrics.registry), metrics, {})
     operator._cluster = FakeCluster(server, operator._store)
     return operator
+
+
+class Woken:
+    """A work queue that only notes what wakes it."""
+
+    def __init__(self) -> None:
+        self.keys: list[tuple[Key, float | None]] = []
+
+    def wake(self, key: Key, after: float | None = None) -> None:
+        self.keys.append((key, after))
+
+
+def unwoken(operator: Operator) -> Woken:
+    """Queues in which nobody works, and what wakes both."""
+    woken = Woken()
+    operator._queue = operator._probes = cast("Any", woken)
+    operator._reconciler = cast("Any", SimpleNamespace(count_drained=lambda *_: None))
+    return woken
 
 
 def lists(operator: Operator) -> tuple[bool, frozenset[str]]:
@@ -39,8 +68,10 @@ def test_a_namespace_that_is_gone_is_said_once_and_waited_for_no_longer(
             raise ApiError(code, "Forbidden", "forbidden")
 
     server = FakeApiServer()
+    server.put(resource_body() | {"metadata": {"name": "chat", "namespace": "gone", "uid": "u"}})
     server.on_request = refuse
     operator = operator_of(server, "kept", "gone")
+    unwoken(operator)
     assert lists(operator) == (True, frozenset())
     errors["gone", POD.plural] = 403
     assert lists(operator) == (False, frozenset()), "a Role that lacks a kind is an error"
@@ -68,7 +99,9 @@ def test_the_steady_comparison_lists_versions_and_reads_whole_what_differs() -> 
             asked.append(name[2] or verb)
 
     server.on_request = note
+    server.put(resource_body())
     operator = operator_of(server, "ns")
+    unwoken(operator)
     for name in ("a", "b", "c"):
         server.put(pod(name))
 
@@ -91,9 +124,94 @@ def test_the_steady_comparison_lists_versions_and_reads_whole_what_differs() -> 
     assert compared()[-1] == "list", "many are cheaper in one list"
 
 
+def note_lists(server: FakeApiServer) -> list[tuple[str, str]]:
+    """Namespace and plural of each list from now on."""
+    asked: list[tuple[str, str]] = []
+    server.on_request = lambda _, name: asked.append((name[1], name[0]))
+    return asked
+
+
+def test_of_a_namespace_without_a_resource_only_resources_are_listed_and_kept() -> None:
+    server = FakeApiServer()
+    operator = operator_of(server, "idle", "ns")
+    unwoken(operator)
+    server.put(resource_body())
+    for namespace in ("idle", "ns"):
+        server.put(quota(namespace))
+    asked = note_lists(server)
+    assert lists(operator) == (True, frozenset())
+    assert [plural for namespace, plural in asked if namespace == "idle"] == [RESOURCE.plural]
+    assert {plural for _, plural in asked} == {kind.plural for kind in operator._kinds}
+    assert kept_quotas(operator) == ["ns"]
+    assert operator._is_listed("ns")
+
+    server.remove(RESOURCE, "ns", "chat")
+    operator._take(QUOTA, False, server.put(quota("idle")))  # a watch that is still open
+    assert lists(operator) == (True, frozenset())
+    assert kept_quotas(operator) == []
+    asked.clear()
+    assert lists(operator) == (True, frozenset())
+    assert {plural for _, plural in asked} == {RESOURCE.plural}
+    server.put(resource_body())
+    assert lists(operator) == (True, frozenset())
+    assert kept_quotas(operator) == ["ns"], "all is read again"
+
+
+def quota(namespace: str) -> Object:
+    return {"kind": QUOTA.name, "metadata": {"name": "q", "namespace": namespace}}
+
+
+def kept_quotas(operator: Operator) -> list[str]:
+    return [key_of(body)[0] for body in operator._store.all(QUOTA)]
+
+
+def test_the_first_resource_of_a_namespace_has_all_kinds_listed_and_watched_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(app, "RELIST_RETRY_SECONDS", 0.0)
+    server = FakeApiServer()
+    operator = operator_of(server, "ns", "other")
+    operator._election = cast("Any", SimpleNamespace(holds=lambda: True))
+    woken, left_out = unwoken(operator), list[frozenset[str]]()
+    watches = [
+        SimpleNamespace(leave_out=lambda _: None),
+        SimpleNamespace(leave_out=left_out.append),
+    ]
+    operator._watches = cast("Any", watches)
+    failures = [ApiError(503, "ServiceUnavailable", "later")]
+
+    def fail_once(_: str, name: Name) -> None:
+        if name[0] == POD.plural and failures:
+            raise failures.pop()
+
+    async def until(condition: Callable[[], bool]) -> None:
+        while not condition():  # noqa: ASYNC110 - conditions of several kinds
+            await asyncio.sleep(0)
+
+    async def go() -> None:
+        await operator._list_all()
+        operator._began.set()
+        server.on_request = fail_once
+        task = asyncio.create_task(operator._enter())
+        operator._take(RESOURCE, False, server.put(resource_body()))
+        await until(lambda: not failures)
+        assert not operator._may_work(("ns", "chat")), "its pods are not known"
+        woken.keys.clear()
+        await until(lambda: operator._is_listed("ns"))
+        task.cancel()
+
+    asyncio.run(go())
+    assert left_out[0] == {"other"}
+    assert woken.keys == [(("ns", "chat"), None)] * 2, "by both queues, when all is listed"
+    assert operator._may_work(("ns", "chat"))
+    assert not operator._store.has_list(POD, "other")
+
+
 def test_an_object_deleted_between_its_list_and_its_reading_is_gone() -> None:
     server = FakeApiServer()
     operator = operator_of(server, "ns")
+    unwoken(operator)
+    server.put(resource_body())
     server.put(pod("a"))
     server.put(pod("b"))
     lists(operator)
@@ -106,16 +224,6 @@ def test_an_object_deleted_between_its_list_and_its_reading_is_gone() -> None:
     server.on_request = vanish
     lists(operator)
     assert [one["metadata"]["name"] for one in operator._store.all(POD)] == ["a"]
-
-
-class Woken:
-    """A work queue that only notes what wakes it."""
-
-    def __init__(self) -> None:
-        self.keys: list[tuple[Key, float | None]] = []
-
-    def wake(self, key: Key, after: float | None = None) -> None:
-        self.keys.append((key, after))
 
 
 def test_news_wake_decisions_and_probes_and_those_of_children_become_one() -> None:
@@ -151,11 +259,12 @@ def test_no_pod_is_probed_before_the_first_lists_are_complete() -> None:
     """Results of some pods would pass for those of all, and the status would be wrong."""
     operator = operator_of(FakeApiServer())
     operator._election = cast("Any", SimpleNamespace(holds=lambda: True))
-    operator._queue = operator._probes = cast("Any", Woken())
+    unwoken(operator)
 
     async def probed(_: Key) -> float:
         return 5.0
 
+    operator._take(RESOURCE, False, resource_body())
     assert asyncio.run(operator._probe(probed, ("ns", "chat"))) is None
     assert lists(operator)[0]
     assert asyncio.run(operator._probe(probed, ("ns", "chat"))) == 5.0

@@ -1,6 +1,7 @@
 """The watches: what kopf is told, what is passed on, and that they are opened again."""
 
 import asyncio
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -98,6 +99,8 @@ def test_namespaces_that_are_gone_are_left_out_and_come_back(
     opened, stops = Opened(monkeypatch), []
 
     async def go() -> None:
+        await opened.run_until(lambda: bool(opened.namespaces))
+        opened.namespaces.clear()
         opened.one._stop = lambda: stops.append("stopped")
         opened.one.leave_out(frozenset({"a"}))
         assert stops == [], "the watch ends by itself"
@@ -117,6 +120,39 @@ def test_namespaces_that_are_gone_are_left_out_and_come_back(
 
     asyncio.run(turns())
     assert opened.namespaces == [], "no namespace at all would mean all of them"
+
+
+def test_more_to_watch_starts_kopf_anew_at_once_and_less_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    opened = Opened(monkeypatch)
+    one, restarts, running = opened.one, list[None](), threading.Event()
+
+    def watch() -> None:
+        running.clear()
+        opened.open()
+        assert running.wait(60)
+
+    async def go() -> None:
+        one.leave_out(frozenset({"a", "b"}))
+        task = asyncio.create_task(one.run(lambda: restarts.append(None), pause=3600.0))
+        for count, left_out in ((1, {"a"}), (2, frozenset())):
+            one._stop = running.set
+            one.leave_out(frozenset(left_out))
+            while len(opened.namespaces) < count:  # noqa: ASYNC110 - a thread says it
+                await asyncio.sleep(0.001)
+        one._stop = lambda: pytest.fail("what is left out is watched on")
+        one.leave_out(frozenset({"b"}))
+        one.leave_out(frozenset())
+        one._stop = running.set
+        running.set()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    monkeypatch.setattr(one, "_once", watch)
+    asyncio.run(go())
+    assert opened.namespaces == [["b"], ["a", "b"]]
+    assert restarts == [], "nothing ended by itself"
 
 
 def test_no_end_of_a_watch_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
