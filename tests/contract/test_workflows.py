@@ -3,6 +3,7 @@ project.
 """
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 WORKFLOWS = {path.name: path.read_text() for path in (ROOT / ".github" / "workflows").glob("*.yml")}
 ALL = "".join(WORKFLOWS.values())
+IMAGES = runpy.run_path(str(ROOT / "scripts" / "build_images.py"))["IMAGES"]
 
 
 @pytest.mark.parametrize("name", sorted(WORKFLOWS))
@@ -29,6 +31,17 @@ def test_all_workflows_take_one_version_of_an_action_and_one_kind_of_machine() -
     versions = set(re.findall(r"uses: (\S+)@(\S+)", ALL))
     assert len(versions) == len({action for action, _ in versions}) > 3
     assert len(set(re.findall(r"runs-on: (\S+)", ALL))) == 1
+
+
+def test_a_release_builds_and_pushes_every_image_that_the_chart_names() -> None:
+    """The chart names them with its own version; the GPU build has a tag of its own."""
+    release = WORKFLOWS["release.yml"]
+    (built,) = re.findall(r"make images .*NAMES=\"(.*)\"", release)
+    assert built.split() == list(IMAGES)
+    pushed = re.findall(r'"(\w+:\$\{TAG#v\}[\w-]*)"', release)
+    assert pushed == [f"{name}:${{TAG#v}}{suffix}" for name, suffix, _ in IMAGES.values()]
+    helper = (ROOT / "charts" / "fairlead" / "templates" / "_helpers.tpl").read_text()
+    assert f'printf "%s{IMAGES["runtime-cuda"][1]}" .Chart.AppVersion' in helper
 
 
 def test_go_and_python_are_versions_that_the_project_asks_for() -> None:
