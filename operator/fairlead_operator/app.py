@@ -72,6 +72,7 @@ class Operator:
         self._kinds = watched_kinds(claims=settings.create_model_cache)
         self._store = Store()
         self._gone: frozenset[str] = frozenset()  # namespaces that the last lists did not find
+        self._watches: list[Watches] = []
         self._arrival = asyncio.Event()  # a resource came to a namespace that had none
         self._began = asyncio.Event()  # the first lists are done
 
@@ -248,6 +249,11 @@ class Operator:
         """The namespaces that have a resource."""
         return frozenset(key_of(body)[0] for body in self._store.all(RESOURCE))
 
+    def _unlisted(self) -> set[str]:
+        """The namespaces with a resource in which a kind was not listed yet."""
+        there = self._occupied() - self._gone
+        return {namespace for namespace in there if not self._is_listed(namespace)}
+
     async def _enter(self) -> None:
         """List all kinds in a namespace, and watch them, as soon as its first resource comes."""
         await self._began.wait()
@@ -255,9 +261,10 @@ class Operator:
             await self._arrival.wait()
             self._arrival.clear()
             self._leave_out()
-            for namespace in sorted(self._occupied()):
-                if not self._is_listed(namespace) and any(await self._list_children(namespace)):
-                    asyncio.get_running_loop().call_later(RELIST_RETRY_SECONDS, self._arrival.set)
+            for namespace in sorted(self._unlisted()):
+                await self._list_children(namespace)
+            if self._unlisted():
+                asyncio.get_running_loop().call_later(RELIST_RETRY_SECONDS, self._arrival.set)
 
     async def _relist(self) -> None:
         while True:
@@ -276,6 +283,7 @@ class Operator:
         namespaces = self._settings.namespaces or ("",)
         errors = {name: [await self._list(RESOURCE, name)] for name in namespaces}
         occupied = self._occupied()
+        self._leave_out()
         if self._settings.namespaces:
             self._store.keep_only(self._kinds[1:], occupied)
         for name in namespaces:

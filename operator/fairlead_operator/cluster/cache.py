@@ -47,7 +47,8 @@ class Store:
         self._children: dict[str, dict[Key, set[Key]]] = {}
         self._about: dict[str, set[Key]] = {}  # events by the uid of their object
         self._graves: dict[str, dict[Key, tuple[int, float]]] = {}
-        self._listed: dict[tuple[str, str], int] = {}
+        self._listed: dict[tuple[str, str], int] = {}  # the newest list's version
+        self._complete: set[tuple[str, str]] = set()  # listed, and not forgotten since
         self._older_since: dict[tuple[str, str], float] = {}  # the first of several older lists
         self._resources: Memo[InferenceDeployment] = Memo(_parse)
 
@@ -137,16 +138,16 @@ class Store:
             self._bury(kind, key_of(body), version_of(body) + 1)
 
     def has_list(self, kind: Kind, namespace: str) -> bool:
-        """Whether a whole list of this kind was taken before."""
-        return (kind.name, namespace) in self._listed
+        """Whether a whole list of this kind was taken, and not forgotten since."""
+        return (kind.name, namespace) in self._complete
 
     def stale_keys(
         self, kind: Kind, namespace: str, versions: Mapping[Key, int], version: int
     ) -> list[Key] | None:
-        """Keys of the objects that a list of versions has newer than the store; None if a list must
-        be read whole: none was taken, or this one is older than one taken before.
+        """Keys of the objects that a list of versions has newer than the store; None if the list is
+        older than one taken before, and must be read whole.
         """
-        if version < self._listed.get((kind.name, namespace), version + 1):
+        if version < self._listed[kind.name, namespace]:
             return None
         objects = self._objects.get(kind.name, {})
         return [
@@ -172,6 +173,7 @@ class Store:
             changed = self._forget_newer(kind, namespace, version)
         self._older_since.pop(scope, None)
         self._listed[scope] = version
+        self._complete.add(scope)
         listed_keys: set[Key] = set()
         for body in bodies:
             listed_keys.add(key_of(body))
@@ -186,16 +188,15 @@ class Store:
         return changed
 
     def keep_only(self, kinds: Iterable[Kind], namespaces: Collection[str]) -> None:
-        """Forget what is outside these namespaces of these kinds, and that it was listed."""
+        """Forget the objects of these kinds outside these namespaces. The versions of their lists
+        are kept: an older list is not taken later.
+        """
+        names = {kind.name for kind in kinds}
+        self._complete = {s for s in self._complete if s[0] not in names or s[1] in namespaces}
         for kind in kinds:
             for key in list(self._objects.get(kind.name, {})):
                 if key[0] not in namespaces:
                     self._drop(kind, key)
-        names = {kind.name for kind in kinds}
-        for scope in list(self._listed):
-            if scope[0] in names and scope[1] not in namespaces:
-                del self._listed[scope]
-                self._older_since.pop(scope, None)
 
     def _forget_newer(self, kind: Kind, namespace: str, version: int) -> list[Object]:
         """Drop what is newer than ``version``, and every grave; returns the objects dropped."""

@@ -85,6 +85,21 @@ def test_a_replayed_old_list_is_dropped() -> None:
     assert version(store, "a") == 8
 
 
+def test_what_is_forgotten_of_a_namespace_comes_back_from_no_older_list() -> None:
+    store = Store()
+    store.replace(POD, "ns", [child("a", 8)], 10)
+    store.replace(DEPLOYMENT, "ns", [child("a", 8)], 10)
+    store.replace(POD, "kept", [], 10)
+    store.keep_only([POD], {"kept"})
+    assert (store.all(POD), version(store, "a")) == ([], 8)
+    assert [store.has_list(POD, name) for name in ("ns", "kept")] == [False, True]
+    assert store.has_list(DEPLOYMENT, "ns")
+    assert store.replace(POD, "ns", [child("a", 8)], 9) == []
+    assert not store.has_list(POD, "ns")
+    assert len(store.replace(POD, "ns", [child("a", 8)], 11)) == 1
+    assert store.has_list(POD, "ns")
+
+
 def test_after_a_minute_of_older_lists_etcd_was_restored_and_the_list_counts() -> None:
     now = 0.0
     store = Store(clock=lambda: now)
