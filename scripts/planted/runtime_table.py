@@ -476,6 +476,13 @@ BUGS = (
         ("unit/sizing/test_memory_plan.py",),
     ),
     PackageBug(
+        "nobody is told that a CPU's cap binds the cache",
+        "fairlead_runtime.sizing.solve:solve",
+        "blocks, bound = cpu_blocks, CPU_BOUND",
+        "blocks = cpu_blocks",
+        ("unit/sizing/test_memory_plan.py",),
+    ),
+    PackageBug(
         "the ids of tokens and blocks are not planned",
         "fairlead_runtime.sizing.solve:solve",
         'room -= bookkeeping_term["bookkeeping"]',
@@ -506,8 +513,8 @@ BUGS = (
     PackageBug(
         "a CPU's cache takes all that is left",
         "fairlead_runtime.sizing.solve:solve",
-        "min(bookkeeping.blocks(room, block), cpu_blocks)",
-        "bookkeeping.blocks(room, block)",
+        "CPU_CACHE // config.tensor_parallel // block) < blocks",
+        "CPU_CACHE // config.tensor_parallel // block) < 0",
         ("unit/sizing/test_memory_plan.py",),
     ),
     PackageBug(

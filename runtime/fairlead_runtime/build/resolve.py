@@ -97,6 +97,7 @@ def resolve(
         warnings.append(
             f"the cache holds {capacity} tokens ({plan.num_blocks} blocks of {plan.block_size}), "
             f"less than one sequence of {plan.max_model_len}: requests are limited to {capacity}"
+            f"{plan.bound_for('--num-blocks')}"
         )
     return ResolvedConfig(
         config=config,
@@ -135,7 +136,8 @@ def summary(resolved: ResolvedConfig) -> str:
     return (
         f"{resolved.device} {resolved.dtype}{cache}, {plan.num_blocks} blocks of "
         f"{plan.block_size} tokens "
-        f"({gib(plan.terms['kv'])} GiB), {resolved.capacity} tokens a request, "
+        f"({gib(plan.terms['kv'])} GiB{plan.bound_for('--num-blocks')}), "
+        f"{resolved.capacity} tokens a request, "
         f"{resolved.config.max_requests} requests and "
         f"{resolved.config.max_batch_tokens} tokens a step{chunks}"
     )

@@ -236,7 +236,8 @@ class EngineConfig:
     )
     num_blocks: int | None = knob(
         None,
-        "cache blocks, each of block_size tokens in every layer; unset: solved from memory",
+        "cache blocks, each of block_size tokens in every layer; unset: solved from memory, on a "
+        "CPU for at most 4 GiB",
         unit="blocks",
         when="To pin the cache in tests.",
         cr="cache.numBlocks",
@@ -246,7 +247,7 @@ class EngineConfig:
         0.9,
         (
             "share of the accelerator's total memory for weights, activations, graphs and cache "
-            "together"
+            "together; on a CPU the cache takes at most 4 GiB of it unless num_blocks asks for more"
         ),
         unit="share",
         when="Lower when something else shares the device.",

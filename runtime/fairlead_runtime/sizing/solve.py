@@ -37,6 +37,10 @@ SLOTS = 1 << 31
 # Values that together let an engine fit, by field of EngineConfig or ``fixes.MEMORY``.
 Fix = Mapping[str, float]
 CPU_CACHE = 4 * GIB  # a CPU's cache takes no more unless num_blocks asks for it
+CPU_BOUND = (
+    f"a CPU's cache takes at most {CPU_CACHE // GIB} GiB unless {{num_blocks}} asks for more"
+)
+SLOTS_BOUND = f"a cache has fewer than {SLOTS} slots"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,7 @@ class MemoryPlan:
     full_length_sequences: int
     fits: bool
     message: str
+    bound: str = ""  # what keeps the cache smaller than memory allows; "": nothing
     fixes: Sequence[Fix] = ()  # each of them alone lets an engine fit that does not
 
     @property
@@ -81,6 +86,10 @@ class MemoryPlan:
     @property
     def too_large_to_load(self) -> str:
         return f"needs {gib(self.loading)} GiB to load the weights, has {gib(self.budget)}"
+
+    def bound_for(self, num_blocks: str) -> str:
+        """``bound`` in words, after a semicolon. ``num_blocks``: how its reader names the field."""
+        return f"; {self.bound.format(num_blocks=num_blocks)}" if self.bound else ""
 
     @property
     def used(self) -> int:
@@ -120,15 +129,15 @@ def solve(
     terms |= {name: measured[name] for name in terms if name in measured}
     if "process" in terms:
         terms["process"] = max(PROCESS, terms["process"])  # a reservation, not an estimate
-    room, cpu = budget - sum(terms.values()), device.kind == "cpu"
+    room, cpu, bound = budget - sum(terms.values()), device.kind == "cpu", ""
     max_blocks = (SLOTS - 1) // (config.block_size * len(groups))
     bookkeeping, blocks = Bookkeeping.of(shape, config, len(groups)), config.num_blocks
     if blocks is None:
-        blocks = max(0, room) // block
-        if cpu:
-            cpu_blocks = CPU_CACHE // config.tensor_parallel // block
-            blocks = min(bookkeeping.blocks(room, block), cpu_blocks)
-        blocks = min(blocks, max_blocks)
+        blocks = bookkeeping.blocks(room, block) if cpu else max(0, room) // block
+        if cpu and (cpu_blocks := CPU_CACHE // config.tensor_parallel // block) < blocks:
+            blocks, bound = cpu_blocks, CPU_BOUND
+        if max_blocks < blocks:
+            blocks, bound = max_blocks, SLOTS_BOUND
     units = blocks * len(groups)
     bookkeeping_term = {"bookkeeping": bookkeeping.size(blocks)}
     if cpu:
@@ -154,4 +163,5 @@ def solve(
         full_length_sequences=units // sequence_units(groups, longest, config.block_size),
         fits=room >= blocks * block and longest <= blocks * config.block_size and possible,
         message="",
+        bound=bound,
     )

@@ -49,7 +49,8 @@ def _message(memory: MemoryPlan, config: EngineConfig, device: DeviceFacts) -> s
     if memory.fits:
         count = memory.full_length_sequences
         sequences = f"{count} sequence{'' if count == 1 else 's'} of {memory.max_model_len} tokens"
-        return f"fits: {gib(memory.terms['kv'])} GiB of KV cache hold {sequences}"
+        bound = memory.bound_for("numBlocks")
+        return f"fits: {gib(memory.terms['kv'])} GiB of KV cache hold {sequences}{bound}"
     needed = ceil_div(memory.max_model_len, memory.block_size) * memory.block_bytes
     free = memory.budget - memory.used + memory.terms["kv"]
     if free <= 0:
@@ -73,5 +74,6 @@ def _message(memory: MemoryPlan, config: EngineConfig, device: DeviceFacts) -> s
     else:
         cpu_limit = CPU_CACHE // config.tensor_parallel
         room = min(free, cpu_limit) if device.kind == "cpu" else free
-        problem = f"needs {gib(needed)} GiB of KV cache, has {gib(room)}"
+        bound = memory.bound_for("numBlocks")
+        problem = f"needs {gib(needed)} GiB of KV cache, has {gib(room)}{bound}"
     return f"{problem}: {advise(memory.fixes, device, flags=False)}"

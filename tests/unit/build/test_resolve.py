@@ -68,6 +68,12 @@ def test_a_cache_for_exactly_one_whole_sequence_needs_no_warning() -> None:
     assert warning.startswith("the cache holds 2032 tokens (127 blocks of 16)")
 
 
+def test_the_line_at_start_says_that_a_cpus_cap_binds_and_which_flag_lifts_it() -> None:
+    bound = "; a CPU's cache takes at most 4 GiB unless --num-blocks asks for more"
+    assert bound in summary(resolved())
+    assert "at most" not in summary(resolved(num_blocks=500))
+
+
 def test_more_than_the_reserved_process_memory_is_used_and_warned_about() -> None:
     small = DeviceFacts("cpu", 3 * GIB)
     planned = resolved(device=small)
@@ -137,7 +143,7 @@ def test_an_fp8_cache_is_supported_everywhere_but_with_int8_weights_on_cpus(
     result = resolved(dtype, device, cache_dtype="fp8")
     assert result.cache_dtype == "float8_e4m3fn"
     assert f"{device.kind} {dtype} with a cache in float8_e4m3fn, " in summary(result)
-    assert "cache" not in summary(resolved(dtype, device))
+    assert "with a cache" not in summary(resolved(dtype, device))
     both = {"cache_dtype": "fp8", "quantization": "int8"}
     if device.kind == "cuda":
         assert resolved(dtype, device, **both).num_blocks > 0

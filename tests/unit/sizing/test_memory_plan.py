@@ -7,7 +7,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hypothesis import assume, given, settings
@@ -376,6 +376,11 @@ def test_a_cpu_reserves_a_fixed_size_for_its_processes_unless_more_is_measured(
             DeviceFacts("cpu", 4 * GIB),
             r"needs .* GiB before any KV cache, has 3\.6: set memory \d+Gi and numBlocks 8192",
         ),
+        (
+            {},
+            DeviceFacts("cpu", 256 * GIB),
+            r"has 4\.0; a CPU's cache takes at most 4 GiB unless numBlocks asks for more: set .*",
+        ),
         ({}, DeviceFacts("cuda", GIB), r": choose an accelerator of 38 GiB or a smaller model"),
     ],
     ids=lambda v: None if isinstance(v, str) else str(v),
@@ -386,6 +391,28 @@ def test_a_verdict_says_what_is_missing_and_what_to_set(
     plan = plan_memory(LLAMA_8B, EngineConfig(**settings), device)
     assert not plan.fits
     assert re.fullmatch(rf".*{message}.*", plan.message), plan.message
+
+
+@pytest.mark.parametrize(
+    ("settings", "gib", "kind", "bound"),
+    [
+        ({}, 64, "cpu", "a CPU's cache takes at most 4 GiB unless numBlocks asks for more"),
+        ({"max_memory_percent": 0.45}, 64, "cpu", "a CPU's cache takes at most 4 GiB"),
+        ({"num_blocks": 3000}, 64, "cpu", ""),
+        ({}, 23, "cpu", ""),  # memory binds first
+        ({"block_size": 16, "cache_dtype": "fp8"}, 10**6, "cuda", "fewer than 2147483648 slots"),
+        ({}, 80, "cuda", ""),
+    ],
+)
+def test_a_plan_that_memory_does_not_bind_names_the_bound_and_what_lifts_it(
+    settings: dict[str, Any], gib: int, kind: Literal["cpu", "cuda"], bound: str
+) -> None:
+    config = EngineConfig(max_batch_tokens=256, max_model_len=4096, **settings)
+    plan = plan_memory(LLAMA_8B, config, DeviceFacts(kind, gib * GIB))
+    assert plan.fits, plan.message
+    _, _, named = plan.message.partition("; ")
+    assert bool(named) == bool(bound), plan.message
+    assert bound in named
 
 
 def test_a_too_large_offload_space_is_reported_with_the_largest_that_fits() -> None:
