@@ -7,7 +7,7 @@ allocates nothing. A resolved configuration never changes.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
+from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig, flag_of
 from fairlead_runtime.settings.supported import without_effect
 from fairlead_runtime.sizing.checkpoint_formats import check_stored
 from fairlead_runtime.sizing.fixes import advise
@@ -97,7 +97,7 @@ def resolve(
         warnings.append(
             f"the cache holds {capacity} tokens ({plan.num_blocks} blocks of {plan.block_size}), "
             f"less than one sequence of {plan.max_model_len}: requests are limited to {capacity}"
-            f"{plan.bound_for('--num-blocks')}"
+            f"{plan.bounds_for(flag_of)}"
         )
     return ResolvedConfig(
         config=config,
@@ -136,8 +136,7 @@ def summary(resolved: ResolvedConfig) -> str:
     return (
         f"{resolved.device} {resolved.dtype}{cache}, {plan.num_blocks} blocks of "
         f"{plan.block_size} tokens "
-        f"({gib(plan.terms['kv'])} GiB{plan.bound_for('--num-blocks')}), "
-        f"{resolved.capacity} tokens a request, "
+        f"({gib(plan.terms['kv'])} GiB), {resolved.capacity} tokens a request, "
         f"{resolved.config.max_requests} requests and "
-        f"{resolved.config.max_batch_tokens} tokens a step{chunks}"
+        f"{resolved.config.max_batch_tokens} tokens a step{chunks}{plan.bounds_for(flag_of)}"
     )

@@ -157,9 +157,10 @@ class EngineConfig:
     )
     q_padding_interval: int = knob(
         64,
-        "steps of graphs have a power of two rows up to this, from there a multiple of it",
+        "steps of graphs have a power of two rows up to this, from there a multiple of it; doubled "
+        "while that makes more sizes than max_cached_graphs",
         unit="rows",
-        when="Smaller: less padding, more graphs.",
+        when="Smaller, with more max_cached_graphs: less padding.",
         cr="engine.cudaGraphs.qPaddingInterval",
         low=1,
     )

@@ -92,6 +92,11 @@ def _candidates(
     yield "max_batch_tokens", [n for n in halves if n >= step]
 
 
+def resource_field(field: str) -> str:
+    """The last name of the custom resource's field: ``num_blocks`` → ``numBlocks``."""
+    return _PATHS[field].rpartition(".")[2]
+
+
 def advise(fixes: Sequence[Fix], device: DeviceFacts, *, flags: bool) -> str:
     """What to change, in words, with the flags of the command line or with the last names of the
     custom resource's fields: ``set maxModelLen ≤ 4096 or numBlocks 80``.
@@ -103,7 +108,7 @@ def advise(fixes: Sequence[Fix], device: DeviceFacts, *, flags: bool) -> str:
         if flags:
             return f"{flag_of(field)} {value:.12g}"
         bound = "≤ " if value and field in UPPER_BOUNDS else ""
-        return f"{_PATHS[field].rpartition('.')[2]} {bound}{value:.12g}"
+        return f"{resource_field(field)} {bound}{value:.12g}"
 
     if not fixes:
         return "choose a smaller model"

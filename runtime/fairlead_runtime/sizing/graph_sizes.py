@@ -17,16 +17,32 @@ WAYS = 13
 
 def step_sizes(config: EngineConfig) -> tuple[int, ...]:
     """The numbers of rows that steps of decodes are padded to, ascending: powers of two up to
-    ``q_padding_interval``, from there its multiples, to the first that holds every request of a
-    step. Each size has a plan of attention, so the interval is doubled while there are more sizes
-    than ``max_cached_graphs`` and that makes fewer.
+    ``padding_interval``, from there its multiples, to the first that holds every request of a step.
+    """
+    return _sizes(config.max_rows, padding_interval(config))
+
+
+def padding_interval(config: EngineConfig) -> int:
+    """Rows. Each size has a plan of attention, so ``q_padding_interval`` is doubled while there are
+    more sizes than ``max_cached_graphs`` and that makes fewer.
     """
     most, interval = config.max_rows, config.q_padding_interval
-    sizes = _sizes(most, interval)
-    while len(sizes) > config.max_cached_graphs and interval < most:
+    while len(_sizes(most, interval)) > config.max_cached_graphs and interval < most:
         interval *= 2
-        sizes = _sizes(most, interval)
-    return sizes
+    return interval
+
+
+def padding_bound(config: EngineConfig, device: str) -> str:
+    """What keeps the interval from being the one that is set, with the fields' names in braces; ""
+    where it is that one, or no graph is captured.
+    """
+    asked, interval = config.q_padding_interval, padding_interval(config)
+    if asked == interval or not may_capture(config, device):
+        return ""
+    return (
+        f"{{q_padding_interval}} {asked} acts as {interval}: more sizes of steps than "
+        f"{{max_cached_graphs}} {config.max_cached_graphs} are not captured"
+    )
 
 
 def _sizes(most: int, interval: int) -> tuple[int, ...]:

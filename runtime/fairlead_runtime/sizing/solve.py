@@ -8,11 +8,12 @@ Owns the equation and MemoryPlan, its solution; ``terms`` counts the terms, ``ve
 solution into words. Pure: allocates nothing and reads no device.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fairlead_runtime.settings.engine_config import EngineConfig
 from fairlead_runtime.sizing.arithmetic import ceil_div
+from fairlead_runtime.sizing.graph_sizes import padding_bound
 from fairlead_runtime.sizing.groups import LayerGroup, group_layers
 from fairlead_runtime.sizing.load_peak import loading_bytes
 from fairlead_runtime.sizing.shape import ModelShape
@@ -41,6 +42,7 @@ CPU_BOUND = (
     f"a CPU's cache takes at most {CPU_CACHE // GIB} GiB unless {{num_blocks}} asks for more"
 )
 SLOTS_BOUND = f"a cache has fewer than {SLOTS} slots"
+BOUND_FIELDS = ("num_blocks", "q_padding_interval", "max_cached_graphs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,7 @@ class MemoryPlan:
     full_length_sequences: int
     fits: bool
     message: str
-    bound: str = ""  # what keeps the cache smaller than memory allows; "": nothing
+    bounds: Sequence[str] = ()  # what binds in place of memory or a setting, for ``bounds_for``
     fixes: Sequence[Fix] = ()  # each of them alone lets an engine fit that does not
 
     @property
@@ -87,9 +89,10 @@ class MemoryPlan:
     def too_large_to_load(self) -> str:
         return f"needs {gib(self.loading)} GiB to load the weights, has {gib(self.budget)}"
 
-    def bound_for(self, num_blocks: str) -> str:
-        """``bound`` in words, after a semicolon. ``num_blocks``: how its reader names the field."""
-        return f"; {self.bound.format(num_blocks=num_blocks)}" if self.bound else ""
+    def bounds_for(self, name: Callable[[str], str]) -> str:
+        """``bounds`` in words, each after a semicolon. ``name``: how the reader knows a field."""
+        names = {field: name(field) for field in BOUND_FIELDS}
+        return "".join(f"; {bound.format(**names)}" for bound in self.bounds)
 
     @property
     def used(self) -> int:
@@ -163,5 +166,5 @@ def solve(
         full_length_sequences=units // sequence_units(groups, longest, config.block_size),
         fits=room >= blocks * block and longest <= blocks * config.block_size and possible,
         message="",
-        bound=bound,
+        bounds=[text for text in (bound, padding_bound(config, device.kind)) if text],
     )

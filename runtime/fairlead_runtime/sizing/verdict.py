@@ -12,7 +12,7 @@ from dataclasses import replace
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
 from fairlead_runtime.sizing.arithmetic import ceil_div
 from fairlead_runtime.sizing.checkpoint_formats import as_stored
-from fairlead_runtime.sizing.fixes import advise, find_fixes
+from fairlead_runtime.sizing.fixes import advise, find_fixes, resource_field
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.solve import CPU_CACHE, MemoryPlan, solve
 from fairlead_runtime.sizing.tensor_parallel import refuse
@@ -49,8 +49,8 @@ def _message(memory: MemoryPlan, config: EngineConfig, device: DeviceFacts) -> s
     if memory.fits:
         count = memory.full_length_sequences
         sequences = f"{count} sequence{'' if count == 1 else 's'} of {memory.max_model_len} tokens"
-        bound = memory.bound_for("numBlocks")
-        return f"fits: {gib(memory.terms['kv'])} GiB of KV cache hold {sequences}{bound}"
+        bounds = memory.bounds_for(resource_field)
+        return f"fits: {gib(memory.terms['kv'])} GiB of KV cache hold {sequences}{bounds}"
     needed = ceil_div(memory.max_model_len, memory.block_size) * memory.block_bytes
     free = memory.budget - memory.used + memory.terms["kv"]
     if free <= 0:
@@ -74,6 +74,6 @@ def _message(memory: MemoryPlan, config: EngineConfig, device: DeviceFacts) -> s
     else:
         cpu_limit = CPU_CACHE // config.tensor_parallel
         room = min(free, cpu_limit) if device.kind == "cpu" else free
-        bound = memory.bound_for("numBlocks")
-        problem = f"needs {gib(needed)} GiB of KV cache, has {gib(room)}{bound}"
+        bounds = memory.bounds_for(resource_field)
+        problem = f"needs {gib(needed)} GiB of KV cache, has {gib(room)}{bounds}"
     return f"{problem}: {advise(memory.fixes, device, flags=False)}"

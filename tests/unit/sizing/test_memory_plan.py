@@ -402,9 +402,18 @@ def test_a_verdict_says_what_is_missing_and_what_to_set(
         ({}, 23, "cpu", ""),  # memory binds first
         ({"block_size": 16, "cache_dtype": "fp8"}, 10**6, "cuda", "fewer than 2147483648 slots"),
         ({}, 80, "cuda", ""),
+        (
+            {"q_padding_interval": 1},
+            80,
+            "cuda",
+            "qPaddingInterval 1 acts as 16: more sizes",
+        ),
+        ({"q_padding_interval": 1, "max_cached_graphs": 256}, 80, "cuda", ""),
+        ({"q_padding_interval": 1, "deterministic": True}, 80, "cuda", ""),  # no graph is captured
+        ({"q_padding_interval": 1, "num_blocks": 3000}, 64, "cpu", ""),
     ],
 )
-def test_a_plan_that_memory_does_not_bind_names_the_bound_and_what_lifts_it(
+def test_a_plan_names_what_binds_in_place_of_memory_or_of_a_setting(
     settings: dict[str, Any], gib: int, kind: Literal["cpu", "cuda"], bound: str
 ) -> None:
     config = EngineConfig(max_batch_tokens=256, max_model_len=4096, **settings)
