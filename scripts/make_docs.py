@@ -17,6 +17,7 @@ import yaml
 
 from fairlead_operator.decide.pods.blockers import CODES, NORMAL
 from fairlead_runtime.settings.engine_config import EngineConfig, base_type, choices_of, flag_of
+from fairlead_runtime.settings.other_names import OTHER_NAMES
 from fairlead_runtime.settings.supported import NOT_YET
 
 ROOT = Path(__file__).parents[1]
@@ -87,6 +88,16 @@ def supported() -> str:
     return "\n".join(lines)
 
 
+def other_names() -> str:
+    """Other engines' names of settings, each with ours."""
+    lines = ["| there | whose | here | |", "|---|---|---|---|"]
+    lines += [
+        f"| `{o.theirs}` | {o.whose} | {f'`{flag_of(o.ours)}`' if o.ours else 'none'} | {o.note} |"
+        for o in OTHER_NAMES
+    ]
+    return "\n".join(lines)
+
+
 def blockers() -> str:
     """The blocker codes in the order of importance."""
     lines = ["| code | what to do | kind |", "|---|---|---|"]
@@ -151,6 +162,7 @@ def alerts() -> str:
 TABLES: Mapping[str, tuple[str, Callable[[], str]]] = {
     "flags": ("runtime.md", flags),
     "supported": ("runtime.md", supported),
+    "other names": ("runtime.md", other_names),
     "blockers": ("troubleshooting.md", blockers),
     "values": ("chart.md", values),
     "alerts": ("chart.md", alerts),

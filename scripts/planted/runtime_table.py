@@ -490,6 +490,13 @@ BUGS = (
         ("unit/sizing/test_memory_plan.py",),
     ),
     PackageBug(
+        "another engine's name gets the nearest of ours",
+        "fairlead_runtime.settings.other_names:hint_for",
+        "_BY_NAME.get(name)",
+        "_BY_NAME.get(name.upper())",
+        ("unit/settings/test_config.py", "unit/processes/test_cli.py"),
+    ),
+    PackageBug(
         "the ids of tokens and blocks are not planned",
         "fairlead_runtime.sizing.solve:solve",
         'room -= bookkeeping_term["bookkeeping"]',

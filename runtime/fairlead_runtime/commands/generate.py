@@ -7,6 +7,7 @@ import argparse
 import dataclasses
 import sys
 
+from fairlead_runtime.commands.parser import Parser
 from fairlead_runtime.processes import termination
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig, add_arguments
 
@@ -29,11 +30,7 @@ def main(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="fairlead generate",
-        description="Complete one prompt and print the text.",
-        allow_abbrev=False,
-    )
+    parser = Parser(prog="fairlead generate", description="Complete one prompt and print the text.")
     parser.add_argument(
         "model", metavar="MODEL", help="demo:, owner/name, hf://owner/name, a path or file:///path"
     )

@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
 
+from fairlead_runtime.settings.other_names import hint_for
+
 SchedulerType = Literal["fifo", "prefill_first", "priority", "fair"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 CacheDtype = Literal["auto", "fp8"]
@@ -417,18 +419,13 @@ class EngineConfig:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> Self:
-        """The configuration of keyword settings. Raises ConfigError, with the nearest name, for an
-        unknown one.
+        """The configuration of keyword settings. Raises ConfigError for an unknown one, with our
+        name for it or the nearest.
         """
-        import difflib
-
         names = [f.name for f in dataclasses.fields(cls)]
         for name in values:
             if name not in names:
-                nearest = difflib.get_close_matches(name, names, n=1)
-                raise ConfigError(
-                    name, "is not a setting", f"did you mean {nearest[0]}?" if nearest else ""
-                )
+                raise ConfigError(name, "is not a setting", hint_for(name, names))
         return cls(**values)
 
 

@@ -1,5 +1,6 @@
 """The dispatcher finds the commands, imports only the one it calls and returns its exit code."""
 
+import json
 import subprocess
 import sys
 from importlib.metadata import EntryPoint
@@ -7,6 +8,7 @@ from importlib.metadata import EntryPoint
 import pytest
 
 from fairlead_runtime import cli
+from fairlead_runtime.commands import generate
 
 
 def point(name: str, value: str) -> EntryPoint:
@@ -39,6 +41,27 @@ def test_a_commands_own_help_imports_no_torch(command: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "--max-batch-tokens" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("flag", "hint"),
+    [
+        ("--max-num-seqs=3", "use --max-requests, vLLM's --max-num-seqs"),
+        ("--no-enable-prefix-caching", "use --allow-block-sharing, vLLM's --enable-prefix-caching"),
+        ("--kv-padding-interval-size", "a captured step serves keys of every length"),
+        ("--max-request", "did you mean --max-requests?"),
+        ("--qqq", "see fairlead generate --help"),
+    ],
+)
+def test_a_flag_that_is_none_is_refused_with_ours(
+    flag: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        generate.main(["demo:", "--prompt", "hi", flag])
+    assert end.value.code == 2
+    line = json.loads(capsys.readouterr().err.splitlines()[-1])
+    assert line["message"] == f"unrecognized arguments: {flag}"
+    assert line["hint"].startswith(hint)
 
 
 def test_the_package_exports_its_names_without_importing_torch() -> None:

@@ -16,6 +16,7 @@ from fairlead_runtime.settings.engine_config import (
     choices_of,
     flag_of,
 )
+from fairlead_runtime.settings.other_names import OTHER_NAMES, OtherName
 
 FIELDS = dataclasses.fields(EngineConfig)
 
@@ -85,6 +86,18 @@ def test_a_bad_value_names_its_flag_and_the_fix(name: str, value: object, part: 
 def test_an_unknown_setting_names_the_nearest_known_one() -> None:
     with pytest.raises(ConfigError, match="did you mean max_batch_tokens"):
         EngineConfig.from_mapping({"max_batch_token": 5})
+
+
+@pytest.mark.parametrize("other", OTHER_NAMES, ids=lambda other: other.theirs)
+def test_another_engines_name_is_refused_with_ours_or_with_the_reason(other: OtherName) -> None:
+    names = {f.name for f in FIELDS}
+    assert other.theirs not in names
+    assert other.ours in names or (not other.ours and other.note)
+    with pytest.raises(ConfigError) as error:
+        EngineConfig.from_mapping({other.theirs: 3})
+    assert other.note in error.value.hint
+    assert "did you mean" not in error.value.hint
+    assert not other.ours or error.value.hint.startswith(f"use {other.ours}, ")
 
 
 def test_help_shows_every_flag_with_its_default_and_unit() -> None:
