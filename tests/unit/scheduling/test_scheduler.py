@@ -86,14 +86,53 @@ def shape(plan: Plan) -> list[tuple[str, int, int, bool]]:
     return [(r.sequence.request.id, r.start, r.count, r.samples) for r in plan.rows]
 
 
-def test_three_requests_of_20_15_and_25_tokens_take_25_steps_where_static_batches_take_60() -> None:
+def plans_and_ends(s: Scheduler) -> tuple[list[Plan], dict[str, int]]:
+    """Every plan until all is done, and the number of steps after which each request ends."""
+    plans: list[Plan] = []
+    ends = {}
+    while s.has_work:
+        plan, _, events = step(s)
+        plans.append(plan)
+        for event in events:
+            if isinstance(event, Token) and event.finish is not None:
+                ends[event.sequence.request.id] = len(plans)
+    return plans, ends
+
+
+def test_three_requests_of_20_15_and_25_tokens_end_in_steps_20_15_and_25_not_after_60() -> None:
     s = scheduler()
-    outputs = (20, 15, 25)
-    for i, n in enumerate(outputs):
-        s.add(request(f"r{i}", 3, n))
-    steps, events = finish_all(s)
-    assert steps == max(outputs) == 25
-    assert sum(outputs) == 60 == sum(isinstance(e, Token) for e in events)
+    outputs = {"A": 20, "B": 15, "C": 25}
+    for name, n in outputs.items():
+        s.add(request(name, 3, n))
+    assert plans_and_ends(s)[1] == outputs  # one after another they take 60 steps
+
+
+def test_three_decodes_and_prompts_of_100_and_200_tokens_make_a_step_of_303() -> None:
+    s = scheduler(max_batch_tokens=512, num_blocks=256)
+    for name in "ABC":
+        s.add(request(name, 3, 20))
+    step(s)
+    s.add(request("D", 100, 5))
+    s.add(request("E", 200, 5))
+    rows = shape(step(s)[0])
+    assert [(name, count) for name, _, count, _ in rows] == [
+        *(("A", 1), ("B", 1), ("C", 1)),
+        *(("D", 100), ("E", 200)),
+    ]
+
+
+def test_the_tutorials_six_requests_start_and_end_in_its_steps() -> None:
+    """The log of "Serving Multiple Users at Once", with three slots and GPT-2's prompt lengths."""
+    s = scheduler(max_requests=3, max_batch_tokens=512, num_blocks=256, max_model_len=1024)
+    caps = (6, 50, 300, 30, 180, 45)
+    for name, prompt, cap in zip("ABCDEF", (5, 5, 7, 10, 8, 7), caps, strict=True):
+        s.add(request(name, prompt, cap))
+    plans, ends = plans_and_ends(s)
+    starts = {a.sequence.request.id: i for i, plan in enumerate(plans) for a in plan.admitted}
+    assert starts == {"A": 0, "B": 0, "C": 0, "D": 6, "E": 36, "F": 50}
+    assert ends == {"A": 6, "D": 36, "B": 50, "F": 95, "E": 216, "C": 300}
+    seventh = {name: (start, count) for name, start, count, _ in shape(plans[6])}
+    assert seventh == {"D": (0, 10), "B": (10, 1), "C": (12, 1)}  # 12 queries, 22 keys cached
 
 
 def test_a_long_prompt_continues_over_steps_while_others_decode() -> None:
