@@ -490,6 +490,20 @@ BUGS = (
         ("unit/sizing/test_memory_plan.py",),
     ),
     PackageBug(
+        "a view counts the margin as free for those that wait",
+        "fairlead_runtime.scheduling.admission:room",
+        " - growing - margin",
+        " - growing",
+        ("unit/scheduling/test_scheduler.py",),
+    ),
+    PackageBug(
+        "a view hides how many blocks a waiting request needs",
+        "fairlead_runtime.engine.views:_reason",
+        "if need > queue.free",
+        "if not need",
+        ("unit/engine/test_engine.py",),
+    ),
+    PackageBug(
         "another engine's name gets the nearest of ours",
         "fairlead_runtime.settings.other_names:hint_for",
         "_BY_NAME.get(name)",

@@ -455,11 +455,7 @@ class Engine:
     # -- between two steps
 
     def _views(self) -> list[RequestView]:
-        scheduler, bounds = self._scheduler, self.bounds
-        waiting, running = list(scheduler.waiting), len(scheduler.running)
-        return request_views(
-            self._live.values(), waiting, running, bounds.max_requests, self._now()
-        )
+        return request_views(self._live.values(), self._scheduler.state, self._now())
 
     def _publish_state(self) -> None:
         """Let the other threads see the state after this step."""

@@ -5,9 +5,12 @@ Reads sequences between two steps, in the engine thread; shows no prompt and no 
 
 from collections import abc
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from fairlead_runtime.outputs import RequestView
 from fairlead_runtime.request.sequence import FINAL, Request, Sequence, Status
+from fairlead_runtime.scheduling.admission import most_needed, room
+from fairlead_runtime.scheduling.planner import State
 from fairlead_runtime.sizing.groups import NULL
 
 
@@ -23,21 +26,22 @@ class LiveRequest:
     started: float = 0.0  # when its first step began, on the engine's clock
 
 
-def request_views(
-    live: abc.Iterable[LiveRequest],
-    waiting: abc.Sequence[Sequence],
-    running: int,
-    max_requests: int,
-    now: float,
-) -> list[RequestView]:
-    """One view per live request, oldest first. ``waiting`` is in the policy's order."""
-    positions = {sequence.id: position for position, sequence in enumerate(waiting)}
-    return [_view(request, positions, running, max_requests, now) for request in live]
+class _Queue(NamedTuple):
+    """What a waiting sequence waits behind."""
+
+    state: State
+    positions: dict[int, int]  # by sequence id, in the policy's order
+    free: int  # units that those that wait may take
 
 
-def _view(
-    live: LiveRequest, positions: dict[int, int], running: int, max_requests: int, now: float
-) -> RequestView:
+def request_views(live: abc.Iterable[LiveRequest], state: State, now: float) -> list[RequestView]:
+    """One view per live request, oldest first."""
+    positions = {s.id: position for position, s in enumerate(state.policy.candidates())}
+    queue = _Queue(state, positions, room(state))
+    return [_view(request, queue, now) for request in live]
+
+
+def _view(live: LiveRequest, queue: _Queue, now: float) -> RequestView:
     request, sequences = live.request, live.sequences
     return RequestView(
         id=request.id,
@@ -52,7 +56,7 @@ def _view(
             unit != NULL for sequence in sequences for table in sequence.tables for unit in table
         ),
         preemptions=sum(sequence.preemptions for sequence in sequences),
-        waits_for=_reason(sequences, positions, running, max_requests),
+        waits_for=_reason(sequences, queue),
         computed_tokens=max((sequence.computed for sequence in sequences), default=0),
         cached_tokens=live.cached,
     )
@@ -67,23 +71,24 @@ def _status(sequences: tuple[Sequence, ...]) -> Status:
     return Status.PENDING
 
 
-def _reason(
-    sequences: tuple[Sequence, ...], positions: dict[int, int], running: int, max_requests: int
-) -> str:
+def _reason(sequences: tuple[Sequence, ...], queue: _Queue) -> str:
     if not sequences:
         return "its structured output is being compiled"
+    positions = queue.positions
     queued = [sequence for sequence in sequences if sequence.id in positions]
     if not queued or any(s.status in {Status.DECODING, Status.PREFILLING} for s in sequences):
         return ""
     first = min(queued, key=lambda sequence: positions[sequence.id])
-    ahead = positions[first.id]
+    need = most_needed(queue.state, first)
+    blocks = f"needs at most {need} units of the cache, {queue.free} are free"
     if first.preemptions:
-        return (
-            f"preempted {first.preemptions} times: "
-            f"goes on when its blocks fit again, {ahead} ahead of it"
-        )
-    if ahead:
-        return f"{ahead} ahead of it"
-    if running >= max_requests:
-        return f"next: waits until fewer than {max_requests} requests (max_requests) run"
-    return "next: waits for free cache blocks (safety_margin keeps some for running requests)"
+        preempted = f"preempted {first.preemptions} times: goes on when its blocks fit again"
+        return f"{preempted}, {positions[first.id]} ahead of it; {blocks}"
+    if ahead := positions[first.id]:
+        return f"{ahead} ahead of it; {blocks}"
+    most = queue.state.limits.max_requests
+    if len(queue.state.running) >= most:
+        return f"next: waits until fewer than {most} requests (max_requests) run; {blocks}"
+    if need > queue.free:
+        return f"next: {blocks} (safety_margin keeps some for running requests)"
+    return f"next: waits for room in a step (max_batch_tokens); {blocks}"

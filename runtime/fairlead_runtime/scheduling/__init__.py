@@ -11,8 +11,6 @@ from fairlead_runtime.scheduling.plan import (
     Result,
     Row,
     Token,
-    Verdict,
-    VerdictKind,
     Work,
 )
 from fairlead_runtime.scheduling.scheduler import (
@@ -34,7 +32,5 @@ __all__ = [
     "SchedulerStats",
     "StepStats",
     "Token",
-    "Verdict",
-    "VerdictKind",
     "Work",
 ]

@@ -1,34 +1,28 @@
-"""The verdict on whether a request can be admitted: OK, LATER or NEVER, decided on lengths alone.
-Pure: reads the state, changes nothing.
+"""Why a request does not run: it is too long ever to run, or its blocks are not free yet. Decided
+on lengths alone. Pure: reads the state, changes nothing.
 """
 
 from typing import Protocol
 
-from fairlead_runtime.scheduling.plan import Verdict, VerdictKind
+from fairlead_runtime.request.sequence import Sequence
 from fairlead_runtime.scheduling.planner import State
 
 
-def judge(state: State, prompt_len: int, max_tokens: int | None) -> Verdict:
-    """NEVER if prompt + max_tokens exceeds the capacity of one request; ``max_tokens`` None is
-    clipped to it.
-
-    OK and LATER hold for the moment of the call and count no prefix hit, so a request may start
-    earlier.
+def room(state: State) -> int:
+    """Units that waiting sequences may take: those that are free beyond the margin and beyond what
+    the known tokens of the running sequences take.
     """
-    limits, cache = state.limits, state.cache
-    if message := refusal(limits, prompt_len, max_tokens):
-        return Verdict(VerdictKind.NEVER, message, 0)
-    resolved = limits.capacity - prompt_len if max_tokens is None else max_tokens
-    if len(state.policy) or len(state.running) >= limits.max_requests:
-        return Verdict(VerdictKind.LATER, "waits for earlier requests", resolved)
-    target = min(cache.blocks(prompt_len) + 1, cache.blocks(prompt_len + resolved - 1))
-    reserved = sum(cache.growth(s, s.computed) for s in state.running)
+    growing = sum(state.cache.units(s.planned_length, s.length) for s in state.running)
     margin = state.margin if state.running else 0
-    need, free = target * len(cache.groups), cache.pool.available - reserved - margin
-    if need > free:
-        text = f"needs {need} units; {max(0, free)} are free and not reserved"
-        return Verdict(VerdictKind.LATER, text, resolved)
-    return Verdict(VerdictKind.OK, "starts in the next step", resolved)
+    return max(0, state.cache.pool.available - growing - margin)
+
+
+def most_needed(state: State, sequence: Sequence) -> int:
+    """Units that a waiting sequence needs to start, whatever the prefix cache has of it."""
+    cache = state.cache
+    if sequence.host:
+        return cache.units_held(sequence) + cache.growth(sequence, sequence.computed)
+    return cache.growth(sequence, 0)
 
 
 class Capacity(Protocol):

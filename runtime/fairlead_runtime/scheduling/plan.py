@@ -62,24 +62,8 @@ class Limits:
 
     @property
     def capacity(self) -> int:
-        """The most tokens, prompt plus output, of one request; a longer one gets NEVER."""
+        """The most tokens, prompt plus output, of one request; a longer one is refused."""
         return min(self.max_model_len, self.num_blocks * self.block_size)
-
-
-class VerdictKind(enum.StrEnum):
-    OK = "ok"  # starts in the next step
-    LATER = "later"  # waits until other requests end
-    NEVER = "never"  # does not fit even alone; refuse it
-
-
-class Verdict(NamedTuple):
-    """The answer to whether a request can be admitted. ``max_tokens`` is resolved: an omitted value
-    is clipped to the capacity.
-    """
-
-    kind: VerdictKind
-    message: str
-    max_tokens: int
 
 
 class Row(NamedTuple):

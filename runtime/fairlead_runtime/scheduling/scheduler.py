@@ -26,7 +26,7 @@ from fairlead_runtime.request.sequence import (
     Sequence,
     Status,
 )
-from fairlead_runtime.scheduling.admission import judge, refusal
+from fairlead_runtime.scheduling.admission import refusal
 from fairlead_runtime.scheduling.invariants import InvariantViolation, checks
 from fairlead_runtime.scheduling.plan import (
     Admission,
@@ -38,7 +38,6 @@ from fairlead_runtime.scheduling.plan import (
     Preemption,
     Result,
     Token,
-    Verdict,
     Work,
 )
 from fairlead_runtime.scheduling.planner import State, plan_ahead, plan_step
@@ -90,12 +89,6 @@ class Scheduler:
         self._last = StepStats()
 
     # -- requests
-
-    def judge(self, prompt_len: int, max_tokens: int | None) -> Verdict:
-        """Whether a request of this size can be admitted. ``max_tokens`` None is clipped to the
-        capacity.
-        """
-        return judge(self.state, prompt_len, max_tokens)
 
     def add(self, request: Request) -> tuple[Sequence, ...]:
         """Queue a request, one sequence per choice. Raises RequestError when it can never run."""

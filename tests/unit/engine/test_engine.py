@@ -547,7 +547,20 @@ def test_views_show_status_counts_and_why_a_request_waits() -> None:
     assert shown == ("decoding", 6, 2, 6)
     assert views["runs"].waits_for == ""
     assert "max_requests" in views["next"].waits_for
-    assert views["later"].waits_for == "1 ahead of it"
+    assert views["later"].waits_for.startswith("1 ahead of it; needs at most ")
+
+
+def test_a_view_says_how_many_blocks_a_request_needs_and_how_many_are_free() -> None:
+    engine = rig(num_blocks=8, block_size=4)
+    engine.submit(request("runs", prompt=12, max_tokens=16))
+    engine.step()
+    engine.submit(request("large", prompt=20, max_tokens=4))
+    engine.step()
+    received: list[RequestView] = []
+    engine.inspect(lambda views: received.extend(views or []))
+    engine.step()
+    (large,) = (view for view in received if view.id == "large")
+    assert large.waits_for.startswith("next: needs at most 6 units of the cache, 3 are free (")
 
 
 def test_the_thread_returns_after_the_engine_gave_up_during_a_step() -> None:

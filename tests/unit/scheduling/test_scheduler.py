@@ -22,9 +22,9 @@ from fairlead_runtime.scheduling import (
     Result,
     Scheduler,
     Token,
-    VerdictKind,
     Work,
 )
+from fairlead_runtime.scheduling.admission import most_needed, refusal, room
 from fairlead_runtime.scheduling.scheduler import StepError
 from fairlead_runtime.settings.engine_config import EngineConfig
 from fairlead_runtime.sizing.groups import group_layers
@@ -211,7 +211,8 @@ def test_the_safety_margin_keeps_new_requests_out_and_lets_decodes_go_on() -> No
     step(s)
     plan, _, _ = step(s)
     assert [r[0] for r in shape(plan)] == ["first"]
-    assert s.judge(4, 4).kind is VerdictKind.LATER
+    (second,) = s.waiting
+    assert most_needed(s.state, second) == 2 > room(s.state) == 1
     s.abort("first")
     assert [r[0] for r in shape(step(s)[0])] == ["second"]
 
@@ -223,40 +224,29 @@ def test_the_safety_margin_does_not_apply_when_nothing_runs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "output", "kind"),
-    [
-        (12, 20, VerdictKind.OK),
-        (12, 21, VerdictKind.NEVER),
-        (31, None, VerdictKind.OK),
-        (32, None, VerdictKind.NEVER),
-        (0, 1, VerdictKind.NEVER),
-    ],
+    ("prompt", "output", "fits"),
+    [(12, 20, True), (12, 21, False), (31, None, True), (32, None, False), (0, 1, False)],
 )
-def test_never_is_said_iff_prompt_and_output_exceed_what_holds_one_request(
-    prompt: int, output: int | None, kind: VerdictKind
+def test_a_request_is_refused_iff_prompt_and_output_exceed_what_holds_one(
+    prompt: int, output: int | None, fits: bool
 ) -> None:
-    assert scheduler(num_blocks=8).judge(prompt, output).kind is kind
+    assert (refusal(scheduler(num_blocks=8).limits, prompt, output) == "") == fits
 
 
-def test_never_shows_its_arithmetic_and_the_fix() -> None:
-    message = scheduler(num_blocks=8, block_size=16).judge(300, 20).message
+def test_a_refusal_shows_its_arithmetic_and_the_fix() -> None:
+    message = refusal(scheduler(num_blocks=8, block_size=16).limits, 300, 20)
     assert message == (
         "prompt 300 + max_tokens 20 = 320 tokens, but the cache holds 128 (8 blocks * 16): "
         "shorten the prompt"
     )
     assert message.isascii()  # error bodies are ASCII and escape other characters
-    message = scheduler(max_model_len=100).judge(90, 20).message
+    message = refusal(scheduler(max_model_len=100).limits, 90, 20)
     assert message == (
         "prompt 90 + max_tokens 20 = 110 tokens, but one sequence holds 100 (max_model_len): "
         "lower max_tokens to 10 or shorten the prompt"
     )
     with pytest.raises(RequestError, match="prompt 300"):
         scheduler(num_blocks=8).add(request("x", 300, 20))
-
-
-def test_an_omitted_max_tokens_is_clipped_to_what_fits() -> None:
-    assert scheduler(num_blocks=8).judge(10, None).max_tokens == 22
-    assert scheduler(max_model_len=30).judge(10, None).max_tokens == 20
 
 
 def test_a_request_id_in_use_is_refused() -> None:
