@@ -490,6 +490,13 @@ BUGS = (
         ("unit/sizing/test_memory_plan.py",),
     ),
     PackageBug(
+        "a body's null for the model is refused",
+        "fairlead_runtime.front.strict_body:check_model",
+        "isinstance(name, str) and name != served",
+        "name != served",
+        ("functional/api/test_api_openai.py",),
+    ),
+    PackageBug(
         "a view counts the margin as free for those that wait",
         "fairlead_runtime.scheduling.admission:room",
         " - growing - margin",

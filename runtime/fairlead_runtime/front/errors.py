@@ -39,6 +39,19 @@ _CODES = {
     503: "unavailable",
 }
 
+# Routes of other servers, and ours in their place.
+_ELSEWHERE = {
+    "/generate": "/v1/completions",
+    "/generate_stream": "/v1/completions",
+    "/api/generate": "/v1/completions",
+    "/completion": "/v1/completions",
+    "/completions": "/v1/completions",
+    "/api/chat": "/v1/chat/completions",
+    "/chat/completions": "/v1/chat/completions",
+    "/responses": "/v1/responses",
+    "/models": "/v1/models",
+}
+
 
 class ApiError(Exception):
     """An error answer. ``param`` names the body's field; ``code`` is a stable word for programs."""
@@ -124,12 +137,13 @@ async def _on_expected(_request: Request, error: Exception) -> Response:
     return from_exception(error).response()
 
 
-async def _on_http(_request: Request, error: Exception) -> Response:
+async def _on_http(request: Request, error: Exception) -> Response:
     """Answer the router's own refusals: an unknown path or a wrong method."""
     status = error.status_code if isinstance(error, HTTPException) else 500
     headers = error.headers if isinstance(error, HTTPException) else None
+    route = _ELSEWHERE.get(request.url.path)
     messages = {
-        404: "this port has no such route",
+        404: "this port has no such route" + (f"; use {route} of the public port" if route else ""),
         405: "this route does not accept that method",
     }
     return ApiError(

@@ -38,7 +38,7 @@ SECRET = "correct horse battery staple"
 
 # body, route, status, param
 REFUSED: list[tuple[dict[str, Any], str, int, str]] = [
-    ({"prompt": "x"}, COMPLETIONS, 400, "model"),
+    ({**completion(), "model": ""}, COMPLETIONS, 404, "model"),
     ({**completion(), "model": "other"}, COMPLETIONS, 404, "model"),
     ({**completion(), "model": 3}, COMPLETIONS, 400, "model"),
     ({"model": "tiny"}, COMPLETIONS, 400, "prompt"),
@@ -326,6 +326,17 @@ def test_unknown_paths_and_methods_are_errors_too(method: str, path: str, status
     async def scenario() -> None:
         async with fake_server() as (server, _), server.client() as client:
             _check_error(await client.request(method, path), status)
+
+    run(scenario())
+
+
+def test_another_servers_route_is_refused_with_ours() -> None:
+    async def scenario() -> None:
+        async with fake_server() as (server, _), server.client() as client:
+            for path, route in (("/generate", COMPLETIONS), ("/chat/completions", CHAT)):
+                answer = await client.post(path, json=completion())
+                _check_error(answer, 404)
+                assert f"use {route} of the public port" in answer.json()["error"]["message"]
 
     run(scenario())
 

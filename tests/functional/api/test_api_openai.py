@@ -22,6 +22,23 @@ def test_models_are_listed() -> None:
     run(scenario())
 
 
+def test_a_body_without_a_model_is_for_the_one_that_is_served() -> None:
+    async def scenario() -> None:
+        bodies: dict[str, dict[str, Any]] = {
+            "/v1/completions": {"prompt": "x"},
+            "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
+            "/v1/responses": {"input": "x"},
+        }
+        async with fake_server() as (server, _), server.client() as client:
+            for route, body in bodies.items():
+                for fields in ({}, {"model": None}, {"stream": True}):
+                    answer = await client.post(route, json=body | fields)
+                    assert answer.status_code == 200
+                    assert f'"model":"{MODEL}"' in answer.text
+
+    run(scenario())
+
+
 def test_a_chat_answers_with_text_reason_and_exact_usage() -> None:
     async def scenario() -> None:
         async with fake_server() as (server, service):

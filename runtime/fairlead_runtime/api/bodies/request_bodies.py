@@ -75,7 +75,7 @@ class StreamOptions(StrictBody):
 class _Body(StructuredBody):
     """The fields of both routes. None means the default: clients send null for unset fields."""
 
-    model: str = Field(max_length=MAX_NAME)
+    model: str | None = Field(default=None, max_length=MAX_NAME)  # None: the one that is served
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     temperature: float | None = None
@@ -151,7 +151,6 @@ class GenerationRequest:
     (chat).
     """
 
-    model: str
     params: SamplingParams
     stream: bool
     include_usage: bool
@@ -312,7 +311,6 @@ def _top_k(value: int | None) -> int:
 def _common(parsed: _Body, params: SamplingParams) -> dict[str, Any]:
     options = parsed.stream_options
     return {
-        "model": parsed.model,
         "params": params,
         "prompt_logprobs": parsed.prompt_logprobs,
         "stream": bool(parsed.stream),

@@ -55,7 +55,7 @@ Items = Annotated[list[Item], Field(max_length=MAX_ITEMS)]
 
 
 class ResponseBody(StrictBody):
-    model: str = Field(max_length=MAX_NAME)
+    model: str | None = Field(default=None, max_length=MAX_NAME)  # None: the one that is served
     input: Items
     instructions: str | None = None
     max_output_tokens: int | None = None
@@ -107,7 +107,6 @@ def _as_chat(body: Mapping[str, Any], parsed: ResponseBody) -> dict[str, Any]:
     wants_logprobs = LOGPROBS in (parsed.include or ())
     return {
         **shared,
-        "model": parsed.model,
         "messages": messages_of(parsed.input, parsed.instructions),
         "max_completion_tokens": parsed.max_output_tokens,
         "tools": [_tool(place, tool) for place, tool in enumerate(parsed.tools or ())],

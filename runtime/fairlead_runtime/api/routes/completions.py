@@ -164,7 +164,7 @@ class EndpointHandler:
         return Frame(
             id=self._endpoint.prefix + request_id,
             created=int(time.time()),
-            model=request.model,
+            model=self._state.name,
             top=request.params.logprobs,
             usage=request.include_usage,
             token_bytes=vocabulary.token_bytes,
