@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 Request = tuple[list[int], int]  # prompt, new tokens
-Run = Callable[[Sequence[Request]], int]  # returns the new tokens
+Run = Callable[[Sequence[Request]], list[list[int]]]  # returns the new tokens of each request
 ROOT = Path(__file__).parents[1]
 LONGEST = 1024  # tokens of a request
 PADDING = 0  # token id
@@ -42,7 +42,7 @@ def fairlead(model: str, slots: int, *, dtype: str = "float32", int8: bool = Fal
             SamplingParams(temperature=0.0, max_tokens=cap, ignore_eos=True) for _, cap in requests
         ]
         results = llm.generate(prompts, params, use_tqdm=False)
-        return sum(len(one.outputs[0].token_ids) for one in results)
+        return [one.outputs[0].token_ids for one in results]
 
     return run
 
@@ -66,6 +66,7 @@ def transformers_static(model: str, slots: int) -> Run:
     loaded = _of_transformers(model)
 
     def run(requests: Sequence[Request]) -> int:
+        texts: list[list[int]] = []
         for first in range(0, len(requests), slots):
             group = requests[first : first + slots]
             width = max(len(prompt) for prompt, _ in group)
@@ -73,13 +74,16 @@ def transformers_static(model: str, slots: int) -> Run:
             mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt, _ in group]
             longest = max(cap for _, cap in group)
             with torch.inference_mode():
-                loaded.generate(
+                rows = loaded.generate(
                     torch.tensor(ids),
                     attention_mask=torch.tensor(mask),
                     max_new_tokens=longest,
                     min_new_tokens=longest,
                 )
-        return sum(cap for _, cap in requests)
+            texts += [
+                row[width : width + cap].tolist() for row, (_, cap) in zip(rows, group, strict=True)
+            ]
+        return texts
 
     return run
 
@@ -95,18 +99,20 @@ def transformers_continuous(model: str, slots: int) -> Run:
     )
 
     def run(requests: Sequence[Request]) -> int:
-        tokens: dict[str, int] = {}
+        texts: dict[str, list[int]] = {}
         with loaded.continuous_batching_context_manager(
             generation_config=loaded.generation_config, continuous_batching_config=config
         ) as manager:
-            for prompt, cap in requests:
+            ids = [
                 manager.add_request(prompt, max_new_tokens=cap, eos_token_id=-1)
+                for prompt, cap in requests
+            ]
             for result in manager:
                 if result.is_finished():
-                    tokens[result.request_id] = len(result.generated_tokens)
-                    if len(tokens) == len(requests):
+                    texts[result.request_id] = list(result.generated_tokens)
+                    if len(texts) == len(requests):
                         break
-        return sum(tokens.values())
+        return [texts[request_id] for request_id in ids]
 
     return run
 
@@ -151,7 +157,7 @@ def openvino(model: str, slots: int, *, int8: bool = False) -> Run:
     def run(requests: Sequence[Request]) -> int:
         prompts = [Tensor(np.array([prompt], dtype=np.int64)) for prompt, _ in requests]
         results = pipeline.generate(prompts, [openvino_greedy(cap) for _, cap in requests])
-        return sum(len(one.m_generation_ids[0]) for one in results)
+        return [list(one.m_generation_ids[0]) for one in results]
 
     return run
 
@@ -187,7 +193,7 @@ def vllm(model: str, slots: int) -> Run:
             for _, cap in requests
         ]
         results = llm.generate(prompts, params, use_tqdm=False)
-        return sum(len(one.outputs[0].token_ids) for one in results)
+        return [list(one.outputs[0].token_ids) for one in results]
 
     return run
 
@@ -201,7 +207,7 @@ def llama_cpp(model: str, slots: int, *, int8: bool = False) -> Run:
     engine = llama_engine.LlamaCpp(file, slots, float32=not int8)
 
     def run(requests: Sequence[Request]) -> int:
-        return sum(map(len, engine.generate(requests)))
+        return [list(tokens) for tokens in engine.generate(requests)]
 
     return run
 
@@ -236,7 +242,8 @@ def _answers(run: Run) -> Iterator[str]:
         requests = [(prompt, cap) for prompt, cap in json.loads(line)]
         began = time.perf_counter()
         tokens = run(requests)
-        yield json.dumps({"seconds": time.perf_counter() - began, "tokens": tokens})
+        seconds = time.perf_counter() - began
+        yield json.dumps({"seconds": seconds, "tokens": sum(map(len, tokens))})
 
 
 def main() -> None:

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fairlead_runtime.llm import LLM
+    from fairlead_runtime.outputs import Submission
     from fairlead_runtime.request.sequence import SamplingParams
 
-__all__ = ["LLM", "SamplingParams"]
+__all__ = ["LLM", "SamplingParams", "Submission"]
 
 
 def __getattr__(name: str) -> Any:
@@ -21,4 +22,8 @@ def __getattr__(name: str) -> Any:
         from fairlead_runtime.request.sequence import SamplingParams
 
         return SamplingParams
+    if name == "Submission":
+        from fairlead_runtime.outputs import Submission
+
+        return Submission
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

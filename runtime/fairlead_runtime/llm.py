@@ -8,6 +8,7 @@ import gc
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Self
@@ -21,7 +22,15 @@ from fairlead_runtime.hub.download_progress import resolve_with_bar
 from fairlead_runtime.models import chat
 from fairlead_runtime.outputs import ChoiceEvent, EngineDead, Output, QueueFull, Submission
 from fairlead_runtime.request.logprobs import Logprob
-from fairlead_runtime.request.sequence import FinishReason, Request, RequestError, SamplingParams
+from fairlead_runtime.request.sequence import (
+    Failure,
+    FailureKind,
+    FinishReason,
+    Request,
+    RequestError,
+    SamplingParams,
+    TooLongError,
+)
 from fairlead_runtime.serving.choice import ChoiceText
 from fairlead_runtime.settings.engine_config import EngineConfig
 
@@ -69,6 +78,8 @@ class LLM:
         path = resolve_with_bar(model, settings)
         self._built_engine: BuiltEngine | None = build(path, settings, queue_timeout=math.inf)
         self._grammars = Checker(self._built_engine.grammar_facts)
+        self._queue: deque[Request] = deque()  # of those that live, which the engine has not taken
+        self._live: dict[str, dict[int, ChoiceText]] = {}  # by request id, the text of each choice
 
     def generate(
         self,
@@ -80,15 +91,16 @@ class LLM:
         """Complete every prompt; results in the order of the prompts.
 
         ``prompts``: texts or ``{"prompt_token_ids": [...]}``; ``sampling_params``: one for all or
-        one per prompt. Raises RequestError for a prompt that cannot be served, before any step.
+        one per prompt. A prompt that is too long beside others that are not ends with
+        ``finish_reason`` "error" and the reason as ``message``. Raises RequestError, before any
+        step, for any other prompt that cannot be served, or when all are too long.
         """
         prompt_list = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
-        submissions = [
-            Submission(prompt=self._token_ids(prompt), params=params)
-            for prompt, params in zip(
-                prompt_list, _params_per_prompt(sampling_params, len(prompt_list)), strict=True
-            )
-        ]
+        params_list = _params_per_prompt(sampling_params, len(prompt_list))
+        submissions = []
+        for number, (prompt, params) in enumerate(zip(prompt_list, params_list, strict=True)):
+            with _placed(number, len(prompt_list)):
+                submissions.append(Submission(prompt=self._token_ids(prompt), params=params))
         results = [
             RequestOutput(
                 prompt if isinstance(prompt, str) else None,
@@ -113,75 +125,130 @@ class LLM:
     def stream(self, submissions: Sequence[Submission]) -> Iterator[tuple[int, Output]]:
         """Yield (index of the submission, Output) while the engine runs, one per choice and step.
 
-        Closing the iterator early aborts the running requests. Raises as ``generate`` does.
+        Closing the iterator early aborts the running requests. Too long prompts end and errors are
+        raised as ``generate`` does. Raises RuntimeError while a request of ``add_request`` lives.
         """
-        built_engine = self._require_engine()
-        engine, intake = built_engine.engine, built_engine.intake
-        submissions = [self._with_bad_word_ids(submission) for submission in submissions]
-        requests = [self._checked(intake.request(submission)) for submission in submissions]
-        waiting = deque(enumerate(requests))
-        live: dict[str, tuple[int, dict[int, ChoiceText]]] = {}
+        if self._live:
+            raise RuntimeError("requests of add_request are unfinished: step or abort them first")
+        engine, requests = self._require_engine().engine, self._checked_all(submissions)
+        numbers: dict[str, int] = {}
         try:
-            while waiting or live:
-                self._feed(waiting, live, submissions)
-                events = engine.step()
-                yield from self._outputs(events, live)
-                if engine.dead_reason:
-                    raise EngineDead(engine.dead_reason)
-                if engine.idle and live and not events:
-                    engine.sleep()  # until a grammar is compiled
+            for number, (submission, request) in enumerate(zip(submissions, requests, strict=True)):
+                if not isinstance(request, TooLongError):
+                    numbers[self._enqueue(submission, request)] = number
+            for number, request in enumerate(requests):
+                if isinstance(request, TooLongError):
+                    for choice in range(submissions[number].params.n):
+                        yield number, _refused(choice, request)
+            while self._live:
+                for request_id, output in self.step():
+                    yield numbers[request_id], output
+                self._check_alive()
         finally:
-            for request_id in live:
-                engine.abort(request_id)
-            while live and not engine.dead_reason:
+            unfinished = list(self._live)
+            for request_id in unfinished:
+                self.abort_request(request_id)
+            while unfinished and not engine.dead_reason:
                 engine.step()
                 if engine.idle:
                     break
 
-    def _checked(self, request: Request) -> Request:
+    def add_request(self, submission: Submission) -> str:
+        """Queue a request for the steps to come. Returns its id: the submission's, or a new one.
+        Raises RequestError for one that can never run.
+        """
+        return self._enqueue(submission, self._checked(submission))
+
+    def abort_request(self, request_id: str) -> None:
+        """End a request, of which nothing more comes. One that has ended is ignored."""
+        if self._live.pop(request_id, None) is None:
+            return
+        queued = [request for request in self._queue if request.id == request_id]
+        for request in queued:
+            self._queue.remove(request)
+        if not queued:
+            self._require_engine().engine.abort(request_id)
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        return bool(self._live)
+
+    def step(self) -> list[tuple[str, Output]]:
+        """Compute one step of the requests that were added. Returns (request id, Output) of every
+        choice that it continued or ended; nothing without requests. Raises EngineDead.
+        """
+        engine = self._require_engine().engine
+        self._check_alive()
+        self._feed()
+        events = engine.step()
+        outputs = list(self._outputs(events))
+        if engine.idle and self._live and not events:
+            engine.sleep()  # until a grammar is compiled
+        return outputs
+
+    def _check_alive(self) -> None:
+        reason = self._require_engine().engine.dead_reason
+        if reason:
+            self._live.clear()
+            self._queue.clear()
+            raise EngineDead(reason)
+
+    def _checked_all(self, submissions: Sequence[Submission]) -> list[Request | TooLongError]:
+        """A request for each submission, or why it is too long. Raises RequestError if all are."""
+        requests: list[Request | TooLongError] = []
+        for number, submission in enumerate(submissions):
+            try:
+                with _placed(number, len(submissions)):
+                    requests.append(self._checked(submission))
+            except TooLongError as error:
+                requests.append(error)
+        refusals = [request for request in requests if isinstance(request, TooLongError)]
+        if refusals and len(refusals) == len(requests):
+            raise refusals[0]
+        return requests
+
+    def _checked(self, submission: Submission) -> Request:
         """The request, once its grammar was found to be one that the engine may compile."""
+        request = self._require_engine().intake.request(self._with_bad_word_ids(submission))
         outputs = request.params.guided
         if outputs is None:
             return request
         checked = self._grammars.check_now(outputs)
         return replace(request, params=replace(request.params, structured_outputs=checked))
 
-    def _feed(
-        self,
-        waiting: deque[tuple[int, Request]],
-        live: dict[str, tuple[int, dict[int, ChoiceText]]],
-        submissions: Sequence[Submission],
-    ) -> None:
-        """Submit as many requests as the queue has room for."""
-        built_engine = self._require_engine()
-        while waiting:
-            number, request = waiting[0]
+    def _enqueue(self, submission: Submission, request: Request) -> str:
+        if request.id in self._live:
+            raise RequestError("id", f"{request.id!r} is already in use: choose another id")
+        vocabulary = self._require_engine().vocabulary
+        self._live[request.id] = {
+            i: ChoiceText(i, submission, vocabulary) for i in range(request.params.n)
+        }
+        self._queue.append(request)
+        return request.id
+
+    def _feed(self) -> None:
+        """Submit as many requests as the engine's queue has room for."""
+        engine = self._require_engine().engine
+        while self._queue:
             try:
-                built_engine.engine.submit(request)
+                engine.submit(self._queue[0])
             except QueueFull:
                 return
-            waiting.popleft()
-            choices = {
-                i: ChoiceText(i, submissions[number], built_engine.vocabulary)
-                for i in range(request.params.n)
-            }
-            live[request.id] = number, choices
+            self._queue.popleft()
 
-    def _outputs(
-        self, events: Sequence[ChoiceEvent], live: dict[str, tuple[int, dict[int, ChoiceText]]]
-    ) -> Iterator[tuple[int, Output]]:
+    def _outputs(self, events: Sequence[ChoiceEvent]) -> Iterator[tuple[str, Output]]:
         for event in events:
-            if event.request_id not in live:
-                continue  # a canary, or a choice that a stop string ended
-            number, choices = live[event.request_id]
+            if event.request_id not in self._live:
+                continue  # a canary, an aborted one, or a choice that a stop string ended
+            choices = self._live[event.request_id]
             choice = choices[event.choice]
             if not choice.finished:
                 output, stopped_early = choice.take([event])
                 if stopped_early:
                     self._require_engine().engine.finish(event.request_id, event.choice)
                 if all(text.finished for text in choices.values()):
-                    del live[event.request_id]
-                yield number, output
+                    del self._live[event.request_id]
+                yield event.request_id, output
 
     def _with_bad_word_ids(self, submission: Submission) -> Submission:
         words = submission.params.bad_words
@@ -242,6 +309,20 @@ def _params_per_prompt(
             "sampling_params", f"{len(params)} for {count} prompts: give one, or one per prompt"
         )
     return params
+
+
+@contextmanager
+def _placed(number: int, count: int) -> Iterator[None]:
+    """Let an error about one of several prompts say which."""
+    try:
+        yield
+    except RequestError as error:
+        raise (error.placed(f"prompts[{number}]") if count > 1 else error) from None
+
+
+def _refused(choice: int, error: TooLongError) -> Output:
+    failure = Failure(str(error), FailureKind.LENGTH)
+    return Output(choice, (), "", finish_reason=FinishReason.ERROR, failure=failure)
 
 
 def _append(result: CompletionOutput, output: Output) -> None:

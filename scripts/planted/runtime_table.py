@@ -497,6 +497,20 @@ BUGS = (
         ("functional/api/test_api_openai.py",),
     ),
     PackageBug(
+        "a prompt that is too long ends all the others",
+        "fairlead_runtime.llm:LLM._checked_all",
+        "len(refusals) == len(requests)",
+        "len(requests)",
+        ("unit/build/test_llm.py",),
+    ),
+    PackageBug(
+        "an aborted request that waits is computed all the same",
+        "fairlead_runtime.llm:LLM.abort_request",
+        "self._queue.remove(request)",
+        "pass",
+        ("unit/build/test_llm.py",),
+    ),
+    PackageBug(
         "a view counts the margin as free for those that wait",
         "fairlead_runtime.scheduling.admission:room",
         " - growing - margin",

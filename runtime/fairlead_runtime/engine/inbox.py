@@ -12,7 +12,7 @@ from typing import Any, Protocol, Self
 
 from fairlead_runtime.engine.progress import StepProgress
 from fairlead_runtime.outputs import EngineDead, QueueFull, ServiceError
-from fairlead_runtime.request.sequence import Failure, FinishReason, Request, RequestError
+from fairlead_runtime.request.sequence import Failure, FinishReason, Request, TooLongError
 from fairlead_runtime.scheduling.admission import refusal
 from fairlead_runtime.scheduling.plan import Limits
 from fairlead_runtime.sizing.terms import QUEUE_TOKENS
@@ -43,11 +43,11 @@ class Bounds:
         return min(self.max_model_len, self.num_blocks * self.block_size)
 
     def resolve_max_tokens(self, prompt_len: int, max_tokens: int | None) -> int:
-        """``max_tokens``, or the largest value that fits when it is omitted. Raises RequestError
+        """``max_tokens``, or the largest value that fits when it is omitted. Raises TooLongError
         for a request that can never fit.
         """
         if message := refusal(self, prompt_len, max_tokens):
-            raise RequestError("prompt" if max_tokens is None else "max_tokens", message)
+            raise TooLongError("prompt" if max_tokens is None else "max_tokens", message)
         return max_tokens or self.capacity - prompt_len
 
 

@@ -37,6 +37,14 @@ class RequestError(ValueError):
         """The error about the field's name in ``names``."""
         return type(self)(names.get(self.param, self.param), self._message)
 
+    def placed(self, where: str) -> Self:
+        """The error with the place of its request among several, in parentheses."""
+        return type(self)(self.param, f"{self._message} ({where})")
+
+
+class TooLongError(RequestError):
+    """Prompt and max_tokens together exceed what one request may have: it can never run."""
+
 
 class FinishReason(enum.StrEnum):
     STOP = "stop"  # an end-of-sequence or stop token
@@ -51,6 +59,7 @@ class FailureKind(enum.StrEnum):
     INTERNAL = "internal"  # the server: clients do not get the message
     CONSTRAINTS = "constraints"  # the parameters exclude every token
     GRAMMAR = "grammar"  # of the structured output
+    LENGTH = "length"  # it can never run: ``LLM`` alone has such an outcome
 
 
 class Failure(NamedTuple):

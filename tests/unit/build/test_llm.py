@@ -8,8 +8,8 @@ import pytest
 
 from fairlead_runtime import llm as module
 from fairlead_runtime.llm import LLM
-from fairlead_runtime.outputs import ModelFacts, Submission
-from fairlead_runtime.request.sequence import FinishReason, SamplingParams
+from fairlead_runtime.outputs import EngineDead, ModelFacts, Submission
+from fairlead_runtime.request.sequence import FinishReason, RequestError, SamplingParams
 from fairlead_runtime.serving.detokenize import vocabulary_of
 from fairlead_runtime.serving.intake import Intake
 from support import tiny
@@ -88,3 +88,66 @@ def test_more_prompts_than_the_queue_holds_are_all_answered(built: dict[str, Any
         results = one.generate(prompts, SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
     assert [len(result.outputs[0].token_ids) for result in results] == [4] * 30
     assert all(r.outputs[0].finish_reason is FinishReason.LENGTH for r in results)
+
+
+def test_a_prompt_that_is_too_long_ends_with_its_reason_and_the_others_are_generated(
+    built: dict[str, Any],
+) -> None:
+    most = built["engine"].bounds.capacity
+    prompts = [{"prompt_token_ids": [5] * count} for count in (3, most, 4)]
+    with LLM("demo:") as one:
+        params = SamplingParams(temperature=0, max_tokens=4, n=2)
+        short, long, other = one.generate(prompts, params, use_tqdm=False)
+        for result in (short, other):
+            assert [len(choice.token_ids) for choice in result.outputs] == [4, 4]
+        for choice in long.outputs:
+            assert (choice.finish_reason, choice.token_ids) == ("error", [])
+            assert choice.message.startswith(f"max_tokens: prompt {most} + max_tokens 4 = ")
+        with pytest.raises(RequestError, match=f"prompt {most}"):
+            one.generate(prompts[1], params)
+        with pytest.raises(RequestError, match=r"token ids must be from 0 .*\(prompts\[1\]\)"):
+            one.generate([prompts[0], {"prompt_token_ids": [-1]}], params)
+        assert one.generate(prompts[:1], params, use_tqdm=False)
+
+
+def test_requests_by_hand_run_step_by_step_join_and_are_aborted(built: dict[str, Any]) -> None:
+    text = dict.fromkeys(("first", "second", "third"), "")
+    with LLM("demo:") as one:
+        assert one.step() == []
+        params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+        endless = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+        one.add_request(Submission(prompt=(5, 6), params=params, id="first"))
+        one.add_request(Submission(prompt=(5, 6), params=endless, id="second"))
+        with pytest.raises(RequestError, match="already in use"):
+            one.add_request(Submission(prompt=(5,), params=params, id="first"))
+        with pytest.raises(RuntimeError, match="unfinished"):
+            one.generate("abc")
+        steps = 0
+        while one.has_unfinished_requests:
+            for name, output in one.step():
+                text[name] += output.text
+            steps += 1
+            if steps == 2:  # two run: it waits until the first has ended
+                assert (
+                    one.add_request(Submission(prompt=(7,), params=params, id="third")) == "third"
+                )
+            if text["third"]:
+                one.abort_request("second")
+        one.abort_request("unknown")
+        assert (text["first"], text["third"]) == (TEXT[:4], TEXT[:4])
+        assert 4 <= len(text["second"]) < 10
+        one.add_request(Submission(prompt=(5, 6), params=endless))
+        one.add_request(Submission(prompt=(5, 6), params=endless, id="queued"))
+        one.abort_request("queued")
+        one.step()
+        stats = built["engine"].snapshot().scheduler
+        assert stats.running + stats.waiting == 1
+
+
+def test_a_dead_engine_ends_requests_by_hand(built: dict[str, Any]) -> None:
+    with LLM("demo:") as one:
+        one.add_request(Submission(prompt=(5, 6)))
+        built["engine"]._give_up("for the test")
+        with pytest.raises(EngineDead, match="for the test"):
+            one.step()
+        assert not one.has_unfinished_requests

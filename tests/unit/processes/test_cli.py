@@ -66,8 +66,9 @@ def test_a_flag_that_is_none_is_refused_with_ours(
 
 def test_the_package_exports_its_names_without_importing_torch() -> None:
     done = run_python(
-        "import sys, fairlead_runtime; from fairlead_runtime import SamplingParams;"
-        "assert SamplingParams(max_tokens=3).max_tokens == 3; assert 'torch' not in sys.modules;"
+        "import sys, fairlead_runtime; from fairlead_runtime import SamplingParams, Submission;"
+        "params = SamplingParams(max_tokens=3); assert Submission(prompt=(1,)).params != params;"
+        "assert 'torch' not in sys.modules;"
         "assert 'LLM' in fairlead_runtime.__all__"
     )
     assert done.returncode == 0, done.stderr
