@@ -511,6 +511,20 @@ BUGS = (
         ("unit/build/test_llm.py",),
     ),
     PackageBug(
+        "a trace's sampled tokens are one step late",
+        "fairlead_runtime.recording.trace:RowView.sampled_ids",
+        "end : end + 1",
+        "end + 1 : end + 2",
+        ("unit/scheduling/test_trace_pictures.py",),
+    ),
+    PackageBug(
+        "a mask's bar shows cached keys as new ones",
+        "fairlead_runtime.recording.mask:mask_of",
+        "CACHED * row.start + NEW * row.count",
+        "NEW * row.start + NEW * row.count",
+        ("unit/scheduling/test_trace_pictures.py",),
+    ),
+    PackageBug(
         "a view counts the margin as free for those that wait",
         "fairlead_runtime.scheduling.admission:room",
         " - growing - margin",

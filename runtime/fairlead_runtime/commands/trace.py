@@ -1,6 +1,7 @@
-"""`fairlead trace FILE [--format text|chrome|svg] [--step N]`: show the steps of a recorded run.
+"""`fairlead trace FILE [--format text|chrome|svg] [--step N] [--tokenizer MODEL]`: show the steps
+of a recorded run.
 
-Exit code: 0 shown, 2 the file cannot be read or has no such step.
+Exit code: 0 shown, 2 the file or the tokenizer cannot be read, or there is no such step.
 """
 
 import argparse
@@ -9,10 +10,14 @@ import os
 import sys
 from collections.abc import Iterator
 
+from fairlead_runtime.hub.source import resolve
+from fairlead_runtime.models.model_error import ModelError
 from fairlead_runtime.recording.mask import mask_text
 from fairlead_runtime.recording.picture import mask_picture, slots_picture
 from fairlead_runtime.recording.record import RecordError, Recording
 from fairlead_runtime.recording.trace import StepView, as_events, as_text, steps
+from fairlead_runtime.recording.words import Words
+from fairlead_runtime.settings.engine_config import ConfigError
 
 
 def main(argv: list[str]) -> int:
@@ -29,19 +34,25 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--step", type=int, metavar="N", help="show the mask of step N, as text or svg"
     )
+    parser.add_argument(
+        "--tokenizer",
+        metavar="MODEL",
+        help="show what the tokens say: the model of the run, demo:, a directory, or on the hub",
+    )
     options = parser.parse_args(argv)
     if options.step is not None and options.format == "chrome":
         parser.error("--step: takes --format text or svg")
     try:
         recording = Recording(options.file)
-        for line in _lines(recording, options.format, options.step):
+        words = None if options.tokenizer is None else _words(options.tokenizer)
+        for line in _lines(recording, options.format, options.step, words):
             sys.stdout.write(line + "\n")
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader (`| head`) has exited. Without this, Python's flush at exit fails, too.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except RecordError as error:
+    except (RecordError, ModelError, ConfigError) as error:
         sys.stderr.write(f"fairlead trace: {error}\n")
         return 2
     if recording.truncated:
@@ -49,13 +60,25 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _lines(recording: Recording, form: str, step: int | None) -> Iterator[str]:
+def _words(model: str) -> Words:
+    """Raises ModelError or ConfigError where the model has no tokenizer that can be read."""
+    path = resolve(model).path
+    # Imported here: transformers takes seconds, and a trace without words needs neither.
+    from fairlead_runtime.models.tokenizer_files import load_tokenizer
+    from fairlead_runtime.serving.detokenize import vocabulary_of
+
+    return Words(vocabulary_of(load_tokenizer(path)).decode)
+
+
+def _lines(recording: Recording, form: str, step: int | None, words: Words | None) -> Iterator[str]:
     if step is None:
         renderings = {"text": as_text, "chrome": _json, "svg": slots_picture}
-        return renderings[form](recording)
+        return renderings[form](recording, words)
     # A picture has one mask: the first group's. The text has one for each window.
     view, window = _step(recording, step), recording.groups[0].window
-    return mask_picture(view, window) if form == "svg" else mask_text(recording, view)
+    if form == "svg":
+        return mask_picture(view, window, words)
+    return mask_text(recording, view, words)
 
 
 def _step(recording: Recording, number: int) -> StepView:
@@ -65,10 +88,10 @@ def _step(recording: Recording, number: int) -> StepView:
     raise RecordError(f"{recording.path}: has no step {number}")
 
 
-def _json(recording: Recording) -> Iterator[str]:
+def _json(recording: Recording, words: Words | None) -> Iterator[str]:
     """One JSON object in lines of one event each, so that long runs need no memory."""
     separator = '{"displayTimeUnit":"ms","traceEvents":['
-    for event in as_events(recording):
+    for event in as_events(recording, words):
         yield separator + json.dumps(event, separators=(",", ":"))
         separator = ","
     yield "]}"

@@ -4,11 +4,12 @@ Owns the two renderings. Only reads the file and never runs a scheduler, so it a
 other versions.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from fairlead_runtime.recording.record import Line, RecordError, Recording
+from fairlead_runtime.recording.words import Words
 
 STEP_SECONDS = 1e-3  # length of a step when the recording has no times
 PROCESS = 1
@@ -23,6 +24,7 @@ class _TracedSequence:
     prompt: int
     limit: int
     tokens: int
+    ids: list[int]  # prompt and generated
     slot: int | None = None  # while it runs: the lowest slot that was free at its start
 
 
@@ -36,6 +38,22 @@ class RowView(NamedTuple):
     units: int
     decode: bool
     how: str  # how it started: "starts", "prefix 8", "fork of r1/0", "restored"; else ""
+    ids: Sequence[int] = ()  # of the whole sequence, also what it generates later
+    samples: bool = False
+
+    @property
+    def cached_ids(self) -> Sequence[int]:
+        return self.ids[: self.start]
+
+    @property
+    def new_ids(self) -> Sequence[int]:
+        return self.ids[self.start : self.start + self.count]
+
+    @property
+    def sampled_ids(self) -> Sequence[int]:
+        """The token that the step samples, where it samples one and the recording has it."""
+        end = self.start + self.count
+        return self.ids[end : end + 1] if self.samples else ()
 
 
 @dataclass(slots=True)
@@ -53,7 +71,7 @@ class StepView:
     begin: float = 0.0
     end: float = 0.0
     errors: list[str] = field(default_factory=list)
-    ended: list[tuple[str, int]] = field(default_factory=list)  # name, generated tokens
+    ended: list[tuple[str, Sequence[int]]] = field(default_factory=list)  # name, generated ids
 
 
 def steps(recording: Recording) -> Iterator[StepView]:
@@ -106,7 +124,8 @@ class _TraceReader:
 
     def _add(self, line: Line) -> None:
         request = line["add"]
-        prompt, n = len(request["prompt"]), request["params"]["n"]
+        ids, n = request["prompt"], request["params"]["n"]
+        prompt = len(ids)
         name = full = str(request["id"])
         if len(full) > LONGEST_NAME:
             name = f"#{len(self.short_names)}"
@@ -114,7 +133,7 @@ class _TraceReader:
         for choice, i in enumerate(line["sequences"]):
             label = name if n == 1 else f"{name}/{choice}"
             self.sequences[i] = _TracedSequence(
-                label, prompt, prompt + request["max_tokens"], prompt
+                label, prompt, prompt + request["max_tokens"], prompt, list(ids)
             )
         full_name = f" = {full}" if name != full else ""
         self.notes.append(
@@ -145,8 +164,8 @@ class _TraceReader:
                 "restored" if source == "restore" else f"prefix {start}" if start else "starts"
             )
         rows = [
-            self._row(i, start, count, units, how.get(i, ""))
-            for (i, start, count, _), units in zip(plan["rows"], line["held"], strict=True)
+            self._row(row, units, how.get(row[0], ""))
+            for row, units in zip(plan["rows"], line["held"], strict=True)
         ]
         waiting = [self.sequences[i].name for i in line["waiting"]]
         view = StepView(
@@ -162,12 +181,23 @@ class _TraceReader:
         self.notes = []
         return view
 
-    def _row(self, i: int, start: int, count: int, units: int, how: str) -> RowView:
+    def _row(self, planned: list[int], units: int, how: str) -> RowView:
+        i, start, count, samples = planned
         sequence = self.sequences[i]
         decode = count == 1 and start >= sequence.prompt
         slot = -1 if sequence.slot is None else sequence.slot
         return RowView(
-            sequence.name, slot, start, count, sequence.tokens, sequence.limit, units, decode, how
+            sequence.name,
+            slot,
+            start,
+            count,
+            sequence.tokens,
+            sequence.limit,
+            units,
+            decode,
+            how,
+            sequence.ids,
+            bool(samples),
         )
 
     def _update(self, line: Line, view: StepView) -> StepView:
@@ -177,12 +207,13 @@ class _TraceReader:
         self.ended = view.end
         for i, message, *_ in line["errors"]:
             view.errors.append(f"{self.sequences[i].name}: {message}")
-        for i, _ in line["tokens"]:
+        for i, token in line["tokens"]:
             self.sequences[i].tokens += 1
+            self.sequences[i].ids.append(token)
         for i in line["ended"]:
             self._free_slot(i)
             sequence = self.sequences.pop(i)
-            view.ended.append((sequence.name, sequence.tokens - sequence.prompt))
+            view.ended.append((sequence.name, sequence.ids[sequence.prompt :]))
         return view
 
     def _take_slot(self, i: int) -> None:
@@ -201,8 +232,16 @@ class _TraceReader:
 # -- text
 
 
-def as_text(recording: Recording) -> Iterator[str]:
-    """Lines to print: the limits, then each step with its rows."""
+LEGEND = (
+    "a row: [slot] request |= computed before, # in this step, . to come|; packed: each token as "
+    "the last digit of its slot"
+)
+
+
+def as_text(recording: Recording, words: Words | None = None) -> Iterator[str]:
+    """Lines to print: the limits, then each step with its rows and, with ``words``, what they
+    say.
+    """
     limits, groups = recording.limits, recording.groups
     units = limits.num_blocks * len(groups)
     kinds = ", ".join("full" if g.window is None else f"window {g.window}" for g in groups)
@@ -213,12 +252,14 @@ def as_text(recording: Recording) -> Iterator[str]:
         f"{limits.max_requests} requests a step; "
         f"{units} blocks of {limits.block_size} tokens ({kinds}), margin {limits.safety_margin:.0%}"
     )
+    yield LEGEND
     for view in steps(recording):
         yield from view.notes
         tokens = sum(row.count for row in view.rows)
         decodes = sum(row.decode for row in view.rows)
         yield (
-            f"step {view.step}: {tokens} tokens = {decodes} decode + {tokens - decodes} prefill | "
+            f"step {view.step}: {tokens} tokens = {decodes} decode + {tokens - decodes} prefill, "
+            f"beside {sum(row.start for row in view.rows)} cached keys | "
             f"blocks {units - view.free - view.cached} held, {view.cached} cached, "
             f"{view.free} free | "
             f"waiting {len(view.waiting)}{_names(view.waiting)}"
@@ -230,10 +271,13 @@ def as_text(recording: Recording) -> Iterator[str]:
         width = max((len(row.name) for row in view.rows), default=0)
         for row in view.rows:
             yield _row_text(row, width)
+            if words is not None:
+                yield f"      {words.words(row.new_ids)} -> {words.words(row.sampled_ids)}".rstrip()
         for error in view.errors:
             yield f"  x {error}"
-        for name, tokens in view.ended:
-            yield f"  = {name} ends with {tokens} tokens"
+        for name, ids in view.ended:
+            text = "" if words is None else f": {words.text(ids)}"
+            yield f"  = {name} ends with {len(ids)} tokens{text}"
 
 
 def _row_text(row: RowView, width: int) -> str:
@@ -266,9 +310,9 @@ def _names(names: list[str]) -> str:
 # -- trace events
 
 
-def as_events(recording: Recording) -> Iterator[dict[str, Any]]:
+def as_events(recording: Recording, words: Words | None = None) -> Iterator[dict[str, Any]]:
     """Events in Trace Event Format, for the list ``traceEvents``: one track per slot, counters for
-    requests and blocks.
+    requests and blocks; with ``words`` what each row computes and samples.
     """
     units = recording.limits.num_blocks * len(recording.groups)
     yield _meta("process_name", 0, f"fairlead ({recording.limits.policy})")
@@ -290,6 +334,9 @@ def as_events(recording: Recording) -> Iterator[dict[str, Any]]:
                 "blocks": row.units,
                 "how": row.how,
             }
+            if words is not None:
+                args |= {"tokens": words.words(row.new_ids)}
+                args |= {"sampled": words.words(row.sampled_ids)}
             yield _event("X", f"{row.name} {phase}", row.slot, at, dur=length, args=args, cat="row")
         for name, slot, offload in view.preempted:
             args = {"step": view.step, "offload": offload}

@@ -16,6 +16,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]  # public,
 
 import fairlead_runtime
 from fairlead_runtime import LLM, SamplingParams
+from fairlead_runtime.commands import trace
 from fairlead_runtime.device.model.paged_model import PagedModel
 from fairlead_runtime.device.warmup.decode_plan import DecodePlan
 from fairlead_runtime.grammar import guides
@@ -81,7 +82,7 @@ def test_every_prompt_gets_its_result_in_order(llm: LLM) -> None:
 
 
 def test_a_long_prompt_beside_a_decode_is_computed_in_parts_with_the_same_text(
-    llm: LLM, model: str, tmp_path: Path
+    llm: LLM, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     short, long = ({"prompt_token_ids": [7] * count} for count in (3, 450))
@@ -92,6 +93,9 @@ def test_a_long_prompt_beside_a_decode_is_computed_in_parts_with_the_same_text(
     parts = [row.count for view in steps(Recording(record)) for row in view.rows if row.start < 450]
     # The first step has no decode and takes all it can; the others have one.
     assert [count for count in parts if count > 3] == [253, 96, 96, 5]
+    assert trace.main([str(record), "--tokenizer", model]) == 0
+    text = together[0].outputs[0].text
+    assert f"ends with 4 tokens: {text!r}" in capsys.readouterr().out
 
 
 def test_a_single_prompt_needs_no_list_and_no_parameters(llm: LLM) -> None:

@@ -11,7 +11,7 @@ import pytest
 from fairlead_runtime.commands import replay as replay_command
 from fairlead_runtime.commands import trace as trace_command
 from fairlead_runtime.recording.record import RecordedScheduler, Recording
-from fairlead_runtime.recording.trace import as_text, steps
+from fairlead_runtime.recording.trace import LEGEND, as_text, steps
 from fairlead_runtime.request.sequence import Failure, FailureKind, Request, SamplingParams
 from fairlead_runtime.scheduling import Finished, Limits, Result, Scheduler, Work
 from fairlead_runtime.sizing.groups import group_layers
@@ -52,10 +52,10 @@ def test_a_run_with_launched_steps_replays_and_shows_each_of_them(
     assert replay_command.main([str(path)]) == 0
     assert capsys.readouterr().out == f"identical: {outcome.steps} steps\n"
     assert [view.step for view in steps(Recording(path))] == list(range(outcome.steps))
-    shown = {name: tokens for view in steps(Recording(path)) for name, tokens in view.ended}
+    shown = {name: ids for view in steps(Recording(path)) for name, ids in view.ended}
     for (name, choice), tokens in outcome.delivered.items():
         if outcome.finishes[name, choice] in ("stop", "length"):
-            assert shown.get(f"{name}/{choice}", shown.get(name)) == len(tokens)
+            assert shown.get(f"{name}/{choice}", shown.get(name)) == list(tokens)
 
 
 @pytest.mark.parametrize("seed", range(3000, 3006, 1 if LONG_FORM else 3))
@@ -311,19 +311,20 @@ def test_the_text_shows_slots_ranges_blocks_queue_and_preemptions(
     three_requests(tmp_path / "run.jsonl")
     assert trace_command.main([str(tmp_path / "run.jsonl")]) == 0
     out = capsys.readouterr().out.splitlines()
-    assert out[:7] == [
+    assert out[:8] == [
         "fifo: 8 tokens and 4 requests a step; 7 blocks of 4 tokens (full), margin 0%",
+        LEGEND,
         "+ long: prompt 10, max_tokens 6, n 1",
         "+ pair: prompt 4, max_tokens 12, n 2",
         (
-            "step 0: 8 tokens = 0 decode + 8 prefill | blocks 2 held, 0 cached, 5 free | "
-            "waiting 2 (pair/0 pair/1)"
+            "step 0: 8 tokens = 0 decode + 8 prefill, beside 0 cached keys | "
+            "blocks 2 held, 0 cached, 5 free | waiting 2 (pair/0 pair/1)"
         ),
         "  packed 00000000",
         "  [0] long |############............| prefill 0..7 of 10        2 blocks  starts",
         (
-            "step 1: 6 tokens = 0 decode + 6 prefill | blocks 4 held, 0 cached, 3 free | "
-            "waiting 1 (pair/1)"
+            "step 1: 6 tokens = 0 decode + 6 prefill, beside 8 cached keys | "
+            "blocks 4 held, 0 cached, 3 free | waiting 1 (pair/1)"
         ),
     ]
     assert "  ! pair/1 preempted, to be recomputed" in out

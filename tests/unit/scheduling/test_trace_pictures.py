@@ -1,14 +1,17 @@
 """The mask of a recorded step, and the pictures of slots and masks."""
 
+import json
 import xml.etree.ElementTree as ET
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from fairlead_runtime.commands import trace as command
-from fairlead_runtime.recording.mask import MOST_CELLS, mask_of
+from fairlead_runtime.recording.mask import LEGEND, MOST_CELLS, mask_of
 from fairlead_runtime.recording.record import RecordedScheduler
 from fairlead_runtime.recording.trace import RowView, StepView
+from fairlead_runtime.recording.words import MOST_WORDS, Words
 from fairlead_runtime.request.sequence import Request, SamplingParams
 from fairlead_runtime.scheduling import Limits, Result
 from fairlead_runtime.sizing.groups import group_layers
@@ -73,10 +76,51 @@ def test_a_steps_mask_is_shown_once_for_each_kind_of_layer(
     record(path, [None, 3, None])
     lines = shown(capsys, path, "--step", "1").splitlines()
     assert lines[0] == "step 1, full attention: 6 queries, 14 keys"
-    assert lines[1] == "  [0] <long> #########....."
-    assert lines[3] == "  [1] pair/0 ..........#..."
-    assert lines[7] == "step 1, a window of 3: 6 queries, 14 keys"
-    assert lines[8] == "  [0] <long> ......###....."
+    assert lines[1] == "  keys of      AAAAAAAAAABBBB"
+    assert lines[2] == "               ========######"
+    assert lines[3] == "  [0] A <long> #########....."
+    assert lines[5] == "  [1] B pair/0 ..........#..."
+    assert lines[9] == "step 1, a window of 3: 6 queries, 14 keys"
+    assert lines[12] == "  [0] A <long> ......###....."
+    assert lines[-1] == LEGEND
+
+
+def letters(ids: Sequence[int]) -> str:
+    """A decoder: 0 is a, 1 is b; 9 is a line break."""
+    return "".join("\n" if i == 9 else chr(97 + i) for i in ids)
+
+
+def test_with_a_tokenizer_every_view_shows_the_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "_words", lambda _model: Words(letters))
+    path = tmp_path / "run.jsonl"
+    record(path, [None])
+    text = shown(capsys, path, "--tokenizer", "m").splitlines()
+    first = text.index(next(line for line in text if line.startswith("  [0] <long>")))
+    assert text[first + 1] == "      'a' 'b' 'c' 'd' 'e' 'f' 'g' 'h' ->"
+    assert "      'i' '\\n' -> '\\n'" in text
+    assert r"  = <long> ends with 6 tokens: '\n\n\n\n\n\n'" in text
+    mask = shown(capsys, path, "--tokenizer", "m", "--step", "1").splitlines()
+    assert mask[0] == "A = [0] <long>: 'a' 'b' 'c' 'd' 'e' 'f' 'g' 'h' | 'i' '\\n'"
+    assert any(line.startswith("  [1] B pair/0 'b'") for line in mask)
+    picture = ET.fromstring(
+        shown(capsys, path, "--tokenizer", "m", "--format", "svg", "--step", "1")
+    )
+    texts = [one.text for one in picture.findall(f"{SVG}text")]
+    assert texts.count("'b'") == 3, "two keys and one query"
+    assert texts.count("'\\n'") == 2, "the key and the query of the last token of the long one"
+    tips = shown(capsys, path, "--tokenizer", "m", "--format", "svg")
+    assert "prefill 8..9, 3 blocks: 'i' '\\n' -&gt; '\\n'" in tips
+    events = json.loads(shown(capsys, path, "--tokenizer", "m", "--format", "chrome"))
+    assert "'i' '\\n'" in {e.get("args", {}).get("tokens") for e in events["traceEvents"]}
+
+
+def test_a_long_row_shows_its_first_and_last_words() -> None:
+    words = Words(letters)
+    assert words.words(range(5)).split() == ["'a'", "'b'", "'c'", "'d'", "'e'"]
+    assert len(words.words([0] * 100).split()) == MOST_WORDS + 1
+    assert Words(lambda _ids: "x" * 50).word(1) == "'" + "x" * 11 + "…'"
 
 
 def test_the_pictures_are_svg_with_a_rectangle_for_each_row_and_cell(
@@ -95,9 +139,11 @@ def test_the_pictures_are_svg_with_a_rectangle_for_each_row_and_cell(
     crosses = [t for t in slots.findall(f"{SVG}text") if t.findtext(f"{SVG}title")]
     assert len(crosses) == text.count("preempted")
     mask = ET.fromstring(shown(capsys, path, "--format", "svg", "--step", "1"))
-    assert len(mask.findall(f"{SVG}rect")) == 6 * 14
+    assert len(mask.findall(f"{SVG}rect")) == 6 * 14 + 14
     seen = [r for r in mask.findall(f"{SVG}rect") if r.get("fill") != "#eeeeee"]
-    assert len(seen) == 9 + 10 + 1 + 2 + 3 + 4
+    assert len(seen) == 9 + 10 + 1 + 2 + 3 + 4 + 14
+    bar = [r for r in seen if r.get("fill-opacity") == "0.35"]
+    assert len(bar) == 8, "the keys that were cached before the step"
 
 
 def test_the_text_says_when_a_request_ends(
@@ -115,6 +161,8 @@ def test_a_step_that_was_not_recorded_is_named(
 ) -> None:
     path = tmp_path / "run.jsonl"
     record(path, [None])
+    assert command.main([str(path), "--tokenizer", "/no/such/model"]) == 2
+    assert "/no/such/model: no such directory" in capsys.readouterr().err
     assert command.main([str(path), "--step", "999"]) == 2
     assert capsys.readouterr().err.endswith("has no step 999\n")
     with pytest.raises(SystemExit) as refusal:
