@@ -12,6 +12,7 @@ The rounds are interleaved; compare the ratios, not the seconds.
 """
 
 import argparse
+import itertools
 import json
 import statistics
 import tempfile
@@ -55,14 +56,8 @@ def difference(texts: Mapping[str, list[list[int]]]) -> str:
     for name, answers in others:
         for number, (ours, theirs) in enumerate(zip(answers, expected, strict=True)):
             if ours != theirs:
-                at = next(
-                    (
-                        i
-                        for i, pair in enumerate(zip(ours, theirs, strict=False))
-                        if len(set(pair)) > 1
-                    ),
-                    min(len(ours), len(theirs)),
-                )
+                pairs = zip(ours, theirs, strict=False)
+                at = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
                 return f"request {number}: {name} differs from {reference} from token {at} on"
     return ""
 

@@ -10,7 +10,7 @@ from typing import Any
 from xml.etree import ElementTree as ET
 
 import pytest
-from benchmarks import cpu_peers, cpu_picture, machine, models, peers
+from benchmarks import cpu_peers, cpu_picture, machine, models, peers, tutorial
 from benchmarks.turns import OURS, Terms, take_turns
 from torch import nn
 
@@ -33,6 +33,16 @@ def test_the_order_changes_from_round_to_round_and_the_warm_up_does_not_count() 
     assert rested == list(range(6))
     assert ran == [(0, "other"), (0, OURS), (1, OURS), (1, "other"), (2, "other"), (2, OURS)]
     assert found == {OURS: [2.0, 3.0], "other": [2.0, 3.0]}
+
+
+def test_the_tutorial_has_its_six_requests_and_says_where_two_engines_texts_differ() -> None:
+    assert [cap for _, cap in tutorial.REQUESTS] == [6, 50, 300, 30, 180, 45]
+    assert [len(ids) for ids, _ in tutorial.requests()] == [5, 10, 15, 17, 21, 17]
+    static = [[1, 2], [3, 4, 5]]
+    assert tutorial.difference({"static": static, "ours": [[1, 2], [3, 4, 5]]}) == ""
+    for other, at in (([3, 4, 6], 2), ([3, 4], 2), ([7, 4, 5], 0)):
+        problem = tutorial.difference({"static": static, "same": static, "ours": [[1, 2], other]})
+        assert problem == f"request 1: ours differs from static from token {at} on"
 
 
 def test_a_side_that_takes_too_long_runs_once_and_a_failing_one_is_left_out(
