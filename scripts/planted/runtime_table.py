@@ -525,6 +525,13 @@ BUGS = (
         ("unit/scheduling/test_trace_pictures.py",),
     ),
     PackageBug(
+        "every running request is told as decoding",
+        "fairlead_runtime.scheduling.scheduler:Scheduler.stats",
+        "s.status is Status.PREFILLING",
+        "s.status is Status.PENDING",
+        ("unit/serving/test_metrics.py",),
+    ),
+    PackageBug(
         "a view counts the margin as free for those that wait",
         "fairlead_runtime.scheduling.admission:room",
         " - growing - margin",

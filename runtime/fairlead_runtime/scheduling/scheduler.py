@@ -378,6 +378,7 @@ class Scheduler:
         pool = self.state.cache.pool
         return SchedulerStats(
             running=len(self.state.running),
+            prefilling=sum(s.status is Status.PREFILLING for s in self.state.running),
             waiting=len(self.state.policy),
             offloaded=sum(1 for s in self._live.values() if s.host)
             if self.limits.offload_units

@@ -21,6 +21,7 @@ class SchedulerStats:
     """
 
     running: int
+    prefilling: int  # of the running, those whose prompts are not all computed
     waiting: int
     offloaded: int  # waiting sequences whose blocks are in host memory
     units: int

@@ -65,6 +65,9 @@ HELP = {
     names.ARRIVALS: "Requests that reached the engine.",
     names.ABORTED: "Requests whose client disconnected or that the server aborted.",
     names.FAILED: "Requests that ended with an error.",
+    names.RUNNING_BY_PHASE: (
+        "Choices of requests that are running, by phase: prefilling, or decoding."
+    ),
     names.STEPS: "Steps executed.",
     names.STEP_SECONDS: "Time spent in steps.",
     names.STEPS_LAUNCHED: "Steps that nobody waited for before the next one was planned.",
@@ -244,6 +247,9 @@ def _waiting(reading: MetricsSnapshot, snapshot: EngineSnapshot) -> int:
 def labelled(reading: MetricsSnapshot, snapshot: EngineSnapshot) -> list[Labelled]:
     """The metrics of the engine that have a label of their own."""
     totals, engine = reading.totals, snapshot.counters
+    running = max(0, snapshot.scheduler.running - reading.canaries_running)
+    # A canary ends with its first token, so one that runs is prefilling.
+    prefilling = max(0, snapshot.scheduler.prefilling - reading.canaries_running)
     waiting = _waiting(reading, snapshot)
     deferred = min(waiting, snapshot.preparing)
     sources = {
@@ -257,6 +263,11 @@ def labelled(reading: MetricsSnapshot, snapshot: EngineSnapshot) -> list[Labelle
     }
     finished = {reason.value: totals.finished[reason] for reason in FinishReason}
     return [
+        Labelled(
+            names.RUNNING_BY_PHASE,
+            names.PHASE,
+            {"prefilling": prefilling, "decoding": running - prefilling},
+        ),
         Labelled(
             names.WAITING_BY_REASON,
             "reason",

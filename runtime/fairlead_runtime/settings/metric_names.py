@@ -10,7 +10,7 @@ work unchanged; ``kv_cache_usage_perc`` is a share from 0 to 1 despite its name.
 # Labels of every series.
 MODEL = "model_name"
 ENGINE = "engine"
-PHASE = "phase"  # of STARTUP only: loaded, warmed
+PHASE = "phase"  # of STARTUP: loaded, warmed; of RUNNING_BY_PHASE: prefilling, decoding
 
 # -- gauges
 RUNNING = "vllm:num_requests_running"
@@ -51,6 +51,7 @@ ITERATION_TOKENS = "vllm:iteration_tokens_total"  # a histogram despite its name
 ARRIVALS = "fairlead_arrivals"
 ABORTED = "fairlead_aborted"
 FAILED = "fairlead_failed"
+RUNNING_BY_PHASE = "fairlead_requests_running_by_phase"
 STEPS = "fairlead_steps"
 STEPS_LAUNCHED = "fairlead_steps_launched"
 STEP_SECONDS = "fairlead_step_seconds"  # a counter: time spent in steps

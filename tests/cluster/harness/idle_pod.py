@@ -24,6 +24,7 @@ def report(running: int, waiting: int) -> EngineReport:
     """An engine with these requests, each running one in its own block."""
     scheduler = SchedulerStats(
         running=running,
+        prefilling=0,
         waiting=waiting,
         offloaded=0,
         units=BLOCKS,

@@ -148,6 +148,26 @@ def test_gauges_show_running_and_waiting_requests_and_cache_use() -> None:
     assert seen["vllm:cache_config_info{4,64}"] == 1
 
 
+def test_running_requests_are_told_by_phase() -> None:
+    bench = Bench(max_batch_tokens=8)
+
+    def phases() -> tuple[float, ...]:
+        seen = bench.scrape()
+        by_phase = [
+            seen[f"{names.RUNNING_BY_PHASE}{{{phase}}}"] for phase in ("prefilling", "decoding")
+        ]
+        assert sum(by_phase) == seen[names.RUNNING]
+        return tuple(by_phase)
+
+    bench.engine.submit(request("short", prompt=4, max_tokens=50))
+    bench.engine.submit(request("long", prompt=20, max_tokens=50))
+    shown = [phases()]
+    for _ in range(4):
+        bench.engine.step()
+        shown.append(phases())
+    assert shown == [(0, 0), (1, 1), (1, 1), (1, 1), (0, 2)]
+
+
 def test_a_request_shows_during_its_first_step_however_long_that_takes() -> None:
     bench = Bench()
     during: list[dict[str, float]] = []
