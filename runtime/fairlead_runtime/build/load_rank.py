@@ -27,7 +27,7 @@ from fairlead_runtime.models import loading
 from fairlead_runtime.models.loading import LoadedModel
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
 from fairlead_runtime.sizing.groups import group_layers
-from fairlead_runtime.sizing.terms import DeviceFacts
+from fairlead_runtime.sizing.terms import DeviceFacts, gib
 
 log = logging.getLogger("fairlead.build")
 
@@ -79,6 +79,9 @@ def load_rank(
     ``build`` does.
     """
     place, fp8_cache = torch.device(device.kind), config.fp8_cache
+    own = torch.device("cuda", ranks.rank) if ranks and device.kind == "cuda" else place
+    if own.type == "cuda" and (shared := taken_by_others(config, own)):
+        log.warning("%s", shared)
     sum_in_float32()
     compilers = compilers_of(cpu_limit(), memory_limit())
     loaded = loading.load(path, config=config, device=place if ranks is None else "cpu")
@@ -94,12 +97,10 @@ def load_rank(
             compilers=compilers,
         )
     else:
-        if place.type == "cuda":
-            place = torch.device("cuda", ranks.rank)
         served, result = selftest.prepare_rank(
             loaded,
             ranks,
-            place,
+            own,
             config.kernels,
             config.quantization,
             fp8_cache=fp8_cache,
@@ -111,7 +112,7 @@ def load_rank(
     if served.fusion.stored is not torch.float32:
         release_memory()  # of the weights in float32, before they were packed
     log.info("kernels: %s, %s", choice, served.fusion)
-    if place.type == "cuda":
+    if own.type == "cuda":
         log.info("%s", price_of_attention(choice.attention, model, config))
     if result is not None:
         log.info("%s", result)
@@ -126,6 +127,22 @@ def sum_in_float32() -> None:
     products = torch.backends.cuda.matmul
     products.allow_bf16_reduced_precision_reduction = False
     products.allow_fp16_reduced_precision_reduction = False
+
+
+def taken_by_others(config: EngineConfig, device: torch.device) -> str:
+    """Why a GPU has less memory free than the plan takes of its total, in words; "" where it has as
+    much. To be read before this process allocates anything there.
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    share = config.max_memory_percent
+    if free >= share * total:
+        return ""
+    return (
+        f"{gib(total - free)} GiB of the accelerator's {gib(total)} are taken already, by other "
+        f"processes or its driver: {gib(free)} are free, and the plan takes "
+        f"{gib(int(share * total))}: stop them, or set --max-memory-percent "
+        f"{int(100 * free / total) / 100:g} or lower"
+    )
 
 
 def compilers_of(cpus: int, memory: int) -> int:

@@ -50,6 +50,24 @@ def test_compilers_take_a_quarter_of_the_pods_memory_and_one_runs_in_any(
     assert compilers_of(cpus, gigabytes << 30) == count
 
 
+def test_a_start_on_a_shared_gpu_says_what_is_free_and_what_to_set(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    free = 30 << 30
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (free, 80 << 30))
+    monkeypatch.setattr(loading, "load", lambda *_, **__: 1 / 0)
+    gpu = DeviceFacts("cuda", 80 << 30)
+    for share, words in (
+        (0.3, ()),
+        (0.9, ("50.0 GiB", "30.0 are free", "72.0", "percent 0.37 or")),
+    ):
+        caplog.clear()
+        with pytest.raises(ZeroDivisionError):
+            load_rank("nowhere", EngineConfig(max_memory_percent=share), gpu, None)
+        assert bool(caplog.messages) == bool(words)
+        assert all(word in caplog.text for word in words), caplog.text
+
+
 def test_products_of_16_bits_round_no_partial_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which is settled before a model is there, and so before any product."""
     products = torch.backends.cuda.matmul
