@@ -1184,6 +1184,27 @@ BUGS = (
         ("unit/grammar/test_guides.py",),
     ),
     PackageBug(
+        "reasoning may take all tokens of a structured output",
+        "fairlead_runtime.grammar.guides:Guide.mask",
+        "len(generated) >= sequence.request.max_tokens // 2",
+        "len(generated) >= sequence.request.max_tokens",
+        ("unit/grammar/test_guides.py",),
+    ),
+    PackageBug(
+        "a structured output begins within reasoning",
+        "fairlead_runtime.api.routes.completions:EndpointHandler._submissions",
+        "backend.replies.begins_inside(prepared.prompt_end)",
+        "False",
+        ("functional/api/test_api_tools.py",),
+    ),
+    PackageBug(
+        "a prompt that closes its reasoning is taken to open it",
+        "fairlead_runtime.api.tools.formats:ReplyFormat.begins_inside",
+        "or prompt_end.rstrip().endswith(END)",
+        "or False",
+        ("unit/api/test_tool_parsers.py",),
+    ),
+    PackageBug(
         "a mask that waits behind a late one fails too",
         "fairlead_runtime.grammar.guides:PendingMasks._wait",
         "if future.cancelled() or future.cancel():",

@@ -86,8 +86,8 @@ LARGE: dict[str, dict[str, Any]] = {
 }
 
 
-def sequence(params: SamplingParams | None = None) -> Sequence:
-    request = Request("r", (1,), params or SamplingParams(), max_tokens=10**6)
+def sequence(params: SamplingParams | None = None, max_tokens: int = 10**6) -> Sequence:
+    request = Request("r", (1,), params or SamplingParams(), max_tokens=max_tokens)
     return Sequence(0, request, 0, [1])
 
 

@@ -33,6 +33,7 @@ MAX_STEP_FUEL = 200_000  # of one mask: about 15 ms
 MAX_STEP_ITEMS = 50_000
 MAX_INITIAL_FUEL = 1_000_000  # of a compilation: about 20 ms
 MAX_GRAMMAR_SIZE = 500_000
+SPACE_AFTER_REASONING = r"[ \t\r\n]{0,4}"
 _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 # Words of a schema that a message may name: they tell what to change.
 _KEYWORDS = frozenset(
@@ -119,6 +120,8 @@ def compile_matcher(tokenizer: LLTokenizer, outputs: StructuredOutputs) -> LLMat
     )
     try:
         grammar = _grammar(outputs)
+        if outputs.reasoning_end:
+            grammar = _after_reasoning(grammar, tokenizer, outputs.reasoning_end)
     except ValueError as error:
         raise GrammarError(_brief(str(error), outputs.source)) from None
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
@@ -148,6 +151,29 @@ def _grammar(outputs: StructuredOutputs) -> str:
             return LLMatcher.grammar_from_lark(_choices(outputs.choice or ()))
         case "grammar":
             return LLMatcher.grammar_from_lark(_lark(outputs.source))
+
+
+def mark_ids(tokenizer: LLTokenizer, mark: str) -> list[int]:
+    """The tokens that spell a mark; one, where the vocabulary has it whole."""
+    whole = tokenizer.tokenize_str(mark, parse_special=True)
+    return whole if len(whole) == 1 else tokenizer.greedy_tokenize(mark)
+
+
+def _after_reasoning(grammar: str, tokenizer: LLTokenizer, end: str) -> str:
+    """The grammar behind any text that ends with ``end``, and white space. A token that is the
+    whole mark is no text to the library.
+    """
+    output = json.loads(grammar)["grammars"][0] if grammar[0] == "{" else {"lark_grammar": grammar}
+    ids = mark_ids(tokenizer, end)
+    token = f" | TEXT <[{ids[0]}]>" if len(ids) == 1 else ""
+    rules = (
+        f"start: (reasoning{token}) SPACE @output",
+        f"reasoning[suffix={text_rule(end)}]: /(?s:.*)/",
+        "TEXT: /(?s:.*)/",
+        f"SPACE: /{SPACE_AFTER_REASONING}/",
+    )
+    start = {"lark_grammar": "\n".join(rules)}
+    return json.dumps({"grammars": [start, {**output, "name": "output"}]})
 
 
 def _choices(choices: Sequence[str]) -> str:

@@ -7,6 +7,7 @@ alone, so chunks, preemption, offload, prefix hits and reruns of a step change n
 only what a ``checker`` has accepted.
 """
 
+import copy
 import logging
 import threading
 from collections import OrderedDict, abc
@@ -24,6 +25,7 @@ from fairlead_runtime.grammar.compile import (
     TokenizerFacts,
     check,
     compile_matcher,
+    mark_ids,
 )
 from fairlead_runtime.request.sequence import Failure, FailureKind, Sequence
 from fairlead_runtime.request.structured import TOO_COMPLEX, StructuredOutputs
@@ -41,20 +43,26 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class Guide:
-    """One sequence's place in its grammar. ``at_end``: nothing but the end may follow."""
+    """One sequence's place in its grammar. ``at_end``: nothing but the end may follow.
+    ``reasoning``: the mark that must come before the output.
+    """
 
-    __slots__ = ("_eos", "_followed", "_mask", "_matcher", "at_end")
+    __slots__ = ("_eos", "_followed", "_mask", "_matcher", "_reasoning", "at_end")
 
-    def __init__(self, matcher: LLMatcher, mask: Array, eos: Array) -> None:
+    def __init__(
+        self, matcher: LLMatcher, mask: Array, eos: Array, reasoning: "ReasoningEnd | None" = None
+    ) -> None:
         self.at_end = False
         self._matcher = matcher
         self._mask = mask  # after ``_followed`` generated tokens; not changed, only replaced
         self._eos = eos
         self._followed = 0
+        self._reasoning = reasoning  # None: over
 
     def fork(self) -> "Guide":
         """Copy the place for another sequence."""
-        return Guide(self._matcher.deep_copy(), self._mask, self._eos)
+        reasoning = copy.copy(self._reasoning)
+        return Guide(self._matcher.deep_copy(), self._mask, self._eos, reasoning)
 
     def mask(self, sequence: Sequence) -> Array:
         """int32 words: token i is bit i % 32 of word i // 32, lowest bit first. Raises
@@ -65,11 +73,47 @@ class Guide:
             for token in generated[self._followed :]:
                 self._matcher.consume_token(token)
             check(self._matcher)
+            if self._reasoning is not None and self._reasoning.comes_in(
+                generated[self._followed :]
+            ):
+                self._reasoning = None
             self._followed = len(generated)
             self._mask = fill(self._matcher, len(self._mask))
+        if self._reasoning is not None and len(generated) >= sequence.request.max_tokens // 2:
+            return self._reasoning.only_next(self._mask)
         text_mask = self._mask & ~self._eos
         self.at_end = not text_mask.any()
         return text_mask if sequence.request.params.ignore_eos and not self.at_end else self._mask
+
+
+class ReasoningEnd:
+    """The mark that ends a model's reasoning. Knows how much of it the text so far ends with."""
+
+    def __init__(self, tokenizer: LLTokenizer, mark: str) -> None:
+        self._tokenizer = tokenizer
+        self._mark = mark.encode()
+        # By the length of what is written of the mark, the token that goes on with it.
+        rests = [mark_ids(tokenizer, mark[size:]) for size in range(len(mark))]
+        self._next = [ids[0] for ids in rests]
+        self._tail = b""
+
+    def comes_in(self, tokens: abc.Sequence[int]) -> bool:
+        """Whether the mark is complete once these tokens follow."""
+        text = self._tail + self._tokenizer.decode_bytes([*tokens])
+        self._tail = text[-len(self._mark) :]
+        return self._mark in text
+
+    def only_next(self, mask: Array) -> Array:
+        """The mask of the token that goes on with the mark, where ``mask`` allows that; within a
+        character it does not.
+        """
+        size = next(
+            n for n in reversed(range(len(self._mark))) if self._tail.endswith(self._mark[:n])
+        )
+        word, bit = divmod(self._next[size], 32)
+        only = np.zeros_like(mask)
+        only.view(np.uint32)[word] = mask.view(np.uint32)[word] & np.uint32(1 << bit)
+        return only if only.any() else mask
 
 
 def fill(matcher: LLMatcher, words: int) -> Array:
@@ -189,13 +233,14 @@ class Guides:
         """A guide at the start of the output, with its first mask. For one thread at a time. Raises
         GrammarError.
         """
-        digest = outputs.digest
-        if digest in self._cached:
-            self._cached.move_to_end(digest)
-            return self._cached[digest][0]
-        matcher = compile_matcher(self._tokenizer, outputs)
-        guide = Guide(matcher, fill(matcher, self._words), self._eos)
-        self._cached[digest] = guide, outputs.compiled_bytes
+        key = outputs.digest + outputs.reasoning_end
+        if key in self._cached:
+            self._cached.move_to_end(key)
+            return self._cached[key][0]
+        matcher, end = compile_matcher(self._tokenizer, outputs), outputs.reasoning_end
+        reasoning = ReasoningEnd(self._tokenizer, end) if end else None
+        guide = Guide(matcher, fill(matcher, self._words), self._eos, reasoning)
+        self._cached[key] = guide, outputs.compiled_bytes
         self._cached_bytes += outputs.compiled_bytes
         while self._cached_bytes > CACHE_BYTES and len(self._cached) > 1:
             _, (_, size) = self._cached.popitem(last=False)

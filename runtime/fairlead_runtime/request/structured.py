@@ -58,6 +58,7 @@ class StructuredOutputs:
     choice: tuple[str, ...] | None = None
     grammar: str | None = None
     compiled_bytes: int = 0  # memory that the compiled form takes; known once it was checked
+    reasoning_end: str = ""  # the model reasons up to this mark, and then begins the output
 
     def __post_init__(self) -> None:
         kinds = [name for name in KINDS if getattr(self, name) not in (None, False)]
@@ -96,14 +97,21 @@ class StructuredOutputs:
 
     @property
     def digest(self) -> str:
-        """Equal for values that compile to the same."""
+        """Equal for values whose outputs compile to the same."""
         return hashlib.sha256(f"{self.kind}\0{self.source}".encode()).hexdigest()
 
     def checked(self, compiled_bytes: int) -> Self:
         """The value with the memory that its compiled form takes."""
-        checked = copy.copy(self)  # ``replace`` would check its text again
-        object.__setattr__(checked, "compiled_bytes", compiled_bytes)
-        return checked
+        return self._with("compiled_bytes", compiled_bytes)
+
+    def after_reasoning(self, end: str) -> Self:
+        """The value for a model whose prompt has begun its reasoning, which ``end`` closes."""
+        return self._with("reasoning_end", end)
+
+    def _with(self, field: str, value: object) -> Self:
+        changed = copy.copy(self)  # ``replace`` would check its text again
+        object.__setattr__(changed, field, value)
+        return changed
 
 
 KINDS: tuple[Kind, ...] = ("json", "json_object", "regex", "choice", "grammar")

@@ -307,6 +307,28 @@ def test_an_answer_that_never_ends_its_reasoning_has_no_content() -> None:
     run(scenario())
 
 
+@pytest.mark.parametrize("opening", ["<think>\n", "<think>\n\n</think>\n\n", ""])
+def test_a_structured_output_begins_where_the_reasoning_ends(opening: str) -> None:
+    async def scenario() -> None:
+        service = FakeService(says='hm</think>{"a": 1}', reasoning_parser="qwen3")
+        schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}
+        async with fake_server(service) as (server, _), server.client() as client:
+            tokenizer = server.state.loaded().encoder.tokenizer
+            tokenizer.chat_template = "{{ messages[0].content }}" + opening
+            answer = await client.post(CHAT, json=chat(response_format=schema))
+            (asked,) = service.seen
+            inside = opening == "<think>\n"
+            assert asked.params.guided.reasoning_end == "</think>" * inside
+            content = answer.json()["choices"][0]["message"]["content"]
+            assert content == ('{"a": 1}' if inside else service.says)
+            # What only the server may set.
+            outputs = {"json": {}, "reasoning_end": "x"}
+            answer = await client.post(CHAT, json=chat(structured_outputs=outputs))
+            assert answer.json()["error"]["param"] == "structured_outputs.reasoning_end"
+
+    run(scenario())
+
+
 def test_completions_have_neither_tools_nor_reasoning() -> None:
     async def scenario() -> None:
         service = FakeService(says=THOUGHT, reasoning_parser="qwen3")
@@ -363,7 +385,7 @@ def test_forced_calls_are_the_same_streamed_or_not(
     choice: Any, said: str, called: list[tuple[str, str]], reason: str, parser: str
 ) -> None:
     async def scenario() -> None:
-        service = calling(parser, says=said, reasoning_parser="deepseek_r1")
+        service = calling(parser, says=f"hm\n</think>\n{said}", reasoning_parser="deepseek_r1")
         async with fake_server(service) as (server, _):
             whole_choice = await whole(server, tool_choice=choice)
             assert calls_of(whole_choice.message) == called
@@ -371,7 +393,7 @@ def test_forced_calls_are_the_same_streamed_or_not(
             assert whole_choice.finish_reason == reason
             message, choices = await streamed(server, tool_choice=choice)
             assert [tuple(call) for call in message["calls"]] == called
-            assert (message["content"], message["reasoning"]) == ("", "")
+            assert (message["content"], message["reasoning"]) == ("", "hm")
             assert choices[-1].finish_reason == reason
 
     run(scenario())

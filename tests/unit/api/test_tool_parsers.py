@@ -323,6 +323,8 @@ def test_marks_that_are_special_tokens_are_shown_to_the_parsers_that_read_them()
         ("qwen3", "<|assistant|><think>\n", True),
         ("qwen3", "<think>\n\n</think>\n\n", False),
         ("deepseek_r1", "<|assistant|>", True),
+        ("deepseek_r1", "<|assistant|><think>\n\n</think>\n\n", False),
+        ("", "<think>\n", False),
     ],
 )
 def test_a_prompt_that_ends_with_the_first_mark_begins_the_reasoning(
@@ -332,6 +334,7 @@ def test_a_prompt_that_ends_with_the_first_mark_begins_the_reasoning(
     parser = replies.parser(ToolUse(), prompt_end=prompt_end, show_reasoning=True)
     begins = Reasoning("hm") if inside else Content("hm")
     assert parsed(parser, "hm") == [begins]
+    assert replies.begins_inside(prompt_end) is inside
 
 
 def test_mistrals_ids_are_what_its_template_accepts_in_the_next_turn() -> None:

@@ -14,13 +14,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from fairlead_runtime.api.tools.reasoning import END
 from fairlead_runtime.grammar import compile as compile_module
 from fairlead_runtime.grammar import guides as module
 from fairlead_runtime.grammar.compile import GrammarError, TokenizerFacts
 from fairlead_runtime.grammar.guides import Guide, Guides
 from fairlead_runtime.request.sequence import Failure, FailureKind, SamplingParams, Sequence
 from fairlead_runtime.request.structured import TOO_COMPLEX, StructuredOutputs
-from support import tiny
+from support import byte_tokenizer, tiny
 from support.grammars import (
     EOS,
     EXPONENTIAL,
@@ -137,6 +138,32 @@ def test_ignore_eos_forbids_the_end_until_nothing_else_is_left() -> None:
     assert allowed(one.mask(of)) == [b]
     of.tokens.append(b)
     assert allowed(one.mask(of)) == [EOS]
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["spelled", "one token"])
+@pytest.mark.parametrize("value", [{"json": {"enum": [12]}}, {"choice": ["12"]}, {"regex": "12"}])
+def test_an_output_begins_after_the_reasoning_which_half_of_the_tokens_end(
+    whole: bool, value: dict[str, Any]
+) -> None:
+    tokenizer = byte_tokenizer.byte_level([], max_length=4096)
+    if whole:
+        tokenizer.add_special_tokens({"additional_special_tokens": [END]})
+    facts = TokenizerFacts.of(tokenizer, len(tokenizer), {EOS})
+    assert facts is not None
+    asked = StructuredOutputs.of(value).after_reasoning(END)
+    guides, endings = Guides(facts), []
+    for seed in range(8):
+        of = sequence(max_tokens=80)
+        one, choose = guides.compile(asked).fork(), random.Random(seed)
+        # A model may end its reasoning by itself, and write anything before.
+        of.tokens += tokenizer.encode("é < 12 </think " + END * (seed % 2))
+        text = generate(one, of, choose, 80, tokenizer)
+        assert text is not None
+        endings.append(of.generated)
+        reasoning, _, answer = text.partition(END)
+        assert reasoning.startswith("é < 12 </think ")
+        assert answer.strip() == "12"
+    assert max(endings[1::2]) < 40 < min(endings[::2])
 
 
 def test_special_tokens_spell_no_text() -> None:

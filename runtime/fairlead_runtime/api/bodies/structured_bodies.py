@@ -59,10 +59,18 @@ def structured_outputs(body: StructuredBody) -> tuple[Mapping[str, Any] | None, 
     if conflicts:
         raise invalid(conflicts[0], f"cannot be combined with {name}; send one of them")
     if name == PARAM:
-        return constraints[name], {}
+        return _of_kinds(constraints[name]), {}
     params = [PARAM, *(f"{PARAM}.{kind}" for kind in KINDS)]
     sent = "response_format.json_schema.schema" if "json" in constraints[name] else name
     return constraints[name], dict.fromkeys(params, sent if name == "response_format" else name)
+
+
+def _of_kinds(value: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The value; its other fields are the server's own."""
+    for field in value:
+        if field not in KINDS:
+            raise invalid(f"{PARAM}.{field[:MAX_NAME]}", "is not supported: leave it out")
+    return value
 
 
 def _of_format(form: ResponseFormat | None) -> Mapping[str, Any] | None:

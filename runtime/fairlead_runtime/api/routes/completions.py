@@ -9,7 +9,7 @@ import functools
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from starlette.types import Receive, Scope, Send
@@ -31,6 +31,7 @@ from fairlead_runtime.api.responses.encoder import ResponseEncoder
 from fairlead_runtime.api.state.state import Backend, ServerState
 from fairlead_runtime.api.state.tracing import SCOPE as TRACE
 from fairlead_runtime.api.state.tracing import Trace
+from fairlead_runtime.api.tools.reasoning import END
 from fairlead_runtime.front import errors
 from fairlead_runtime.front.access_log import REQUEST_ID, log_late_failure
 from fairlead_runtime.front.auth import TENANT, Salter
@@ -195,10 +196,13 @@ class EndpointHandler:
         tools = bool(request.tools.for_template)
         chat = self._endpoint is not COMPLETIONS
         visible = backend.replies.shown_ids(tools=tools) if chat else frozenset()
+        params, guided = request.params, request.params.guided
+        if guided is not None and chat and backend.replies.begins_inside(prepared.prompt_end):
+            params = replace(params, structured_outputs=guided.after_reasoning(END))
         return [
             Submission(
                 prompt=prompt,
-                params=request.params,
+                params=params,
                 id=f"{request_id}-{number}" if several else request_id,
                 tenant=request.user if keyed is None else keyed,
                 salt=self._salter.salt(keyed, request.cache_salt),

@@ -97,18 +97,30 @@ class ReplyFormat:
 
     def parser(self, uses: "ToolUse", *, prompt_end: str, show_reasoning: bool) -> Parser:
         """The parser of one choice. ``prompt_end``: the last characters of the prompt."""
+        answer = self._answer_parser(uses)
+        if not self.reasoning:
+            return answer
+        inside = self.begins_inside(prompt_end)
+        return ReasoningParser(answer, inside=inside, show=show_reasoning)
+
+    def begins_inside(self, prompt_end: str) -> bool:
+        """Whether an answer begins within reasoning, so that what the request asks for begins
+        after its end.
+        """
+        if not self.reasoning or prompt_end.rstrip().endswith(END):
+            return False
+        return self.reasoning == "deepseek_r1" or prompt_end.rstrip().endswith(BEGIN)
+
+    def _answer_parser(self, uses: "ToolUse") -> Parser:
+        """The parser of what follows the reasoning."""
         new_id = self.tools.new_id if self.tools is not None else _new_id
         if uses.forced is not None:
             return uses.limited(NamedParser(uses.forced, new_id))
         if uses.required:
             return uses.limited(RequiredParser(uses.names, new_id))
-        answer: Parser = PlainParser()
         if uses.names and self.tools is not None:
-            answer = uses.limited(self.tools.parser(uses.names, new_id))
-        if not self.reasoning:
-            return answer
-        inside = self.reasoning == "deepseek_r1" or prompt_end.rstrip().endswith(BEGIN)
-        return ReasoningParser(answer, inside=inside, show=show_reasoning)
+            return uses.limited(self.tools.parser(uses.names, new_id))
+        return PlainParser()
 
 
 PLAIN = ReplyFormat()
