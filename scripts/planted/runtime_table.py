@@ -1205,6 +1205,20 @@ BUGS = (
         ("unit/api/test_tool_parsers.py",),
     ),
     PackageBug(
+        "a special token that the tokenizer adds has room in the shown text",
+        "fairlead_runtime.api.answers.text_offsets:prompt_offsets",
+        "if place >= added:",
+        "if True:",
+        ("unit/api/test_text_offsets.py",),
+    ),
+    PackageBug(
+        "the output of a stream begins at the start of its text",
+        "fairlead_runtime.api.answers.response_bodies:CompletionEncoder._output_offsets",
+        "len(frame.prompts.text(index))",
+        "0",
+        ("unit/api/test_text_offsets.py",),
+    ),
+    PackageBug(
         "a mask that waits behind a late one fails too",
         "fairlead_runtime.grammar.guides:PendingMasks._wait",
         "if future.cancelled() or future.cancel():",

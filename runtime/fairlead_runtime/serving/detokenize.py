@@ -31,7 +31,7 @@ class Vocabulary:
     ``decode`` turns ids into text by the tokenizer's own rules. ``special`` ids make no text.
     ``token_bytes`` has the ids that stand for the same bytes in every context: with ``byte_level``
     all ids of the vocabulary, else at most the 256 of byte fallback, ``<0xNN>``. ``token_text`` is
-    the text of one token by itself, special or not, as log-probabilities show it.
+    the text of one token, special or not, as log-probabilities show it.
     """
 
     decode: Callable[[Sequence[int]], str]
@@ -39,6 +39,10 @@ class Vocabulary:
     token_bytes: Mapping[int, bytes]
     byte_level: bool
     token_text: Callable[[int], str]
+
+    def first_text(self, token: int) -> str:
+        """The text of a token that begins a text: some decoders drop a space there."""
+        return self.decode([token])
 
 
 def vocabulary_of(tokenizer: Any) -> Vocabulary:

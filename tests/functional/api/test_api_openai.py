@@ -343,7 +343,7 @@ def test_a_token_may_be_a_part_of_a_character() -> None:
         [[230, 151]]
     ] * 2
     assert content[2]["logprob"] == -9999.0
-    shape = completion_logprobs(ids, logprobs, 1, token_bytes, 10)
+    shape = completion_logprobs(ids, logprobs, 1, token_bytes, [10, 11, 12])
     assert shape["tokens"] == ["n", "bytes:\\xe6\\x97", "bytes:\\xa5"]
     assert shape["text_offset"] == [10, 11, 12]
     assert shape["top_logprobs"][0] == {"bytes:\\xe6\\x97": -0.5, "n": -1.0}

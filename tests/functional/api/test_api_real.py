@@ -152,6 +152,13 @@ async def _stop_texts_end_a_choice(client: openai.AsyncOpenAI) -> None:
 
 async def _prompts_can_be_scored(client: openai.AsyncOpenAI) -> None:
     """echo with logprobs, as lm-eval asks for loglikelihoods, and vLLM's prompt_logprobs."""
+    marked = "<|begin|>Hello<|end|>"
+    answer = await client.completions.create(
+        **completion(marked, echo=True, logprobs=0, max_tokens=1)
+    )
+    shape = answer.choices[0].logprobs
+    assert shape is not None
+    assert (shape.text_offset or [])[:3] == [0, 9, 14]
     ids = [40, 41, 42, 43, 44, 45]
     body = completion([ids, ids[:3]], echo=True, logprobs=2, max_tokens=1, temperature=0)
     scored = await client.completions.create(**body)

@@ -40,14 +40,11 @@ def completion_logprobs(
     logprobs: Iterable[Mapping[int, Logprob] | None],
     top: int,
     token_bytes: TokenBytes,
-    offset: int = 0,
-    *,
-    special: frozenset[int] = frozenset(),
+    offsets: Iterable[int],
     first: str = "",
 ) -> dict[str, Any]:
-    """Four parallel lists. ``offset`` is the position in the choice's text where the first token
-    begins; ``special`` tokens take no room in it. A prompt's first token has None in place of
-    log-probabilities, and ``first`` is its text.
+    """Four parallel lists. ``offsets``: where each token begins in the choice's text. A prompt's
+    first token has None in place of log-probabilities, and ``first`` is its text.
     """
     shape: dict[str, list[Any]] = {
         "tokens": [],
@@ -55,14 +52,12 @@ def completion_logprobs(
         "top_logprobs": [],
         "text_offset": [],
     }
-    for token, entries in zip(token_ids, logprobs, strict=True):
+    for token, entries, offset in zip(token_ids, logprobs, offsets, strict=True):
+        shape["text_offset"].append(offset)
         if entries is None:
-            entry = Logprob(0.0, decoded_token=first)
-            shape["tokens"].append(_name(token, entry, token_bytes))
+            shape["tokens"].append(_name(token, Logprob(0.0, None, first), token_bytes))
             shape["token_logprobs"].append(None)
             shape["top_logprobs"].append(None)
-            shape["text_offset"].append(offset)
-            offset += 0 if token in special else characters(token, entry, token_bytes)
             continue
         text = _name(token, entries[token], token_bytes)
         likeliest = {
@@ -73,14 +68,15 @@ def completion_logprobs(
         shape["token_logprobs"].append(_value(entries[token]))
         # As OpenAI does, list the chosen token even when it is not among the likeliest.
         shape["top_logprobs"].append({**likeliest, text: _value(entries[token])})
-        shape["text_offset"].append(offset)
-        offset += 0 if token in special else characters(token, entries[token], token_bytes)
     return shape
 
 
-def characters(token: int, entry: Logprob, token_bytes: TokenBytes) -> int:
-    """How many characters begin within the token."""
-    return sum(byte & 0xC0 != 0x80 for byte in _bytes(token, entry, token_bytes))
+def token_piece(
+    token: int, entries: Mapping[int, Logprob] | None, token_bytes: TokenBytes, first: str = ""
+) -> bytes:
+    """The bytes of a token; ``first`` is the text of one without log-probabilities."""
+    entry = Logprob(0.0, None, first) if entries is None else entries[token]
+    return _bytes(token, entry, token_bytes)
 
 
 def _chat_entry(token: int, entry: Logprob, token_bytes: TokenBytes) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fairlead_runtime.api.answers.logprob_bodies import FLOOR, PIECE_TOKENS
 from fairlead_runtime.request.logprobs import PromptLogprobs
+from fairlead_runtime.serving.detokenize import WINDOW
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +36,10 @@ class PromptEcho:
     def text(self, index: int) -> str:
         """The text that goes before that of choice ``index``."""
         return self.echo[index // self.n] if self.echo else ""
+
+    def begins_text(self, index: int, special: frozenset[int]) -> bool:
+        """Whether the output of choice ``index`` has no text before it that a decoder looks at."""
+        return bool(self.ids) and special.issuperset(self.ids[index // self.n][-WINDOW:])
 
     def tokens(self, index: int) -> tuple[Sequence[int], PromptLogprobs, str]:
         """The echoed token ids of choice ``index``, their log-probabilities, and the first token's

@@ -6,7 +6,7 @@ An event of plain text, the hot path, is a prebuilt prefix, one encoded string a
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, Protocol, TypeVar
 
 import orjson
@@ -14,12 +14,13 @@ import orjson
 from fairlead_runtime.api.answers.logprob_bodies import (
     PIECE_TOKENS,
     TokenBytes,
-    characters,
     chat_content,
     completion_logprobs,
+    token_piece,
 )
 from fairlead_runtime.api.answers.message_parts import delta, message
 from fairlead_runtime.api.answers.prompt_echo import PromptEcho
+from fairlead_runtime.api.answers.text_offsets import OutputOffsets, prompt_offsets
 from fairlead_runtime.api.tools.parts import CallBegun, Content, Parser, Part, PlainParser
 from fairlead_runtime.front.errors import ApiError
 from fairlead_runtime.outputs import Output
@@ -44,6 +45,7 @@ class Frame:
     usage: bool  # stream_options.include_usage
     token_bytes: TokenBytes
     special: frozenset[int] = frozenset()  # tokens that make no text
+    first_text: Callable[[int], str] = str  # of a token that begins a text
     prompts: PromptEcho = field(default_factory=PromptEcho)
     running: "Usage | None" = None
     new_parser: Callable[[], Parser] = PlainParser  # of one choice of a chat
@@ -219,8 +221,7 @@ class CompletionEncoder(_ChoicesEncoder):
     def __init__(self, frame: Frame) -> None:
         events = _EventShape(frame, "text_completion", b"", b"")
         super().__init__(frame, "text_completion", events)
-        # By choice, the characters that its tokens so far have begun.
-        self._offsets: dict[int, int] = {}
+        self._offsets: dict[int, OutputOffsets] = {}  # by choice
         self._begun: set[int] = set()
 
     def events(self, index: int, output: Output) -> bytes:
@@ -236,8 +237,8 @@ class CompletionEncoder(_ChoicesEncoder):
         text, (ids, entries, first) = prompts.text(index), prompts.tokens(index)
         if self._frame.top is None or not ids:
             return self._events.text(index, text)
-        shape = self._shape(ids, entries, 0, first)
-        self._offsets[index] = len(text)
+        offsets = self._prompt_offsets(text, ids, entries, first)
+        shape = self._shape(ids, entries, offsets, first)
         return self._events.text(index, text, orjson.dumps(shape))
 
     def _generated(self, index: int, output: Output) -> bytes:
@@ -255,15 +256,19 @@ class CompletionEncoder(_ChoicesEncoder):
             yield b"null"
             return
         names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
-        lists, offset = {name: bytearray() for name in names}, 0
+        lists = {name: bytearray() for name in names}
         prompt_ids, prompt_entries, first = self._frame.prompts.tokens(index)
         all_ids = [*prompt_ids, *choice.token_ids]
         all_entries = [*prompt_entries, *choice.logprobs]
+        text = self._frame.prompts.text(index)
+        offsets = chain(
+            self._prompt_offsets(text, prompt_ids, prompt_entries, first),
+            self._output_offsets(index, choice.token_ids, choice.logprobs),
+        )
         for at, ids, entries in _slices(all_ids, all_entries):
-            shape = self._shape(ids, entries, offset, first)
+            shape = self._shape(ids, entries, islice(offsets, len(ids)), first)
             for name in names:
                 lists[name] += b"," * bool(at) + orjson.dumps(shape[name])[1:-1]
-            offset = shape["text_offset"][-1] + self._room(ids[-1], entries[-1], first)
             yield b""
         for name, values in lists.items():
             yield (b"{" if name == names[0] else b",") + orjson.dumps(name) + b":["
@@ -273,12 +278,28 @@ class CompletionEncoder(_ChoicesEncoder):
             yield b"]"
         yield b"}"
 
-    def _room(self, token: int, entries: Mapping[int, Logprob] | None, first: str = "") -> int:
-        """The characters that a token begins in the shown text."""
-        if token in self._frame.special:
-            return 0
-        entry = Logprob(0.0, decoded_token=first) if entries is None else entries[token]
-        return characters(token, entry, self._frame.token_bytes)
+    def _prompt_offsets(
+        self, text: str, ids: Sequence[int], entries: PromptLogprobs, first: str
+    ) -> Iterator[int]:
+        token_bytes = self._frame.token_bytes
+
+        def piece(place: int) -> bytes:
+            return token_piece(ids[place], entries[place], token_bytes, first)
+
+        return prompt_offsets(text, ids, self._frame.special, piece)
+
+    def _output_offsets(
+        self, index: int, ids: Sequence[int], entries: Sequence[Mapping[int, Logprob]]
+    ) -> Iterator[int]:
+        """Where the next tokens of a choice begin, after the prompt that it shows."""
+        frame = self._frame
+        if index not in self._offsets:
+            begins = frame.prompts.begins_text(index, frame.special)
+            self._offsets[index] = OutputOffsets(
+                len(frame.prompts.text(index)), frame.special, frame.first_text if begins else None
+            )
+        for token, entry in zip(ids, entries, strict=True):
+            yield self._offsets[index].place(token, token_piece(token, entry, frame.token_bytes))
 
     def _choice(self, index: int, choice: WholeChoice) -> dict[str, Any]:
         prompts = self._frame.prompts
@@ -292,30 +313,19 @@ class CompletionEncoder(_ChoicesEncoder):
         self,
         token_ids: Sequence[int],
         entries: Sequence[Mapping[int, Logprob] | None],
-        offset: int,
+        offsets: Iterable[int],
         first: str = "",
     ) -> dict[str, Any]:
         frame = self._frame
         return completion_logprobs(
-            token_ids,
-            entries,
-            frame.top or 0,
-            frame.token_bytes,
-            offset,
-            special=frame.special,
-            first=first,
+            token_ids, entries, frame.top or 0, frame.token_bytes, offsets, first
         )
 
     def _logprobs(self, index: int, output: Output) -> dict[str, Any] | None:
         if self._frame.top is None or not output.logprobs:
             return None
-        offset = self._offsets.get(index, 0)
-        grown = sum(
-            self._room(token, entries)
-            for token, entries in zip(output.token_ids, output.logprobs, strict=True)
-        )
-        self._offsets[index] = offset + grown
-        return self._shape(output.token_ids, output.logprobs, offset)
+        offsets = self._output_offsets(index, output.token_ids, output.logprobs)
+        return self._shape(output.token_ids, output.logprobs, offsets)
 
 
 class _EventShape:

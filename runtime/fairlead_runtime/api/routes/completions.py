@@ -170,6 +170,7 @@ class EndpointHandler:
             usage=request.include_usage,
             token_bytes=vocabulary.token_bytes,
             special=vocabulary.special,
+            first_text=vocabulary.first_text,
             prompts=PromptEcho(
                 n=request.params.n,
                 ids=prepared.prompts,
