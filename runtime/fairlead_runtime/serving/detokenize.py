@@ -8,7 +8,7 @@ the whole run; a stream cannot take text back, so here only the invalid bytes be
 
 import codecs
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -31,7 +31,7 @@ class Vocabulary:
     ``decode`` turns ids into text by the tokenizer's own rules. ``special`` ids make no text.
     ``token_bytes`` has the ids that stand for the same bytes in every context: with ``byte_level``
     all ids of the vocabulary, else at most the 256 of byte fallback, ``<0xNN>``. ``token_text`` is
-    the text of one token, special or not, as log-probabilities show it.
+    the text of one token within a text, special or not, as log-probabilities show it.
     """
 
     decode: Callable[[Sequence[int]], str]
@@ -56,12 +56,29 @@ def vocabulary_of(tokenizer: Any) -> Vocabulary:
     def decode(ids: Sequence[int]) -> str:
         return backend.decode(list(ids), skip_special_tokens=False)
 
-    @lru_cache(maxsize=4096)
-    def token_text(token: int) -> str:
-        return decode([token])
-
     token_bytes, byte_level = _token_bytes(backend)
+    ids = range(backend.get_vocab_size())
+    ordinary = (token for token in ids if token not in special and token not in token_bytes)
+    token_text = lru_cache(maxsize=4096)(_text_within(decode, ordinary))
     return Vocabulary(decode, special, token_bytes, byte_level, token_text)
+
+
+def _text_within(
+    decode: Callable[[Sequence[int]], str], ordinary: Iterable[int]
+) -> Callable[[int], str]:
+    """The text of a token within a text. A token alone begins one, where some decoders drop a
+    space. ``ordinary``: ids of which one serves as the token before.
+    """
+    before = next((token for token in ordinary if decode([token]).strip()), None)
+    if before is None:
+        return lambda token: decode([token])
+    start = decode([before])
+
+    def text(token: int) -> str:
+        both = decode([before, token])
+        return both.removeprefix(start) if both.startswith(start) else decode([token])
+
+    return text
 
 
 def _slow_vocabulary(tokenizer: Any) -> Vocabulary:
@@ -73,9 +90,9 @@ def _slow_vocabulary(tokenizer: Any) -> Vocabulary:
         )
         return text
 
-    return Vocabulary(
-        decode, frozenset(tokenizer.all_special_ids), {}, False, lambda token: decode([token])
-    )
+    special = frozenset(tokenizer.all_special_ids)
+    ordinary = (token for token in range(len(tokenizer)) if token not in special)
+    return Vocabulary(decode, special, {}, False, _text_within(decode, ordinary))
 
 
 def _token_bytes(backend: Tokenizer) -> tuple[dict[int, bytes], bool]:

@@ -349,6 +349,18 @@ def test_a_token_may_be_a_part_of_a_character() -> None:
     assert shape["top_logprobs"][0] == {"bytes:\\xe6\\x97": -0.5, "n": -1.0}
 
 
+def test_no_two_tokens_share_a_name_among_the_likeliest() -> None:
+    likeliest = {5: Logprob(-0.5, 1, "A"), 3: Logprob(-1.0, 2, "A"), 4: Logprob(-2.0, 3, "A")}
+    for chosen, names in (
+        (5, ["A", "bytes:\\x41", "token_id:4"]),
+        (4, ["bytes:\\x41", "token_id:3", "A"]),
+    ):
+        shape = completion_logprobs([chosen], [likeliest], 3, {}, [0])
+        assert [*shape["top_logprobs"][0]] == names
+        assert shape["tokens"] == ["A"]
+        assert shape["top_logprobs"][0]["A"] == likeliest[chosen].logprob
+
+
 def test_a_failure_before_the_first_byte_has_its_status() -> None:
     async def scenario() -> None:
         async with fake_server(FakeService(finish=FinishReason.ERROR)) as (server, service):

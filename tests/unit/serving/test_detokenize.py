@@ -169,8 +169,13 @@ def test_a_character_begun_by_the_prompt_is_finished_by_the_first_tokens() -> No
     assert "".join(stream(BYTE_VOCABULARY, [ID_OF_BYTE[byte] for byte in rest], prompt)) == "日"
 
 
-def test_a_token_alone_has_a_text_for_log_probabilities() -> None:
+def test_a_token_has_the_text_that_it_has_within_a_text() -> None:
     assert PIECE_VOCABULARY.token_text(PIECE_ID["</s>"]) == "</s>"
+    ids = PIECES.encode("ab a ab").ids
+    assert [PIECE_VOCABULARY.token_text(token) for token in ids] == [" ab", " a", " ab"]
+    assert PIECE_VOCABULARY.token_text(PIECE_ID["ab"]) == "ab"
+    assert PIECE_VOCABULARY.token_text(PIECE_ID["▁"]) == " "
+    assert PIECE_VOCABULARY.first_text(PIECE_ID["▁ab"]) == "ab"
     assert BYTE_VOCABULARY.token_text(BYTE_LEVEL.encode(" a", add_special_tokens=False)[0]) == " a"
 
 
@@ -178,6 +183,9 @@ class SlowTokenizer:
     """A tokenizer of transformers without a Rust backend: characters by code point, -1 special."""
 
     all_special_ids = (0,)
+
+    def __len__(self) -> int:
+        return 0x110000
 
     def decode(self, ids: list[int], **_: object) -> str:
         return "".join(map(chr, ids))

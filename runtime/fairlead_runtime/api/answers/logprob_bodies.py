@@ -2,7 +2,7 @@
 whole characters.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from fairlead_runtime.request.logprobs import Logprob
@@ -59,16 +59,28 @@ def completion_logprobs(
             shape["token_logprobs"].append(None)
             shape["top_logprobs"].append(None)
             continue
-        text = _name(token, entries[token], token_bytes)
-        likeliest = {
-            _name(candidate, entries[candidate], token_bytes): _value(entries[candidate])
-            for candidate in _best(entries, top)
-        }
-        shape["tokens"].append(text)
+        shape["tokens"].append(_name(token, entries[token], token_bytes))
         shape["token_logprobs"].append(_value(entries[token]))
-        # As OpenAI does, list the chosen token even when it is not among the likeliest.
-        shape["top_logprobs"].append({**likeliest, text: _value(entries[token])})
+        shape["top_logprobs"].append(_likeliest(token, entries, top, token_bytes))
     return shape
+
+
+def _likeliest(
+    token: int, entries: Mapping[int, Logprob], top: int, token_bytes: TokenBytes
+) -> dict[str, float]:
+    """Log-probabilities of the ``top`` likeliest by name. As OpenAI does, list the chosen ``token``
+    even when it is not among them. Of two tokens with one text the likelier has it as its name, but
+    the chosen one always has.
+    """
+    own = _name(token, entries[token], token_bytes)
+    named: dict[str, float] = {}
+    for candidate in _best(entries, top):
+        entry = entries[candidate]
+        for name in _names(candidate, entry, token_bytes):
+            if name not in named and (name != own or candidate == token):
+                named[name] = _value(entry)
+                break
+    return {**named, own: _value(entries[token])}
 
 
 def token_piece(
@@ -94,12 +106,19 @@ def _best(entries: Mapping[int, Logprob], top: int) -> list[int]:
 
 
 def _name(token: int, entry: Logprob, token_bytes: TokenBytes) -> str:
-    """The token's text, or OpenAI's spelling of its bytes when they are not text, so that no two
-    tokens share a key.
+    return next(_names(token, entry, token_bytes))
+
+
+def _names(token: int, entry: Logprob, token_bytes: TokenBytes) -> Iterator[str]:
+    """The token's text, unless its bytes are not text, then OpenAI's spelling of its bytes, and at
+    last vLLM's of its id, which no other token has.
     """
     text = entry.decoded_token or ""
     raw = _bytes(token, entry, token_bytes)
-    return text if raw == text.encode() else "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+    if raw == text.encode():
+        yield text
+    yield "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+    yield f"token_id:{token}"
 
 
 def _bytes(token: int, entry: Logprob, token_bytes: TokenBytes) -> bytes:
