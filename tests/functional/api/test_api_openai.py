@@ -349,6 +349,13 @@ def test_a_token_may_be_a_part_of_a_character() -> None:
     assert shape["top_logprobs"][0] == {"bytes:\\xe6\\x97": -0.5, "n": -1.0}
 
 
+def test_of_tokens_that_are_equally_likely_no_more_are_listed_than_asked_for() -> None:
+    entries = {5: Logprob(-1.0, 1, "b"), 3: Logprob(-1.0, 1, "a"), 4: Logprob(-1.0, 2, "c")}
+    for top in (0, 1, 2, 3):
+        (content,) = chat_content([5], [entries], top, {})
+        assert [each["token"] for each in content["top_logprobs"]] == ["b", "a", "c"][:top]
+
+
 def test_no_two_tokens_share_a_name_among_the_likeliest() -> None:
     likeliest = {5: Logprob(-0.5, 1, "A"), 3: Logprob(-1.0, 2, "A"), 4: Logprob(-2.0, 3, "A")}
     for chosen, names in (

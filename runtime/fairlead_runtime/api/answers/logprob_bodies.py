@@ -101,8 +101,9 @@ def _chat_entry(token: int, entry: Logprob, token_bytes: TokenBytes) -> dict[str
 
 
 def _best(entries: Mapping[int, Logprob], top: int) -> list[int]:
+    """At most ``top`` tokens: equal ones share a rank."""
     ranked = sorted(entries, key=lambda token: entries[token].rank or 0)
-    return [token for token in ranked if (entries[token].rank or 0) <= top]
+    return [token for token in ranked if (entries[token].rank or 0) <= top][:top]
 
 
 def _name(token: int, entry: Logprob, token_bytes: TokenBytes) -> str:
