@@ -1226,6 +1226,20 @@ BUGS = (
         ("functional/api/test_api_openai.py",),
     ),
     PackageBug(
+        "an integer that a double rounds is taken",
+        "fairlead_runtime.grammar.schemas:_is_exact",
+        "return abs(number) < 2**63 and float(number) == number",
+        "return True",
+        ("unit/grammar/test_schemas.py",),
+    ),
+    PackageBug(
+        "branches of oneOf that share a value are alternatives",
+        "fairlead_runtime.grammar.schemas:_without_one_of",
+        "if not _exclude_each_other(branches, rest, root):",
+        "if False:",
+        ("unit/grammar/test_schemas.py",),
+    ),
+    PackageBug(
         "log-probabilities show each token as if it began a text",
         "fairlead_runtime.serving.detokenize:_text_within",
         "if before is None:",

@@ -16,6 +16,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
 from tokenizers import Tokenizer
 
+from fairlead_runtime.grammar.schemas import SchemaError, enforceable
 from fairlead_runtime.request.structured import WHITE_SPACE, StructuredOutputs, text_rule
 from fairlead_runtime.sizing.arithmetic import ceil_div
 
@@ -24,7 +25,7 @@ _JSON_OPTIONS: Any = {
     "key_separator": ":",
     "whitespace_flexible": True,
     "whitespace_pattern": WHITE_SPACE,
-    "coerce_one_of": True,  # keeps oneOf, whose branches must otherwise be disjoint by type
+    "coerce_one_of": False,
     "lenient": False,
 }
 # Counts of the library's own work units, so that a refusal does not depend on the machine's speed.
@@ -122,6 +123,8 @@ def compile_matcher(tokenizer: LLTokenizer, outputs: StructuredOutputs) -> LLMat
         grammar = _grammar(outputs)
         if outputs.reasoning_end:
             grammar = _after_reasoning(grammar, tokenizer, outputs.reasoning_end)
+    except SchemaError as error:
+        raise GrammarError(str(error)) from None
     except ValueError as error:
         raise GrammarError(_brief(str(error), outputs.source)) from None
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
@@ -142,7 +145,8 @@ def check(matcher: LLMatcher, source: str = "") -> None:
 def _grammar(outputs: StructuredOutputs) -> str:
     match outputs.kind:
         case "json":
-            return LLMatcher.grammar_from_json_schema(outputs.source, overrides=_JSON_OPTIONS)
+            schema = enforceable(json.loads(outputs.source))
+            return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_JSON_OPTIONS)
         case "json_object":
             return LLMatcher.grammar_from_json_schema('{"type":"object"}', overrides=_JSON_OPTIONS)
         case "regex":

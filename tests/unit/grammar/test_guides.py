@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from fairlead_runtime.api.tools.reasoning import END
 from fairlead_runtime.grammar import compile as compile_module
@@ -91,6 +92,31 @@ def test_any_object_is_an_object() -> None:
     texts = outputs({"json_object": True}, 40, 2000)
     assert texts
     assert {type(json.loads(text)) for text in texts} == {dict}
+
+
+def accepts(value: dict[str, Any], text: str) -> bool:
+    """Whether the text, spelled byte by byte, is a whole output."""
+    one, of = guide(value), sequence()
+    of.tokens += [TOKENIZER.convert_tokens_to_ids(bytes_to_unicode()[b]) for b in text.encode()]
+    try:
+        return EOS in allowed(one.mask(of))
+    except GrammarError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "other"),
+    [
+        ({"type": "integer", "minimum": 0, "maximum": 2**63 - 1}, f"{2**63 - 1}", f"{2**63}"),
+        ({"type": "integer", "exclusiveMaximum": 2**63}, f"{2**63 - 1}", f"{2**63}"),
+        ({"type": "integer", "minimum": 2**59}, f"{2**59}", f"{2**59 - 1}"),
+        ({"type": "integer", "exclusiveMinimum": -(2**53)}, f"{1 - 2**53}", f"{-(2**53)}"),
+        ({"enum": [[2**60]]}, f"[{2**60}]", f"[{2**60 + 1}]"),
+    ],
+)
+def test_integers_are_those_of_the_schema(schema: dict[str, Any], text: str, other: str) -> None:
+    assert accepts({"json": schema}, text)
+    assert not accepts({"json": schema}, other)
 
 
 def test_white_space_between_two_tokens_of_json_is_bounded() -> None:
