@@ -34,6 +34,23 @@ MAX_STEP_FUEL = 200_000  # of one mask: about 15 ms
 MAX_STEP_ITEMS = 50_000
 MAX_INITIAL_FUEL = 1_000_000  # of a compilation: about 20 ms
 MAX_GRAMMAR_SIZE = 500_000
+# JSON as every reader takes it, of any schema: its numbers are finite doubles, and a name has one
+# spelling, so that "\\u0061" is no other name than "a".
+JSON_TEXT = StructuredOutputs(
+    grammar=r"""
+start: value
+value: object | array | STRING | NUMBER | "true" | "false" | "null"
+object: "{" (member ("," member)*)? "}"
+member: NAME ":" value
+array: "[" (value ("," value)*)? "]"
+STRING: /"([^"\\]|\\.)*"/
+NAME: /"([^"\\\x00-\x1f]|\\["\\bfnrt]|\\u00(0[0-7be-f]|1[0-9a-f]|7f))*"/
+NUMBER: /-?([0-9]|[1-9][0-9]{1,307})(\.[0-9]+)?/
+    | /-?[0-9](\.[0-9]+)?[eE][+-]?(0?[0-9]?[0-9]|[12][0-9][0-9]|30[0-7])/
+    | /-?[1-9][0-9]{1,200}(\.[0-9]+)?[eE][+-]?[0-9]{1,2}/
+%ignore /[ \t\r\n]+/
+"""
+)
 SPACE_AFTER_REASONING = r"[ \t\r\n]{0,4}"
 _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 # Words of a schema that a message may name: they tell what to change.

@@ -21,6 +21,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from fairlead_runtime.child.threads import be_nicer
 from fairlead_runtime.grammar.compile import (
+    JSON_TEXT,
     GrammarError,
     TokenizerFacts,
     check,
@@ -43,17 +44,21 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class Guide:
-    """One sequence's place in its grammar. ``at_end``: nothing but the end may follow.
-    ``reasoning``: the mark that must come before the output.
+    """One sequence's place in its grammars, which must all allow a token. ``at_end``: nothing but
+    the end may follow. ``reasoning``: the mark that must come before the output.
     """
 
-    __slots__ = ("_eos", "_followed", "_mask", "_matcher", "_reasoning", "at_end")
+    __slots__ = ("_eos", "_followed", "_mask", "_matchers", "_reasoning", "at_end")
 
     def __init__(
-        self, matcher: LLMatcher, mask: Array, eos: Array, reasoning: "ReasoningEnd | None" = None
+        self,
+        matchers: abc.Sequence[LLMatcher],
+        mask: Array,
+        eos: Array,
+        reasoning: "ReasoningEnd | None" = None,
     ) -> None:
         self.at_end = False
-        self._matcher = matcher
+        self._matchers = matchers
         self._mask = mask  # after ``_followed`` generated tokens; not changed, only replaced
         self._eos = eos
         self._followed = 0
@@ -62,7 +67,8 @@ class Guide:
     def fork(self) -> "Guide":
         """Copy the place for another sequence."""
         reasoning = copy.copy(self._reasoning)
-        return Guide(self._matcher.deep_copy(), self._mask, self._eos, reasoning)
+        matchers = [matcher.deep_copy() for matcher in self._matchers]
+        return Guide(matchers, self._mask, self._eos, reasoning)
 
     def mask(self, sequence: Sequence) -> Array:
         """int32 words: token i is bit i % 32 of word i // 32, lowest bit first. Raises
@@ -70,15 +76,15 @@ class Guide:
         """
         generated = sequence.tokens[sequence.prompt_len :]
         if len(generated) > self._followed:
-            for token in generated[self._followed :]:
-                self._matcher.consume_token(token)
-            check(self._matcher)
+            for matcher in self._matchers:
+                matcher.consume_tokens([*generated[self._followed :]])
+                check(matcher)
             if self._reasoning is not None and self._reasoning.comes_in(
                 generated[self._followed :]
             ):
                 self._reasoning = None
             self._followed = len(generated)
-            self._mask = fill(self._matcher, len(self._mask))
+            self._mask = fill(self._matchers, len(self._mask))
         if self._reasoning is not None and len(generated) >= sequence.request.max_tokens // 2:
             return self._reasoning.only_next(self._mask)
         text_mask = self._mask & ~self._eos
@@ -116,12 +122,16 @@ class ReasoningEnd:
         return only if only.any() else mask
 
 
-def fill(matcher: LLMatcher, words: int) -> Array:
-    """The matcher's mask, made without the interpreter's lock. Raises GrammarError."""
-    mask = np.empty(words, dtype=np.int32)
-    matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-    check(matcher)
-    return mask
+def fill(matchers: abc.Sequence[LLMatcher], words: int) -> Array:
+    """The mask of what all matchers allow, made without the interpreter's lock. Raises
+    GrammarError.
+    """
+    masks = np.empty((len(matchers), words), dtype=np.int32)
+    for matcher, mask in zip(matchers, masks, strict=True):
+        matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        check(matcher)
+    whole: Array = np.bitwise_and.reduce(masks)
+    return whole
 
 
 class Masks(NamedTuple):
@@ -237,9 +247,11 @@ class Guides:
         if key in self._cached:
             self._cached.move_to_end(key)
             return self._cached[key][0]
-        matcher, end = compile_matcher(self._tokenizer, outputs), outputs.reasoning_end
+        end, is_json = outputs.reasoning_end, outputs.kind in ("json", "json_object")
+        grammars = [outputs, JSON_TEXT.after_reasoning(end)] if is_json else [outputs]
+        matchers = [compile_matcher(self._tokenizer, grammar) for grammar in grammars]
         reasoning = ReasoningEnd(self._tokenizer, end) if end else None
-        guide = Guide(matcher, fill(matcher, self._words), self._eos, reasoning)
+        guide = Guide(matchers, fill(matchers, self._words), self._eos, reasoning)
         self._cached[key] = guide, outputs.compiled_bytes
         self._cached_bytes += outputs.compiled_bytes
         while self._cached_bytes > CACHE_BYTES and len(self._cached) > 1:

@@ -119,6 +119,28 @@ def test_integers_are_those_of_the_schema(schema: dict[str, Any], text: str, oth
     assert not accepts({"json": schema}, other)
 
 
+@pytest.mark.parametrize("value", [{"json": {}}, {"json_object": True}], ids=["json", "object"])
+def test_numbers_are_finite_and_names_have_one_spelling(value: dict[str, Any]) -> None:
+    for number in ("0", "-1.5", "6.02e23", "1E-99", "9.9e307", "9" * 308, "99e99"):
+        assert accepts(value, f'{{"a": {number}}}')
+    for number in ("1e308", "95e735", "2e+9999", "9" * 309, "9" * 201 + "e150"):
+        assert not accepts(value, f'{{"a": {number}}}')
+    for name in ("a", "é", r"\n\"\\", r"\u0001"):
+        assert accepts(value, f'{{"{name}": 1}}')
+    for name in (r"\u0061", r"\u00e9", r"\/", r"\u000a"):
+        assert not accepts(value, f'{{"x": [{{"{name}": 1}}]}}')
+
+
+def test_a_name_that_is_spelled_with_escapes_is_no_other_name() -> None:
+    schema = {
+        "properties": {"a": {"type": "null"}},
+        "additionalProperties": {"type": "boolean"},
+        "type": "object",
+    }
+    assert accepts({"json": schema}, '{"a": null, "b": true}')
+    assert not accepts({"json": schema}, r'{"\u0061": true}')
+
+
 def test_white_space_between_two_tokens_of_json_is_bounded() -> None:
     """An output that takes white space wherever it may, as small models do, still ends."""
     schema = {
