@@ -1247,6 +1247,13 @@ BUGS = (
         ("unit/grammar/test_guides.py",),
     ),
     PackageBug(
+        "references in a tool's schema point into the whole list's",
+        "fairlead_runtime.api.tools.grammar:calls_schema",
+        '{**arguments_schema(parameters), **dict.fromkeys(_IDS, f"urn:fairlead:{place}")}',
+        "arguments_schema(parameters)",
+        ("functional/api/test_api_tools.py",),
+    ),
+    PackageBug(
         "log-probabilities show each token as if it began a text",
         "fairlead_runtime.serving.detokenize:_text_within",
         "if before is None:",

@@ -7,7 +7,7 @@ A plain function from schema to schema; imports no library.
 
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 Schema = dict[str, Any]
@@ -34,29 +34,29 @@ class SchemaError(ValueError):
 
 def enforceable(schema: Schema) -> Schema:
     """An equal schema. Raises SchemaError."""
-
-    def change(part: Schema) -> Schema:
-        _check_integers(part)
-        return _without_one_of(part, schema)
-
-    return rewrite(schema, change)
+    changed: Schema = _enforceable(schema, schema)
+    return changed
 
 
-def rewrite(schema: Any, change: Callable[[Schema], Schema]) -> Any:
-    """The schema with every schema in it changed, the inner ones first. Data, such as the value of
-    ``const``, stays.
+def _enforceable(schema: Any, root: Schema) -> Any:
+    """The schema with all schemas in it, inner ones first. Data, such as the value of ``const``,
+    stays. ``root``: what references begin at.
     """
     if not isinstance(schema, dict):
         return schema
-    return change({keyword: _below(keyword, value, change) for keyword, value in schema.items()})
+    if "$id" in schema:
+        root = schema
+    part = {keyword: _below(keyword, value, root) for keyword, value in schema.items()}
+    _check_integers(part)
+    return _without_one_of(part, root)
 
 
-def _below(keyword: str, value: Any, change: Callable[[Schema], Schema]) -> Any:
+def _below(keyword: str, value: Any, root: Schema) -> Any:
     if keyword in _MAPS and isinstance(value, dict):
-        return {name: rewrite(part, change) for name, part in value.items()}
+        return {name: _enforceable(part, root) for name, part in value.items()}
     if keyword in _LISTS and isinstance(value, list):
-        return [rewrite(part, change) for part in value]
-    return rewrite(value, change) if keyword in _SCHEMAS else value
+        return [_enforceable(part, root) for part in value]
+    return _enforceable(value, root) if keyword in _SCHEMAS else value
 
 
 # -- integers: the library reads numbers as doubles, and integers then as 64 bits

@@ -427,22 +427,30 @@ def test_a_forced_call_is_a_schema_for_the_engine() -> None:
 def test_references_in_parameters_point_into_the_tools_own_schema() -> None:
     parameters = {
         "type": "object",
-        "properties": {"at": {"$ref": "#/$defs/Place"}, "next": {"$ref": "#"}},
+        "properties": {
+            "at": {"$ref": "#/$defs/Place"},
+            "next": {"$ref": "#"},
+            "again": {"$ref": "#place"},
+            "data": {"const": {"$ref": "#/$defs/Place"}},
+        },
         "required": ["at"],
         "additionalProperties": False,
-        "$defs": {"Place": {"enum": ["Paris"]}},
+        "$defs": {"Place": {"$anchor": "place", "enum": ["Paris"]}},
     }
-    other = {**parameters, "$defs": {"Place": {"enum": ["Rome"]}}}
+    other = {**parameters, "$defs": {"Place": {"$anchor": "place", "enum": ["Rome"]}}}
     schema = calls_schema([("f", parameters), ("g", other)], parallel=True)
     jsonschema.Draft202012Validator.check_schema(schema)
     good = [
         {"name": "f", "parameters": {"at": "Paris", "next": {"at": "Paris"}}},
-        {"name": "g", "parameters": {"at": "Rome"}},
+        {"name": "g", "parameters": {"at": "Rome", "again": "Rome"}},
+        {"name": "g", "parameters": {"at": "Rome", "data": {"$ref": "#/$defs/Place"}}},
     ]
     jsonschema.validate(good, schema)
     for wrong in (
         [{"name": "f", "parameters": {"at": "Rome"}}],
         [{"name": "g", "parameters": {"at": "Rome", "next": {"at": "Paris"}}}],
+        [{"name": "g", "parameters": {"at": "Rome", "again": "Paris"}}],
+        [{"name": "g", "parameters": {"at": "Rome", "data": {"$ref": "#/$defs/tool1"}}}],
     ):
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(wrong, schema)

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from fairlead_runtime.api.tools.grammar import calls_schema
 from fairlead_runtime.api.tools.reasoning import END
 from fairlead_runtime.grammar import compile as compile_module
 from fairlead_runtime.grammar import guides as module
@@ -139,6 +140,23 @@ def test_a_name_that_is_spelled_with_escapes_is_no_other_name() -> None:
     }
     assert accepts({"json": schema}, '{"a": null, "b": true}')
     assert not accepts({"json": schema}, r'{"\u0061": true}')
+
+
+@pytest.mark.parametrize("draft", ["draft-04/schema#", "draft/2020-12/schema"])
+def test_references_and_data_of_a_tools_schema_hold_in_a_list_of_calls(draft: str) -> None:
+    tool = {
+        "$schema": f"http://json-schema.org/{draft}",
+        "properties": {"a": {"$ref": "#/definitions/D"}, "b": {"const": {"$ref": "#/a"}}},
+        "required": ["a", "b"],
+        "additionalProperties": False,
+        "definitions": {"D": {"enum": [5]}},
+    }
+    other = {**tool, "definitions": {"D": {"enum": [6]}}}
+    value = {"json": calls_schema([("f", tool), ("g", other)], parallel=True)}
+    call = '[{"name": "f", "parameters": {"a": 5, "b": {"$ref": "#/a"}}}]'
+    assert accepts(value, call)
+    assert not accepts(value, call.replace("5", "6"))
+    assert accepts(value, call.replace("5", "6").replace('"f"', '"g"'))
 
 
 def test_white_space_between_two_tokens_of_json_is_bounded() -> None:

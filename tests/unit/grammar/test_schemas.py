@@ -68,6 +68,13 @@ def test_branches_that_exclude_each_other_are_alternatives(branches: list[Any]) 
     assert both["allOf"] == [{"anyOf": branches}]
 
 
+def test_references_begin_at_the_schema_that_has_an_id() -> None:
+    branches = [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}]
+    tool = {"$id": "urn:tool", "items": {"oneOf": branches}, "$defs": {"cat": CAT, "dog": DOG}}
+    changed = enforceable({"$ref": "#/$defs/t", "$defs": {"t": tool}})
+    assert changed["$defs"]["t"]["items"] == {"anyOf": branches}
+
+
 def test_branches_share_the_type_beside_them() -> None:
     branches = [{key: one[key] for key in ("properties", "required")} for one in (CAT, DOG)]
     assert enforceable({"type": "object", "oneOf": branches})["anyOf"] == branches

@@ -7,6 +7,8 @@ from typing import Any
 
 Schema = dict[str, Any]
 
+_IDS = ("$id", "id")  # the latter in draft 4
+
 
 def arguments_schema(parameters: Mapping[str, Any] | None) -> Schema:
     """Without ``parameters`` a tool has none, as OpenAI says."""
@@ -21,11 +23,12 @@ def calls_schema(
     """The schema of a list of calls: ``[{"name": "f", "parameters": {…}}]``. ``tools``: names and
     parameters.
 
-    Each tool's schema is a definition of its own, and its references point into that.
+    Each tool's schema is a resource of its own, into which its references point as they are, by
+    path or by anchor.
     """
     places = [f"tool{number}" for number in range(len(tools))]
     definitions = {
-        place: _moved(arguments_schema(parameters), f"#/$defs/{place}")
+        place: {**arguments_schema(parameters), **dict.fromkeys(_IDS, f"urn:fairlead:{place}")}
         for place, (_, parameters) in zip(places, tools, strict=True)
     }
     calls = [
@@ -40,16 +43,3 @@ def calls_schema(
     limit = {} if parallel else {"maxItems": 1}
     items = {"anyOf": calls}
     return {"type": "array", "minItems": 1, **limit, "items": items, "$defs": definitions}
-
-
-def _moved(schema: Any, place: str) -> Any:
-    """``schema`` as a part of another at ``place``: its references to itself are the whole's."""
-    if isinstance(schema, list):
-        return [_moved(part, place) for part in schema]
-    if not isinstance(schema, dict):
-        return schema
-    moved = {key: _moved(value, place) for key, value in schema.items()}
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#"):
-        moved["$ref"] = place + reference.removeprefix("#")
-    return moved
