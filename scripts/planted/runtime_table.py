@@ -1254,6 +1254,13 @@ BUGS = (
         ("functional/api/test_api_tools.py",),
     ),
     PackageBug(
+        "a pattern that matches listed names only lets a comma follow",
+        "fairlead_runtime.grammar.schemas:_enforceable",
+        "_without_spent_patterns(_without_one_of(part, root), begins)",
+        "_without_one_of(part, root)",
+        ("unit/grammar/test_guides.py",),
+    ),
+    PackageBug(
         "log-probabilities show each token as if it began a text",
         "fairlead_runtime.serving.detokenize:_text_within",
         "if before is None:",

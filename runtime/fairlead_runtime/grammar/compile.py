@@ -6,6 +6,7 @@ end the process: only the child of ``check`` runs it on input that nobody has ch
 """
 
 import copy
+import functools
 import json
 import re
 from collections.abc import Iterable, Sequence
@@ -16,7 +17,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
 from tokenizers import Tokenizer
 
-from fairlead_runtime.grammar.schemas import SchemaError, enforceable
+from fairlead_runtime.grammar.schemas import Schema, SchemaError, enforceable
 from fairlead_runtime.request.structured import WHITE_SPACE, StructuredOutputs, text_rule
 from fairlead_runtime.sizing.arithmetic import ceil_div
 
@@ -128,6 +129,21 @@ class CheckLimits:
 
 def compile_matcher(tokenizer: LLTokenizer, outputs: StructuredOutputs) -> LLMatcher:
     """A matcher at its start. Raises GrammarError."""
+    try:
+        grammar = _grammar(outputs, tokenizer)
+        if outputs.reasoning_end:
+            grammar = _after_reasoning(grammar, tokenizer, outputs.reasoning_end)
+    except SchemaError as error:
+        raise GrammarError(str(error)) from None
+    except ValueError as error:
+        raise GrammarError(_brief(str(error), outputs.source)) from None
+    matcher = _matcher(tokenizer, grammar)
+    check(matcher, outputs.source)
+    return matcher
+
+
+def _matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
+    """A matcher that may have failed already."""
     limits = LLParserLimits(
         initial_lexer_fuel=MAX_INITIAL_FUEL,
         step_lexer_fuel=MAX_STEP_FUEL,
@@ -136,17 +152,7 @@ def compile_matcher(tokenizer: LLTokenizer, outputs: StructuredOutputs) -> LLMat
         max_grammar_size=MAX_GRAMMAR_SIZE,
         verbose_errors=False,
     )
-    try:
-        grammar = _grammar(outputs)
-        if outputs.reasoning_end:
-            grammar = _after_reasoning(grammar, tokenizer, outputs.reasoning_end)
-    except SchemaError as error:
-        raise GrammarError(str(error)) from None
-    except ValueError as error:
-        raise GrammarError(_brief(str(error), outputs.source)) from None
-    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
-    check(matcher, outputs.source)
-    return matcher
+    return LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
 
 
 def check(matcher: LLMatcher, source: str = "") -> None:
@@ -159,19 +165,29 @@ def check(matcher: LLMatcher, source: str = "") -> None:
         raise GrammarError(NO_OUTPUT if empty else _brief(error, source))
 
 
-def _grammar(outputs: StructuredOutputs) -> str:
+def _grammar(outputs: StructuredOutputs, tokenizer: LLTokenizer) -> str:
     match outputs.kind:
         case "json":
-            schema = enforceable(json.loads(outputs.source))
-            return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_JSON_OPTIONS)
+            begins = functools.partial(_begins, tokenizer)
+            return _schema_grammar(enforceable(json.loads(outputs.source), begins))
         case "json_object":
-            return LLMatcher.grammar_from_json_schema('{"type":"object"}', overrides=_JSON_OPTIONS)
+            return _schema_grammar({"type": "object"})
         case "regex":
             return LLMatcher.grammar_from_regex(outputs.source)
         case "choice":
             return LLMatcher.grammar_from_lark(_choices(outputs.choice or ()))
         case "grammar":
             return LLMatcher.grammar_from_lark(_lark(outputs.source))
+
+
+def _schema_grammar(schema: Schema) -> str:
+    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_JSON_OPTIONS)
+
+
+def _begins(tokenizer: LLTokenizer, schema: Schema, text: str) -> bool:
+    """Whether an output of the schema can begin with the text."""
+    tokens = tokenizer.greedy_tokenize(text)
+    return _matcher(tokenizer, _schema_grammar(schema)).try_consume_tokens(tokens) == len(tokens)
 
 
 def mark_ids(tokenizer: LLTokenizer, mark: str) -> list[int]:

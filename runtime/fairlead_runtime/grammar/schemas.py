@@ -7,10 +7,11 @@ A plain function from schema to schema; imports no library.
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 Schema = dict[str, Any]
+Begins = Callable[[Schema, str], bool]
 
 _SCHEMAS = frozenset(
     {
@@ -32,13 +33,15 @@ class SchemaError(ValueError):
     """
 
 
-def enforceable(schema: Schema) -> Schema:
-    """An equal schema. Raises SchemaError."""
-    changed: Schema = _enforceable(schema, schema)
+def enforceable(schema: Schema, begins: Begins) -> Schema:
+    """An equal schema. ``begins``: whether an output of a schema can begin with a text. Raises
+    SchemaError.
+    """
+    changed: Schema = _enforceable(schema, schema, begins)
     return changed
 
 
-def _enforceable(schema: Any, root: Schema) -> Any:
+def _enforceable(schema: Any, root: Schema, begins: Begins) -> Any:
     """The schema with all schemas in it, inner ones first. Data, such as the value of ``const``,
     stays. ``root``: what references begin at.
     """
@@ -46,17 +49,17 @@ def _enforceable(schema: Any, root: Schema) -> Any:
         return schema
     if "$id" in schema:
         root = schema
-    part = {keyword: _below(keyword, value, root) for keyword, value in schema.items()}
+    part = {keyword: _below(keyword, value, root, begins) for keyword, value in schema.items()}
     _check_integers(part)
-    return _without_one_of(part, root)
+    return _without_spent_patterns(_without_one_of(part, root), begins)
 
 
-def _below(keyword: str, value: Any, root: Schema) -> Any:
+def _below(keyword: str, value: Any, root: Schema, begins: Begins) -> Any:
     if keyword in _MAPS and isinstance(value, dict):
-        return {name: _enforceable(part, root) for name, part in value.items()}
+        return {name: _enforceable(part, root, begins) for name, part in value.items()}
     if keyword in _LISTS and isinstance(value, list):
-        return [_enforceable(part, root) for part in value]
-    return _enforceable(value, root) if keyword in _SCHEMAS else value
+        return [_enforceable(part, root, begins) for part in value]
+    return _enforceable(value, root, begins) if keyword in _SCHEMAS else value
 
 
 # -- integers: the library reads numbers as doubles, and integers then as 64 bits
@@ -100,6 +103,44 @@ def _is_exact_bound(keyword: str, bound: int) -> bool:
     if keyword == "maximum" and bound == 2**63 - 1:  # for the largest integer
         return True
     return _is_exact(bound)
+
+
+# -- patternProperties: where all names that match are listed, the library lets a comma follow the
+# last property, and then nothing
+
+
+def _without_spent_patterns(schema: Schema, begins: Begins) -> Schema:
+    """The schema without patterns that match listed names only, whose schemas these names get."""
+    patterns, properties = schema.get("patternProperties"), schema.get("properties", {})
+    if not patterns or not isinstance(patterns, dict) or not isinstance(properties, dict):
+        return schema
+    names = [*dict.fromkeys([*properties, *schema.get("required", ())])]
+    spent = {pattern for pattern in patterns if _adds_no_name(pattern, names, begins)}
+    properties = dict(properties)
+    for pattern in spent:
+        for name in names:
+            if begins(_only_names(pattern), f"{{{_quoted(name)}:null"):
+                parts = [properties[name]] if name in properties else []
+                properties[name] = {"allOf": [*parts, patterns[pattern]]}
+    rest = {pattern: value for pattern, value in patterns.items() if pattern not in spent}
+    return {**schema, "properties": properties, "patternProperties": rest} if spent else schema
+
+
+def _adds_no_name(pattern: str, names: Sequence[str], begins: Begins) -> bool:
+    """Whether no name but these matches."""
+    listed = {name: {"type": "null"} for name in names}
+    schema = {**_only_names(pattern), "properties": listed, "required": names}
+    text = "{" + "".join(f"{_quoted(name)}:null," for name in names)
+    return bool(names) and begins(schema, text) and not begins(schema, text + '"')
+
+
+def _only_names(pattern: str) -> Schema:
+    only = {"patternProperties": {pattern: {"type": "null"}}, "additionalProperties": False}
+    return {"type": "object", **only}
+
+
+def _quoted(name: str) -> str:
+    return json.dumps(name, ensure_ascii=False)
 
 
 # -- oneOf: equal to anyOf where no value fulfils two branches, else not enforced

@@ -159,6 +159,29 @@ def test_references_and_data_of_a_tools_schema_hold_in_a_list_of_calls(draft: st
     assert accepts(value, call.replace("5", "6").replace('"f"', '"g"'))
 
 
+@pytest.mark.parametrize("name", ["a", "é."])
+def test_no_comma_follows_where_a_pattern_matches_listed_names_only(name: str) -> None:
+    pattern = "^(" + re.escape(name) + "|other)$"
+    schema = {
+        "type": "object",
+        "properties": {"other": {"type": "integer"}},
+        "required": ["other", name],
+        "additionalProperties": False,
+        "patternProperties": {pattern: {"maximum": 5}, "^unlisted.$": {"const": 1}},
+    }
+    quoted = json.dumps(name, ensure_ascii=False)
+    assert accepts({"json": schema}, f'{{"other":4,{quoted}:5,"unlisted1":1}}')
+    assert not accepts({"json": schema}, f'{{"other":6,{quoted}:5}}')
+    assert not accepts({"json": schema}, f'{{"other":4,{quoted}:6}}')
+    schema["patternProperties"] = {pattern: {"maximum": 5}}
+    one, of = guide({"json": schema}), sequence()
+    whole = f'{{"other":4,{quoted}:null'
+    of.tokens += [TOKENIZER.convert_tokens_to_ids(bytes_to_unicode()[b]) for b in whole.encode()]
+    after = {TOKENIZER.decode([token]) for token in allowed(one.mask(of))}
+    assert "}" in after
+    assert not any("," in text for text in after)
+
+
 def test_white_space_between_two_tokens_of_json_is_bounded() -> None:
     """An output that takes white space wherever it may, as small models do, still ends."""
     schema = {
