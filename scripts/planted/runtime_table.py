@@ -287,6 +287,20 @@ BUGS = (
         ("unit/api/test_completions.py",),
     ),
     PackageBug(
+        "the model's sampling values count before the request's",
+        "fairlead_runtime.api.bodies.prompts:_with_defaults",
+        " if body.get(name) is None",
+        "",
+        ("functional/api/test_api_fields.py",),
+    ),
+    PackageBug(
+        "a model's sampling values are not checked",
+        "fairlead_runtime.models.sampling_defaults:sampling_defaults",
+        "        SamplingParams(**values)\n",
+        "        SamplingParams()\n",
+        ("unit/models/test_sampling_defaults.py",),
+    ),
+    PackageBug(
         "a key may have any length",
         "fairlead_runtime.front.auth:_key",
         "return key if text and len(text) <= MAX_KEY else None",

@@ -15,7 +15,7 @@ from openai import AsyncOpenAI
 from starlette.types import ASGIApp
 
 from fairlead_runtime.api.ports.server import Listeners, listen, serve
-from fairlead_runtime.api.state.state import Backend, ServerState
+from fairlead_runtime.api.state.state import NO_RULES, Backend, BodyRules, ServerState
 from fairlead_runtime.api.tools.formats import reply_format
 from fairlead_runtime.outputs import (
     BlockRun,
@@ -114,6 +114,7 @@ class FakeService:
     says: str = ""  # this once, in place of as many characters of TEXT as max_tokens asks for
     tool_call_parser: str = "auto"
     reasoning_parser: str = "none"
+    rules: BodyRules = NO_RULES
     refuse: Exception | None = None  # raised by submit
     refuse_after: int = 0  # requests to accept before that
     state: Health = field(default_factory=lambda: Health(alive=True, ready=True))
@@ -195,6 +196,7 @@ def backend_of(service: Any) -> Backend:
             tool_call_parser=service.tool_call_parser,
             reasoning_parser=service.reasoning_parser,
         ),
+        rules=service.rules,
     )
 
 

@@ -20,10 +20,11 @@ from fairlead_runtime.models.model_error import ModelError
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+GENERATION_CONFIG = "generation_config.json"
 _JSON = (
     CONFIG,
     INDEX,
-    "generation_config.json",
+    GENERATION_CONFIG,
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -50,7 +51,7 @@ LARGEST_JSON = 64 << 20  # bytes; the largest tokenizer.json in use is near 35 M
 DEEPEST_JSON = 64
 _SHARD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}\.safetensors")
 # Files that transformers reads as settings: an auto_map in one of them names Python code to run.
-_SETTINGS = (CONFIG, "tokenizer_config.json", "generation_config.json")
+_SETTINGS = (CONFIG, "tokenizer_config.json", GENERATION_CONFIG)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +117,13 @@ def _find_auto_map(value: Any, prefix: str) -> list[str]:
         for index, item in enumerate(value):
             keys += _find_auto_map(item, f"{prefix}{index}.")
     return keys
+
+
+def has_file(path: Path, name: str) -> bool:
+    """Whether the model has this file, of those that may be read. Raises ModelError as ``check``
+    does.
+    """
+    return name in _list(path)
 
 
 def read_json(path: Path, name: str, names: set[str] | None = None) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from typing import TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from fairlead_runtime.api.ports import server as http
-from fairlead_runtime.api.state.state import Backend, ServerState
+from fairlead_runtime.api.state.state import NO_RULES, Backend, BodyRules, ServerState
 from fairlead_runtime.api.state.tracing import Tracing
 from fairlead_runtime.api.tools.formats import ReplyFormat, reply_format
 from fairlead_runtime.build.host import cpu_limit, process_age, resident_bytes
@@ -31,6 +31,7 @@ from fairlead_runtime.grammar.compile import TokenizerFacts
 from fairlead_runtime.hub import source
 from fairlead_runtime.hub.fetch import Progress
 from fairlead_runtime.models.files import CONFIG
+from fairlead_runtime.models.sampling_defaults import sampling_defaults
 from fairlead_runtime.outputs import DrainResult
 from fairlead_runtime.processes import termination
 from fairlead_runtime.serving import wire
@@ -123,6 +124,7 @@ async def _load(
     local = await _in_thread(lambda: source.resolve(model, revision=config.revision, report=report))
     source.warn_of_moving_revision(local, config.revision)
     state.model_config = await _in_thread(lambda: _config_json(local.path))
+    rules = await _in_thread(lambda: _rules(config, local.path))
     start = wire.Start(str(local.path), config, beside=resident_bytes())
     loading = engine.load(start)
     # Imported here: transformers takes seconds, and the probes must answer before that.
@@ -158,7 +160,18 @@ async def _load(
         memory=loaded.memory,
         died=service.died,
         replies=_replies(config, tokenizer),
+        rules=rules,
     )
+
+
+def _rules(config: EngineConfig, path: Path) -> BodyRules:
+    """Raises ModelError."""
+    if config.generation_config == "none":
+        return NO_RULES
+    sampling = sampling_defaults(path)
+    words = ", ".join(f"{name} {value}" for name, value in sampling.items())
+    log.info("generation_config.json, for requests that leave it out: %s", words or "nothing")
+    return BodyRules(sampling=sampling)
 
 
 def _prompt_encoder(

@@ -24,6 +24,7 @@ Switch = Literal["auto", "on", "off"]
 Device = Literal["auto", "cpu", "cuda"]
 ToolCallParser = Literal["auto", "none", "hermes", "llama3_json", "mistral"]
 ReasoningParser = Literal["auto", "none", "deepseek_r1", "qwen3"]
+GenerationConfig = Literal["auto", "none"]
 Kernels = Literal["auto", "torch", "cpu", "flashinfer"]
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[a-z0-9._:\[\]-]+")
 
@@ -328,6 +329,12 @@ class EngineConfig:
         "auto",
         "format of the reasoning; auto: qwen3 for a chat template that knows thinking",
         when="deepseek_r1 when every answer begins with reasoning, none to leave it in the text.",
+    )
+    generation_config: GenerationConfig = knob(
+        "auto",
+        "sampling values of HTTP requests that leave them out; auto: temperature, top_k, top_p, "
+        "min_p and repetition_penalty of the model's generation_config.json; none: OpenAI's",
+        when="none where clients rely on temperature 1 and no filter.",
     )
     drain_grace: float = knob(
         5.0,

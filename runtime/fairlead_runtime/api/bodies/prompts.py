@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from fairlead_runtime.api.answers.prompt_echo import echoed
 from fairlead_runtime.api.bodies.messages import characters
 from fairlead_runtime.api.bodies.request_bodies import GenerationRequest
+from fairlead_runtime.api.state.state import BodyRules
 from fairlead_runtime.front.errors import ApiError
 from fairlead_runtime.front.limits import is_large
 from fairlead_runtime.front.strict_json import parse_object
@@ -45,11 +46,12 @@ def prepare(
     served: str,
     encoder: PromptEncoder,
     max_model_len: int,
+    rules: BodyRules,
 ) -> PreparedRequest:
     """Raises ApiError or RequestError, which name the field as the client sent it, and
     ServiceError.
     """
-    request = validate(parse_object(body), served)
+    request = validate(_with_defaults(parse_object(body), rules.sampling), served)
     try:
         return _prepared(
             _with_bad_word_ids(request, encoder.tokenizer),
@@ -59,6 +61,11 @@ def prepare(
         )
     except (ApiError, RequestError) as error:
         raise error.renamed(request.sent_names) from None
+
+
+def _with_defaults(body: dict[str, Any], sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """The body with the model's sampling values; what it says itself counts first."""
+    return body | {name: value for name, value in sampling.items() if body.get(name) is None}
 
 
 def _prepared(

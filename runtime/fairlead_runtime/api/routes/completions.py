@@ -104,6 +104,7 @@ class EndpointHandler:
                 self._state.name,
                 backend.encoder,
                 backend.service.max_model_len,
+                backend.rules,
             )
             return await while_connected(receive, preparing)
 

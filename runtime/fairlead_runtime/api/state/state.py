@@ -8,7 +8,8 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from fairlead_runtime.api.state.http_load import HttpLoad
 from fairlead_runtime.api.state.tracing import Tracing
@@ -22,6 +23,17 @@ from fairlead_runtime.serving.metrics import FrontReport
 from fairlead_runtime.serving.prompt_encoder import PromptEncoder
 
 MAX_TENANTS = 100  # with metrics of their own
+
+
+class BodyRules(NamedTuple):
+    """What the server decides about every body. ``sampling``: the values of sampling fields that a
+    body leaves out.
+    """
+
+    sampling: Mapping[str, Any] = MappingProxyType({})
+
+
+NO_RULES = BodyRules()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +52,7 @@ class Backend:
     memory: Mapping[str, Any]
     died: asyncio.Event
     replies: ReplyFormat = PLAIN
+    rules: BodyRules = NO_RULES
 
 
 @dataclass(slots=True, kw_only=True)
