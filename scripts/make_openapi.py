@@ -123,7 +123,7 @@ ANSWERS: dict[str, Schema] = {
         model=TEXT,
         choices=many(
             record(
-                ("prompt_logprobs",),
+                ("prompt_logprobs", "token_ids", "prompt_token_ids"),
                 index=COUNT,
                 text=TEXT,
                 logprobs=nullable(
@@ -137,18 +137,21 @@ ANSWERS: dict[str, Schema] = {
                 finish_reason=FINISH,
                 stop_reason=STOP_REASON,
                 prompt_logprobs=PROMPT_LOGPROBS,
+                token_ids=many(COUNT),
+                prompt_token_ids=many(COUNT),
             )
         ),
         usage=ref("Usage"),
     ),
     "ChatCompletion": record(
-        ("prompt_logprobs",),
+        ("prompt_logprobs", "prompt_token_ids"),
         id=TEXT,
         object=const("chat.completion"),
         created=COUNT,
         model=TEXT,
         choices=many(
             record(
+                ("token_ids",),
                 index=COUNT,
                 message=record(
                     ("reasoning", "reasoning_content", "tool_calls"),
@@ -169,10 +172,12 @@ ANSWERS: dict[str, Schema] = {
                 ),
                 finish_reason=FINISH,
                 stop_reason=STOP_REASON,
+                token_ids=many(COUNT),
             )
         ),
         usage=ref("Usage"),
         prompt_logprobs=PROMPT_LOGPROBS,
+        prompt_token_ids=many(COUNT),
     ),
     "Response": record(
         id=TEXT,

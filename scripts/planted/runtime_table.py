@@ -20,6 +20,7 @@ OFFLOAD_TESTS, PINNED_TESTS = (
     (f"unit/device/test_{name}.py",) for name in ("offload", "pinned_memory")
 )
 OFFLOAD_SIZES = ("unit/sizing/test_offload_sizes.py",)
+FIELD_TESTS = ("functional/api/test_api_fields.py",)
 BOUND_TESTS = ("unit/scheduling/test_prefill_bound.py",)
 
 # A shorter way for prompts that are whole in a step, whose keys are at hand.
@@ -291,7 +292,35 @@ BUGS = (
         "fairlead_runtime.api.bodies.prompts:_with_defaults",
         " if body.get(name) is None",
         "",
-        ("functional/api/test_api_fields.py",),
+        FIELD_TESTS,
+    ),
+    PackageBug(
+        "fields of other servers are dropped",
+        "fairlead_runtime.api.bodies.refused_fields:refuse_fields",
+        "        if value is not None and value not in neutral and name not in known:",
+        "        if False:",
+        FIELD_TESTS,
+    ),
+    PackageBug(
+        "a schema beside json_object is dropped",
+        "fairlead_runtime.api.bodies.structured_bodies:_of_format",
+        '    if form.type == "json_object" and not any(schemas.values()):',
+        '    if form.type == "json_object":',
+        FIELD_TESTS,
+    ),
+    PackageBug(
+        "token ids of text that is held back are lost",
+        "fairlead_runtime.api.answers.token_ids:TokenIds.add",
+        "            self._pending.setdefault(index, []).extend(ids)",
+        "            self._pending[index] = list(ids)",
+        FIELD_TESTS,
+    ),
+    PackageBug(
+        "skip_special_tokens changes nothing",
+        "fairlead_runtime.serving.choice:ChoiceText.__init__",
+        "submission.visible_tokens if params.skip_special_tokens else vocabulary.special",
+        "submission.visible_tokens",
+        ("unit/serving/test_choice.py",),
     ),
     PackageBug(
         "a model's sampling values are not checked",

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from fairlead_runtime.api.bodies import request_bodies
 from fairlead_runtime.api.bodies.messages import Message
+from fairlead_runtime.api.bodies.refused_fields import REFUSED, REFUSED_OF_MESSAGES
 from fairlead_runtime.api.bodies.request_bodies import ChatBody, CompletionBody, StreamOptions
 from fairlead_runtime.api.responses import bodies
 from fairlead_runtime.api.responses.bodies import ResponseBody
@@ -41,15 +41,15 @@ def fields(*kinds: type[BaseModel]) -> set[str]:
     return {name for kind in kinds for name in kind.model_fields}
 
 
-FIELDS, REFUSED, MESSAGES = tables("Fields")
+FIELDS, REFUSED_FIELDS, MESSAGES = tables("Fields")
 
 
 @pytest.mark.parametrize(("route", "kind"), [("chat", ChatBody), ("completions", CompletionBody)])
 def test_the_table_has_every_field_of_a_generating_route(route: str, kind: type[BaseModel]) -> None:
     options = {f"stream_options.{name}" for name in fields(StreamOptions)}
     assert named(FIELDS, route=route) == fields(kind) - {"stream_options"} | options
-    refused = {name for name in request_bodies._UNSUPPORTED if name not in kind.model_fields}
-    assert named(REFUSED, route=route) == refused
+    refused = {name for name in REFUSED if name not in kind.model_fields}
+    assert named(REFUSED_FIELDS, route=route) == refused
 
 
 def test_every_field_has_a_default_values_and_a_convention() -> None:
@@ -63,11 +63,17 @@ def test_the_table_of_messages_has_every_field() -> None:
     assert named(MESSAGES) == fields(Message)
 
 
+def test_the_text_below_it_has_what_is_refused_of_a_message() -> None:
+    after = PAGE.split("\nA message of a chat:\n")[1].split("\n## ")[0]
+    for name in REFUSED_OF_MESSAGES:
+        assert re.search(rf"`{name}\b", after), name
+
+
 def test_the_table_of_responses_has_every_field_and_the_text_what_is_refused() -> None:
     (table,) = tables("Responses")
     assert named(table) == fields(ResponseBody)
     text = PAGE.split("\n## Responses\n")[1].split("\n## ")[0]
-    for name in bodies._UNSUPPORTED:
+    for name in bodies._REFUSED:
         assert re.search(rf"`{name}\b", text), name
 
 

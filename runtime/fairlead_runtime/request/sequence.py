@@ -136,6 +136,7 @@ class SamplingParams:
     bad_words: tuple[str | tuple[int, ...], ...] = ()
     stop: str | tuple[str, ...] = ()  # texts that end a choice and are cut from it
     include_stop_str_in_output: bool = False  # do not cut the stop text, or a stop token's
+    skip_special_tokens: bool = True  # False: special tokens are text, but for the one that ends it
     prompt_logprobs: int | None = None  # the same of each prompt token but the first
     structured_outputs: Any = None  # StructuredOutputs, or a mapping of its fields
 

@@ -65,7 +65,8 @@ class ChoiceText:
         # The first choice's events bring them for all.
         self._wants_prompt = params.prompt_logprobs is not None and not index
         self._shows_stop = params.include_stop_str_in_output
-        self._text = Detokenizer(vocabulary, submission.prompt, submission.visible_tokens)
+        visible = submission.visible_tokens if params.skip_special_tokens else vocabulary.special
+        self._text = Detokenizer(vocabulary, submission.prompt, visible)
         self._stops = StopTexts(tuple(params.stop), included=self._shows_stop)
         self._token_text = vocabulary.token_text
 

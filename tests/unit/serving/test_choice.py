@@ -1,5 +1,6 @@
 """Stop texts: however a text is split, it ends where the first stop text begins."""
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -141,6 +142,15 @@ def test_a_kept_stop_token_is_shown_and_a_kept_stop_text_ends_the_text() -> None
     output, ended = text.take([ChoiceEvent("r", 0, 1, None, None)])
     assert ended
     assert output.text == "b"
+
+
+@pytest.mark.parametrize(("skips", "text"), [(True, "bd"), (False, "bcd")])
+def test_special_tokens_are_text_where_the_request_wants_them(skips: bool, text: str) -> None:
+    vocabulary = dataclasses.replace(VOCABULARY, special=frozenset({2, 4}))
+    submission = Submission(prompt=(0,), params=SamplingParams(skip_special_tokens=skips))
+    tokens = [ChoiceEvent("r", 0, token, None, None) for token in (1, 2, 3)]
+    end = ChoiceEvent("r", 0, 4, None, FinishReason.STOP)
+    assert ChoiceText(0, submission, vocabulary).take([*tokens, end])[0].text == text
 
 
 def test_the_last_output_has_the_failure() -> None:

@@ -21,6 +21,7 @@ from fairlead_runtime.api.answers.logprob_bodies import (
 from fairlead_runtime.api.answers.message_parts import delta, message
 from fairlead_runtime.api.answers.prompt_echo import PromptEcho
 from fairlead_runtime.api.answers.text_offsets import OutputOffsets, prompt_offsets
+from fairlead_runtime.api.answers.token_ids import TokenIds
 from fairlead_runtime.api.tools.parts import CallBegun, Content, Parser, Part, PlainParser
 from fairlead_runtime.front.errors import ApiError
 from fairlead_runtime.outputs import Output
@@ -44,9 +45,11 @@ class Frame:
     top: int | None
     usage: bool  # stream_options.include_usage
     token_bytes: TokenBytes
-    special: frozenset[int] = frozenset()  # tokens that make no text
+    special: frozenset[int] = frozenset()  # tokens that make no text of their own
+    hidden: frozenset[int] = frozenset()  # those that an output does not show
     first_text: Callable[[int], str] = str  # of a token that begins a text
     prompts: PromptEcho = field(default_factory=PromptEcho)
+    ids: TokenIds = field(default_factory=TokenIds)
     running: "Usage | None" = None
     new_parser: Callable[[], Parser] = PlainParser  # of one choice of a chat
     forced: bool = False  # the request names the tool that must be called
@@ -84,8 +87,8 @@ class WholeChoice:
     def add(self, output: Output) -> None:
         self.text.append(output.text)
         self.counts.append(len(output.token_ids))
+        self.token_ids.extend(output.token_ids)
         if output.logprobs is not None:
-            self.token_ids.extend(output.token_ids)
             self.logprobs.extend(output.logprobs)
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = output.prompt_logprobs
@@ -121,10 +124,11 @@ class _ChoicesEncoder(ABC):
     def body_pieces(self, choices: list[WholeChoice], usage: Usage) -> Iterator[bytes]:
         for index, choice in enumerate(choices):
             self._frame.prompts.take(index, choice.prompt_logprobs)
+            self._frame.ids.add(index, choice.token_ids)
         parts = (
             (
                 self._choice(index, choice),
-                chain(self._logprob_pieces(index, choice), self._last_member(index)),
+                chain(self._logprob_pieces(index, choice), self._last_members(index)),
             )
             for index, choice in enumerate(choices)
         )
@@ -134,9 +138,9 @@ class _ChoicesEncoder(ABC):
         """A member of the whole answer that no choice has, after a comma and in pieces."""
         return ()
 
-    def _last_member(self, index: int) -> Iterable[bytes]:  # noqa: ARG002 - completions read it
-        """The last member of a choice, after its log-probabilities."""
-        return ()
+    def _last_members(self, index: int) -> Iterable[bytes]:
+        """The last members of a choice, after its log-probabilities."""
+        yield self._frame.ids.generated(index)
 
     @abstractmethod
     def _choice(self, index: int, choice: WholeChoice) -> dict[str, Any]: ...
@@ -154,10 +158,12 @@ class ChatEncoder(_ChoicesEncoder):
         self._calling: set[int] = set()
 
     def events(self, index: int, output: Output) -> bytes:
-        events = []
+        events, ids = [], self._frame.ids
+        ids.add(index, output.token_ids)
         if index not in self._parsers:
             self._parsers[index] = self._frame.new_parser()
-            events.append(self._events.raw(index, b'{"role":"assistant","content":""}'))
+            role = b'{"role":"assistant","content":""}'
+            events.append(self._events.raw(index, role, beside=ids.prompt(index)))
         parts: list[Part] = self._parsers[index].feed(output.text)
         if output.finish_reason is not None:
             parts += self._parsers[index].finish()
@@ -167,20 +173,28 @@ class ChatEncoder(_ChoicesEncoder):
         logprobs = orjson.dumps({"content": entries}) if entries else b"null"
         for part in parts:
             if isinstance(part, Content):
-                events.append(self._events.text(index, part.text, logprobs))
+                events.append(
+                    self._events.text(index, part.text, logprobs, ids=ids.generated(index))
+                )
             else:
                 if isinstance(part, CallBegun):
                     self._calling.add(index)
-                events.append(self._events.raw(index, orjson.dumps(delta(part)), logprobs))
+                events.append(
+                    self._events.raw(
+                        index, orjson.dumps(delta(part)), logprobs, ids=ids.generated(index)
+                    )
+                )
             logprobs = b"null"  # an output's are in one event
         if output.finish_reason is not None:
             reasons = self._reasons(output, calls=index in self._calling)
             ending = orjson.dumps(reasons)[1:-1]
-            events.append(self._events.raw(index, b"{}", finish=ending))
+            last = self._events.raw(index, b"{}", finish=ending, ids=ids.generated(index))
+            events.append(last)
         return b"".join(events)
 
     def _beside_choices(self) -> Iterable[bytes]:
-        return self._frame.prompts.json_member(0)
+        yield self._frame.ids.prompt(0)
+        yield from self._frame.prompts.json_member(0)
 
     def _logprob_pieces(self, index: int, choice: WholeChoice) -> Iterator[bytes]:  # noqa: ARG002 - a chat shows no prompt
         top = self._frame.top
@@ -235,21 +249,26 @@ class CompletionEncoder(_ChoicesEncoder):
         self._begun.add(index)
         prompts.take(index, output.prompt_logprobs)
         text, (ids, entries, first) = prompts.text(index), prompts.tokens(index)
+        shown = self._frame.ids.prompt(index)
         if self._frame.top is None or not ids:
-            return self._events.text(index, text)
+            return self._events.text(index, text, ids=shown)
         offsets = self._prompt_offsets(text, ids, entries, first)
         shape = self._shape(ids, entries, offsets, first)
-        return self._events.text(index, text, orjson.dumps(shape))
+        return self._events.text(index, text, orjson.dumps(shape), ids=shown)
 
     def _generated(self, index: int, output: Output) -> bytes:
-        shape = self._logprobs(index, output)
+        shape, ids = self._logprobs(index, output), self._frame.ids
+        ids.add(index, output.token_ids)
         if not output.text and shape is None and output.finish_reason is None:
             return b""
         logprobs = b"null" if shape is None else orjson.dumps(shape)
-        return self._events.text(index, output.text, logprobs, _finish(output))
+        shown = ids.generated(index) + ids.prompt(index)
+        return self._events.text(index, output.text, logprobs, _finish(output), ids=shown)
 
-    def _last_member(self, index: int) -> Iterable[bytes]:
-        return self._frame.prompts.json_member(index)
+    def _last_members(self, index: int) -> Iterable[bytes]:
+        yield from super()._last_members(index)
+        yield self._frame.ids.prompt(index)
+        yield from self._frame.prompts.json_member(index)
 
     def _logprob_pieces(self, index: int, choice: WholeChoice) -> Iterator[bytes]:
         if self._frame.top is None:
@@ -296,7 +315,7 @@ class CompletionEncoder(_ChoicesEncoder):
         if index not in self._offsets:
             begins = frame.prompts.begins_text(index, frame.special)
             self._offsets[index] = OutputOffsets(
-                len(frame.prompts.text(index)), frame.special, frame.first_text if begins else None
+                len(frame.prompts.text(index)), frame.hidden, frame.first_text if begins else None
             )
         for token, entry in zip(ids, entries, strict=True):
             yield self._offsets[index].place(token, token_piece(token, entry, frame.token_bytes))
@@ -350,16 +369,32 @@ class _EventShape:
         )
         self._prefixes: dict[int, bytes] = {}
 
-    def text(self, index: int, text: str, logprobs: bytes = b"null", finish: bytes = b"") -> bytes:
+    def text(
+        self,
+        index: int,
+        text: str,
+        logprobs: bytes = b"null",
+        finish: bytes = b"",
+        *,
+        ids: bytes = b"",
+    ) -> bytes:
         before = self._prefix(index) + self._opening + orjson.dumps(text)
-        if logprobs == b"null" and not finish and self._running is None:
+        if logprobs == b"null" and not finish and not ids and self._running is None:
             return before + self._plain
-        return before + self._closing + self._after(logprobs, finish)
+        return before + self._closing + self._after(logprobs, finish, ids)
 
     def raw(
-        self, index: int, value: bytes, logprobs: bytes = b"null", finish: bytes = b""
+        self,
+        index: int,
+        value: bytes,
+        logprobs: bytes = b"null",
+        finish: bytes = b"",
+        *,
+        ids: bytes = b"",
+        beside: bytes = b"",
     ) -> bytes:
-        return self._prefix(index) + value + self._after(logprobs, finish)
+        """``ids``: further members of the choice; ``beside``: of the event."""
+        return self._prefix(index) + value + self._after(logprobs, finish, ids, beside)
 
     def ending(self, usage: Usage) -> bytes:
         if not self._usage:
@@ -374,12 +409,12 @@ class _EventShape:
             self._prefixes[index] = prefix
         return prefix
 
-    def _after(self, logprobs: bytes, finish: bytes) -> bytes:
+    def _after(self, logprobs: bytes, finish: bytes, ids: bytes, beside: bytes = b"") -> bytes:
         ending = finish or b'"finish_reason":null,"stop_reason":null'
         tail = self._tail
         if self._running is not None:
             tail = b',"usage":' + orjson.dumps(self._running.counts()) + b"}\n\n"
-        return b',"logprobs":' + logprobs + b"," + ending + b"}]" + tail
+        return b',"logprobs":' + logprobs + b"," + ending + ids + b"}]" + beside + tail
 
 
 def error_events(error: ApiError) -> bytes:

@@ -1,6 +1,6 @@
 """The bodies of OpenAI's two generating routes, and their meaning for the engine.
 
-Owns the fields, their types and the refusal of unsupported fields that would change the answer.
+Owns the fields and their types; ``refused_fields`` those of other servers.
 SamplingParams owns the ranges of sampling values, so that HTTP and Python refuse the same ones.
 Tokenizes nothing.
 """
@@ -13,6 +13,11 @@ from typing import Annotated, Any, TypeVar
 from pydantic import FailFast, Field, WithJsonSchema, field_validator
 
 from fairlead_runtime.api.bodies.messages import MAX_MESSAGES, Message, for_template
+from fairlead_runtime.api.bodies.refused_fields import (
+    REFUSED,
+    refuse_fields,
+    refuse_in_messages,
+)
 from fairlead_runtime.api.bodies.structured_bodies import StructuredBody, structured_outputs
 from fairlead_runtime.api.bodies.tool_bodies import MAX_TOOLS, NO_TOOLS, Tool, Tools, tools_of
 from fairlead_runtime.front.errors import invalid
@@ -25,31 +30,6 @@ MAX_ID_DIGITS = 10
 COMPLETION_TOKENS = 16  # OpenAI's default for completions; chat's is "what fits"
 
 Prompt = str | tuple[int, ...]
-
-# Unsupported fields that would change the answer, with the values that change nothing.
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "length_penalty": (None, 1),
-    "logits_processors": (None, []),
-    "tools": (None, []),
-    "tool_choice": (None, "none", "auto"),
-    "functions": (None, []),
-    "function_call": (None, "none", "auto"),
-    "echo": (None, False),
-    "suffix": (None, ""),
-    "use_beam_search": (None, False),
-    "skip_special_tokens": (None, True),
-    "truncate_prompt_tokens": (None,),
-    "add_generation_prompt": (None, True),
-    "continue_final_message": (None, False),
-    "add_special_tokens": (None,),
-    "chat_template": (None,),
-    "chat_template_kwargs": (None, {}),
-    "documents": (None, []),
-    "modalities": (None, ["text"]),
-    "audio": (None,),
-    "prediction": (None,),
-    "web_search_options": (None,),
-}
 
 # For the OpenAPI document; the validators check the values.
 _TEXTS = {"type": "array", "items": {"type": "string"}}
@@ -89,6 +69,8 @@ class _Body(StructuredBody):
     stop_token_ids: list[int] | None = Field(default=None, max_length=64)
     stop: Annotated[Any, WithJsonSchema(_STOP)] = None
     include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
@@ -161,6 +143,7 @@ class GenerationRequest:
     priority: int
     sent_names: Mapping[str, str]  # of fields that the client sent under another name
     prompt_logprobs: int | None  # to show; echo needs them too
+    show_token_ids: bool = False
     show_prompt: bool = False  # before the text of each choice
     prompt_only: bool = False  # generate nothing: echo with max_tokens 0
     prompts: tuple[Prompt, ...] = ()
@@ -231,12 +214,11 @@ def _forcing(
 
 def _validate(kind: type[BodyT], body: Mapping[str, Any], served: str) -> BodyT:
     check_model(body.get("model"), served)
-    for name, neutral in _UNSUPPORTED.items():
-        if name in body and name not in kind.model_fields and body[name] not in neutral:
-            raise invalid(name, "is not supported; leave it out", "unsupported_parameter")
+    refuse_fields(body, kind.model_fields)
+    refuse_in_messages(body.get("messages"), Message.model_fields)
     parsed = validated(kind, body)
     _check_together(parsed)
-    unknown = [name for name in body if name not in kind.model_fields and name not in _UNSUPPORTED]
+    unknown = [name for name in body if name not in kind.model_fields and name not in REFUSED]
     if unknown:
         _log.debug("ignored %d unknown fields", len(unknown))
     return parsed
@@ -288,6 +270,7 @@ def _params(parsed: _Body, *, max_tokens: int | None, logprobs: int | None) -> S
             bad_words=tuple(parsed.bad_words or ()),
             stop=parsed.stop or (),
             include_stop_str_in_output=bool(parsed.include_stop_str_in_output),
+            skip_special_tokens=parsed.skip_special_tokens is not False,
             structured_outputs=structured_outputs(parsed)[0],
         )
     except RequestError as error:
@@ -313,6 +296,7 @@ def _common(parsed: _Body, params: SamplingParams) -> dict[str, Any]:
     return {
         "params": params,
         "prompt_logprobs": parsed.prompt_logprobs,
+        "show_token_ids": bool(parsed.return_token_ids),
         "stream": bool(parsed.stream),
         "include_usage": options is not None and bool(options.include_usage),
         "running_usage": options is not None and bool(options.continuous_usage_stats),

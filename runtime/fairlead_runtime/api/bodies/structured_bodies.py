@@ -24,8 +24,28 @@ class JsonSchema(StrictBody):
 
 
 class ResponseFormat(StrictBody):
+    """A schema may lie in ``json_schema`` (OpenAI's place), ``schema`` (llama.cpp's) or ``value``
+    (TGI's).
+    """
+
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    definition: dict[str, Any] | None = Field(default=None, alias="schema")
+    value: dict[str, Any] | None = None
+
+    @property
+    def schemas(self) -> dict[str, dict[str, Any]]:
+        """Each schema by the client's name of it."""
+        schemas = {
+            "json_schema.schema": self.json_schema and self.json_schema.definition,
+            "schema": self.definition,
+            "value": self.value,
+        }
+        return {
+            f"response_format.{name}": schema
+            for name, schema in schemas.items()
+            if schema is not None
+        }
 
 
 class StructuredBody(StrictBody):
@@ -37,21 +57,35 @@ class StructuredBody(StrictBody):
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
+    json_schema: Any = None
+    regex: Any = None
+    ebnf: Any = None
+    grammar: Any = None
+
+
+# The fields that say one constraint, and its kind: vLLM's older ones, SGLang's and llama.cpp's.
+_KINDS = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "json_schema": "json",
+    "regex": "regex",
+    "ebnf": "grammar",
+    "grammar": "grammar",
+}
 
 
 def structured_outputs(body: StructuredBody) -> tuple[Mapping[str, Any] | None, dict[str, str]]:
     """The value for SamplingParams, and the client's names of its parts. Raises ApiError 400."""
     constraints = {
-        name: value
-        for name, value in {
-            "response_format": _of_format(body.response_format),
-            PARAM: body.structured_outputs or None,
-            "guided_json": _only("json", body.guided_json),
-            "guided_regex": _only("regex", body.guided_regex),
-            "guided_choice": _only("choice", body.guided_choice),
-            "guided_grammar": _only("grammar", body.guided_grammar),
-        }.items()
-        if value is not None
+        **_of_format(body.response_format),
+        **({PARAM: body.structured_outputs} if body.structured_outputs else {}),
+        **{
+            name: {kind: value}
+            for name, kind in _KINDS.items()
+            if (value := getattr(body, name)) is not None
+        },
     }
     if not constraints:
         return None, {}
@@ -60,9 +94,7 @@ def structured_outputs(body: StructuredBody) -> tuple[Mapping[str, Any] | None, 
         raise invalid(conflicts[0], f"cannot be combined with {name}; send one of them")
     if name == PARAM:
         return _of_kinds(constraints[name]), {}
-    params = [PARAM, *(f"{PARAM}.{kind}" for kind in KINDS)]
-    sent = "response_format.json_schema.schema" if "json" in constraints[name] else name
-    return constraints[name], dict.fromkeys(params, sent if name == "response_format" else name)
+    return constraints[name], dict.fromkeys((PARAM, *(f"{PARAM}.{kind}" for kind in KINDS)), name)
 
 
 def _of_kinds(value: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -73,15 +105,17 @@ def _of_kinds(value: Mapping[str, Any]) -> Mapping[str, Any]:
     return value
 
 
-def _of_format(form: ResponseFormat | None) -> Mapping[str, Any] | None:
-    if form is None or form.type == "text":
-        return None
-    if form.type == "json_object":
-        return {"json_object": True}
-    if form.json_schema is None:
+def _of_format(form: ResponseFormat | None) -> dict[str, Mapping[str, Any]]:
+    """What the format asks for, by the client's name of it; a second schema is a conflict."""
+    if form is None:
+        return {}
+    schemas = form.schemas
+    if form.type == "text":
+        if schemas:
+            raise invalid(next(iter(schemas)), "needs the type json_schema or json_object")
+        return {}
+    if form.type == "json_object" and not any(schemas.values()):
+        return {"response_format": {"json_object": True}}
+    if not schemas:
         raise invalid("response_format.json_schema", "is missing", "missing_required_parameter")
-    return {"json": form.json_schema.definition}
-
-
-def _only(kind: str, value: Any) -> Mapping[str, Any] | None:
-    return None if value is None else {kind: value}
+    return {name: {"json": schema} for name, schema in schemas.items()}

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 from pydantic import Field, field_validator
 
 from fairlead_runtime.api.bodies import request_bodies
+from fairlead_runtime.api.bodies.refused_fields import Refused, refuse_fields
 from fairlead_runtime.api.bodies.request_bodies import GenerationRequest
 from fairlead_runtime.api.bodies.tool_bodies import MAX_TOOLS
 from fairlead_runtime.api.responses.items import MAX_ITEMS, Item, messages_of
@@ -22,16 +23,23 @@ from fairlead_runtime.request.sequence import RequestError
 MAX_METADATA = 16  # pairs, as OpenAI
 LOGPROBS = "message.output_text.logprobs"  # in ``include``
 
-# Fields that need stored state, or change the answer, with the values that change nothing.
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "previous_response_id": (None,),
-    "conversation": (None,),
-    "store": (None, False),
-    "background": (None, False),
-    "prompt": (None,),
-    "truncation": (None, "disabled"),
-    "max_tool_calls": (None,),
-    "n": (None, 1),
+_STORED = "nothing is stored: leave it out"
+# Fields that need stored state, change the answer or have another name here.
+_REFUSED: dict[str, Refused] = {
+    "previous_response_id": Refused(instead=_STORED),
+    "conversation": Refused(instead=_STORED),
+    "store": Refused((False,), _STORED),
+    "background": Refused((False,), _STORED),
+    "prompt": Refused(instead=_STORED),
+    "truncation": Refused(("disabled",)),
+    "max_tool_calls": Refused(),
+    "n": Refused((1,)),
+    "messages": Refused(instead="send input"),
+    "max_tokens": Refused(instead="send max_output_tokens"),
+    "max_completion_tokens": Refused(instead="send max_output_tokens"),
+    "response_format": Refused(instead="send text.format"),
+    "logprobs": Refused((False,), f"send include with {LOGPROBS}"),
+    "return_token_ids": Refused((False,)),
 }
 # This route's names of a chat's fields, the longest first, with the fields below them. What is in
 # ``input`` has other places than the messages made of it.
@@ -41,7 +49,6 @@ _SENT = (
     (re.compile(r"response_format(?:\.json_schema)?"), "text.format"),
     (re.compile(r"(tools\.\d+)\.function"), r"\1"),
 )
-_CHATS_OWN = frozenset({"max_tokens", "max_completion_tokens", "messages", "response_format"})
 _PATH = re.compile(r"(?:^|(?<=; ))[a-z_]+(?:\.\w+)*(?=: )")  # of each problem in a message
 _ITEM = re.compile(r"(input\.\d+)\.(?:message|function_call_output|function_call|reasoning)\b")
 
@@ -79,11 +86,7 @@ class ResponseBody(StrictBody):
 def response(body: Mapping[str, Any], served: str) -> GenerationRequest:
     """Raises ApiError 400, or 404 for a model other than ``served``, and RequestError."""
     check_model(body.get("model"), served)
-    for name, neutral in _UNSUPPORTED.items():
-        if name in body and body[name] not in neutral:
-            raise invalid(
-                name, "is not supported: nothing is stored; leave it out", "unsupported_parameter"
-            )
+    refuse_fields(body, (), _REFUSED)
     try:
         parsed = validated(ResponseBody, body)
     except ApiError as error:
@@ -102,7 +105,7 @@ def response(body: Mapping[str, Any], served: str) -> GenerationRequest:
 
 
 def _as_chat(body: Mapping[str, Any], parsed: ResponseBody) -> dict[str, Any]:
-    response_fields = {*ResponseBody.model_fields, *_UNSUPPORTED, *_CHATS_OWN, "logprobs"}
+    response_fields = {*ResponseBody.model_fields, *_REFUSED}
     shared = {name: value for name, value in body.items() if name not in response_fields}
     wants_logprobs = LOGPROBS in (parsed.include or ())
     return {

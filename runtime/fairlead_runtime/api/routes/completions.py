@@ -24,6 +24,7 @@ from fairlead_runtime.api.answers.response_bodies import (
     Usage,
     WholeChoice,
 )
+from fairlead_runtime.api.answers.token_ids import TokenIds
 from fairlead_runtime.api.bodies import request_bodies
 from fairlead_runtime.api.bodies.prompts import PreparedRequest, Validate, prepare
 from fairlead_runtime.api.responses.bodies import response
@@ -171,6 +172,7 @@ class EndpointHandler:
             usage=request.include_usage,
             token_bytes=vocabulary.token_bytes,
             special=vocabulary.special,
+            hidden=vocabulary.special if request.params.skip_special_tokens else frozenset(),
             first_text=vocabulary.first_text,
             prompts=PromptEcho(
                 n=request.params.n,
@@ -178,6 +180,9 @@ class EndpointHandler:
                 echo=prepared.echo,
                 token_text=vocabulary.token_text,
                 top=request.prompt_logprobs,
+            ),
+            ids=TokenIds(
+                shown=request.show_token_ids, n=request.params.n, prompts=prepared.prompts
             ),
             running=usage if request.running_usage else None,
             new_parser=functools.partial(

@@ -1,0 +1,132 @@
+"""Fields of other servers that would change the answer and have no counterpart here.
+
+Owns their names, the values that change nothing, and the refusal. A name that no server is known to
+read stays without effect, as in OpenAI's API.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+from fairlead_runtime.front.errors import invalid
+
+
+class Refused(NamedTuple):
+    """``neutral``: the values beside null that change nothing. ``instead``: what does the same."""
+
+    neutral: tuple[Any, ...] = ()
+    instead: str = "leave it out"
+
+
+_OFF, _ON, _NO_LIST, _ZERO = Refused((False,)), Refused((True,)), Refused(([],)), Refused((0,))
+_ID = Refused(instead="send the header X-Request-Id")
+_LENGTH = Refused((-1,), "send max_tokens")
+
+# By the server whose field it is; of a name that several have, the first.
+REFUSED: dict[str, Refused] = {
+    # OpenAI
+    "suffix": Refused(("",)),
+    "echo": _OFF,
+    "tools": _NO_LIST,
+    "tool_choice": Refused(("none", "auto")),
+    "functions": Refused(([],), "send tools"),
+    "function_call": Refused(("none", "auto"), "send tool_choice"),
+    "modalities": Refused((["text"],)),
+    "audio": Refused(),
+    "prediction": Refused(),
+    "web_search_options": Refused(),
+    # vLLM
+    "use_beam_search": _OFF,
+    "length_penalty": Refused((1,)),
+    "logits_processors": _NO_LIST,
+    "truncate_prompt_tokens": Refused(),
+    "add_special_tokens": Refused(),
+    "add_generation_prompt": _ON,
+    "continue_final_message": _OFF,
+    "chat_template": Refused(),
+    "chat_template_kwargs": Refused(({},)),
+    "documents": _NO_LIST,
+    "prompt_embeds": Refused(),
+    "request_id": _ID,
+    "thinking_token_budget": Refused(),
+    "repetition_detection": Refused(),
+    "logprob_token_ids": _NO_LIST,
+    "return_tokens_as_token_ids": Refused((False,), "send return_token_ids"),
+    "return_prompt_text": _OFF,
+    "watermarking": _OFF,
+    "guided_json_object": Refused((False,), "send response_format"),
+    "guided_whitespace_pattern": Refused(),
+    # SGLang
+    "stop_regex": _NO_LIST,
+    "no_stop_trim": Refused((False,), "send include_stop_str_in_output"),
+    "custom_logit_processor": Refused(),
+    "input_ids": Refused(instead="send a prompt of token ids to /v1/completions"),
+    "lora_path": Refused(),
+    "session_params": Refused(({},)),
+    "rid": _ID,
+    "extra_key": Refused(instead="send cache_salt"),
+    "separate_reasoning": _ON,
+    "return_hidden_states": _OFF,
+    "return_routed_experts": _OFF,
+    "return_prompt_token_ids": Refused((False,), "send return_token_ids"),
+    "return_meta_info": _OFF,
+    # llama.cpp
+    "n_predict": _LENGTH,
+    "n_probs": Refused((0,), "send logprobs"),
+    "repeat_penalty": Refused((1,), "send repetition_penalty"),
+    "typical_p": Refused((1,)),
+    "min_keep": _ZERO,
+    "mirostat": _ZERO,
+    "dynatemp_range": _ZERO,
+    "xtc_probability": _ZERO,
+    "dry_multiplier": _ZERO,
+    "top_n_sigma": Refused((-1, 0)),
+    "samplers": Refused(),
+    "t_max_predict_ms": Refused((0, -1), "send timeout"),
+    "n_indent": _ZERO,
+    "post_sampling_probs": _OFF,
+    "return_tokens": Refused((False,), "send return_token_ids"),
+    "image_data": _NO_LIST,
+    "lora": _NO_LIST,
+    "parse_tool_calls": _ON,
+    "reasoning_format": Refused(("auto", "deepseek")),
+    "thinking_budget_tokens": Refused((-1,)),
+    # TGI
+    "max_new_tokens": _LENGTH,
+    "do_sample": Refused((True,), "send temperature 0"),
+    "adapter_id": Refused(),
+    "guideline": Refused(),
+    "tool_prompt": Refused(),
+    "truncate": Refused(),
+    "watermark": _OFF,
+    "return_full_text": Refused((False,), "send echo to /v1/completions"),
+}
+# Of a message, where they would change the prompt.
+REFUSED_OF_MESSAGES: dict[str, Refused] = {
+    "function_call": Refused(instead="send tool_calls"),
+    "refusal": Refused(("",), "send it as content"),
+    "audio": Refused(),
+    "tools": Refused(([],), "send them beside messages"),
+    "prefix": Refused((False,), "send continue_final_message"),
+}
+
+
+def refuse_fields(
+    body: Mapping[str, Any],
+    known: Collection[str],
+    refused: Mapping[str, Refused] = REFUSED,
+    path: str = "",
+) -> None:
+    """Raise ApiError 400 for a field of ``refused`` that is not among the ``known`` ones and says
+    something. ``path``: of the object within the body, with a dot at its end.
+    """
+    for name, (neutral, instead) in refused.items():
+        value = body.get(name)
+        if value is not None and value not in neutral and name not in known:
+            raise invalid(path + name, f"is not supported; {instead}", "unsupported_parameter")
+
+
+def refuse_in_messages(messages: Any, known: Collection[str]) -> None:
+    """The same for each message, of whatever type a client sent. Raises ApiError 400."""
+    for place, message in enumerate(messages if isinstance(messages, list) else ()):
+        if isinstance(message, dict):
+            refuse_fields(message, known, REFUSED_OF_MESSAGES, f"messages.{place}.")
