@@ -302,6 +302,27 @@ BUGS = (
         FIELD_TESTS,
     ),
     PackageBug(
+        "any request may bring a chat template",
+        "fairlead_runtime.api.bodies.prompts:chat_text",
+        "    if inputs.chat_template is not None and not rules.templates:",
+        "    if False:",
+        FIELD_TESTS,
+    ),
+    PackageBug(
+        "documents vanish in a template without a place for them",
+        "fairlead_runtime.models.chat:render_chat",
+        '(("tools", tools), ("documents", inputs.documents))',
+        '(("tools", tools),)',
+        FIELD_TESTS,
+    ),
+    PackageBug(
+        "/tokenize counts another prompt than a chat with template fields has",
+        "fairlead_runtime.api.routes.tokenize:tokenize",
+        "            inputs=template_inputs(parsed),\n",
+        "",
+        FIELD_TESTS,
+    ),
+    PackageBug(
         "a schema beside json_object is dropped",
         "fairlead_runtime.api.bodies.structured_bodies:_of_format",
         '    if form.type == "json_object" and not any(schemas.values()):',

@@ -1,32 +1,51 @@
 """Messages and texts to token ids, by the model's own tokenizer and chat template.
 
-Owns both steps and their errors. Renders only the model's own template, in transformers' sandbox,
-never one from a request.
+Owns both steps and their errors. Renders in transformers' sandbox, which bounds what a template
+reaches and not how long it runs.
 """
 
+import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
 from fairlead_runtime.request.sequence import RequestError
 
+# The names that rendering itself gives to a template, or reads.
+RESERVED = frozenset(
+    {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
+)
 
-def has_chat_template(tokenizer: PreTrainedTokenizerBase) -> bool:
-    return bool(getattr(tokenizer, "chat_template", None))
+
+class TemplateInputs(NamedTuple):
+    """What a request says to the template beside messages and tools. ``continue_final_message``:
+    the prompt ends within the last message. ``chat_template``: in place of the model's own.
+    ``kwargs``: further names that the template may read, none of RESERVED.
+    """
+
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    documents: tuple[Mapping[str, Any], ...] = ()
+    chat_template: str | None = None
+    kwargs: Mapping[str, Any] = MappingProxyType({})
 
 
-def template_text(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The chat template, the one for tools where the tokenizer has several; "" without any."""
+NO_INPUTS = TemplateInputs()
+
+
+def template_text(
+    tokenizer: PreTrainedTokenizerBase, chat_template: str | None = None, *, tools: bool = True
+) -> str:
+    """The chat template that transformers renders: ``chat_template``, else the model's; where that
+    has several, the one for ``tools`` or the default. "" without any.
+    """
     templates: Any = getattr(tokenizer, "chat_template", None) or ""
     if isinstance(templates, dict):
-        templates = templates.get("tool_use") or templates.get("default") or ""
-    return str(templates)
-
-
-def takes_tools(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the chat template reads ``tools``."""
-    return "tools" in template_text(tokenizer)
+        name = chat_template or ("tool_use" if tools and "tool_use" in templates else "default")
+        return str(templates.get(name, chat_template or ""))
+    return chat_template or str(templates)
 
 
 def render_chat(
@@ -34,33 +53,39 @@ def render_chat(
     messages: Sequence[Mapping[str, Any]],
     *,
     tools: Sequence[Mapping[str, Any]] | None = None,
-    add_generation_prompt: bool = True,
+    inputs: TemplateInputs = NO_INPUTS,
 ) -> str:
     """The prompt that the template renders from ``messages`` (each with role and content), for
     ``encode_chat``.
 
-    Raises RequestError for a model without a template, for tools that the template does not read
-    and for messages that it refuses.
+    Raises RequestError for a model without a template, for tools and documents that the template
+    does not read and for messages that it refuses.
     """
     if not messages:
         raise RequestError("messages", "must hold at least one message")
-    if not has_chat_template(tokenizer):
+    source = template_text(tokenizer, inputs.chat_template, tools=bool(tools))
+    if not source:
         raise RequestError(
             "messages", "this model has no chat template: use /v1/completions with a prompt instead"
         )
-    if tools and not takes_tools(tokenizer):
-        raise RequestError(
-            "tools", "this model's chat template has no place for tools; leave them out"
-        )
+    for field, value in (("tools", tools), ("documents", inputs.documents)):
+        if value and field not in source:
+            raise RequestError(
+                field, f"this model's chat template has no place for {field}; leave them out"
+            )
     template: Any = tokenizer.apply_chat_template
     try:
         text = template(
             [dict(message) for message in messages],
             tools=[dict(tool) for tool in tools] if tools else None,
-            add_generation_prompt=add_generation_prompt,
+            documents=[dict(document) for document in inputs.documents] or None,
+            chat_template=inputs.chat_template,
+            add_generation_prompt=inputs.add_generation_prompt,
+            continue_final_message=inputs.continue_final_message,
             tokenize=False,
+            **inputs.kwargs,
         )
-    # A template is a program by the model's author: any error it raises is about the messages.
+    # A template is a program by its author: any error it raises is about what it was given.
     except Exception as error:
         raise RequestError(
             "messages", f"the model's chat template refuses them: {error}"[:500]

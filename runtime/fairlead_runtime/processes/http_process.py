@@ -19,7 +19,7 @@ from typing import TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from fairlead_runtime.api.ports import server as http
-from fairlead_runtime.api.state.state import NO_RULES, Backend, BodyRules, ServerState
+from fairlead_runtime.api.state.state import Backend, BodyRules, ServerState
 from fairlead_runtime.api.state.tracing import Tracing
 from fairlead_runtime.api.tools.formats import ReplyFormat, reply_format
 from fairlead_runtime.build.host import cpu_limit, process_age, resident_bytes
@@ -166,12 +166,13 @@ async def _load(
 
 def _rules(config: EngineConfig, path: Path) -> BodyRules:
     """Raises ModelError."""
+    templates = config.trust_request_chat_template
     if config.generation_config == "none":
-        return NO_RULES
+        return BodyRules(templates=templates)
     sampling = sampling_defaults(path)
     words = ", ".join(f"{name} {value}" for name, value in sampling.items())
     log.info("generation_config.json, for requests that leave it out: %s", words or "nothing")
-    return BodyRules(sampling=sampling)
+    return BodyRules(sampling, templates)
 
 
 def _prompt_encoder(

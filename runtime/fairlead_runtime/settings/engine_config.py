@@ -336,6 +336,11 @@ class EngineConfig:
         "min_p and repetition_penalty of the model's generation_config.json; none: OpenAI's",
         when="none where clients rely on temperature 1 and no filter.",
     )
+    trust_request_chat_template: bool = knob(
+        False,
+        "take a request's own chat_template, which runs in a sandbox that does not bound its time",
+        when="Only where you trust every client.",
+    )
     drain_grace: float = knob(
         5.0,
         "time after SIGTERM in which a server that is no longer ready still serves new requests",

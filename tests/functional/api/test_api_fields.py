@@ -10,6 +10,7 @@ from fairlead_runtime.api.bodies.request_bodies import ChatBody, CompletionBody
 from fairlead_runtime.api.responses import bodies
 from fairlead_runtime.api.state.state import BodyRules
 from fairlead_runtime.front.errors import ApiError
+from support import tiny
 from support.api_harness import (
     FIRST_TOKEN,
     MODEL,
@@ -190,3 +191,121 @@ def test_special_tokens_are_text_on_request() -> None:
     for skips in (None, True, False):
         request = request_bodies.chat(chat(skip_special_tokens=skips), MODEL)
         assert request.params.skip_special_tokens is (skips is not False)
+
+
+# -- what the chat template reads
+
+TEMPLATE = (
+    "{{ bos_token }}{% for d in documents or [] %}<|system|>{{ d.text }}<|end|>{% endfor %}"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{{ reasoning_effort }}"
+    "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+    "{% endif %}"
+)
+BEGUN = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "Sure, here"}]
+OPEN = "<|begin|><|user|>hello<|end|><|assistant|>"
+TEMPLATE_FIELDS: list[tuple[dict[str, Any], str]] = [
+    ({}, OPEN),
+    ({"chat_template_kwargs": {"enable_thinking": False}}, OPEN + "<think></think>"),
+    ({"reasoning_effort": "low"}, OPEN + "low"),
+    ({"reasoning_effort": "none"}, OPEN + "none<think></think>"),
+    (
+        {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}},
+        OPEN + "none",
+    ),
+    ({"add_generation_prompt": False}, "<|begin|><|user|>hello<|end|>"),
+    ({"add_special_tokens": False}, OPEN),
+    ({"messages": BEGUN, "continue_final_message": True}, OPEN + "Sure, here"),
+    (
+        {"documents": [{"title": "t", "text": "A page"}]},
+        "<|begin|><|system|>A page<|end|><|user|>hello<|end|><|assistant|>",
+    ),
+    ({"chat_template": "{{ messages[0].content }}"}, "hello"),
+]
+
+
+@pytest.fixture
+def templated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokenizer of the fake server has another template."""
+    tokenizer: Any = tiny.tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    monkeypatch.setattr(tiny, "tokenizer", lambda: tokenizer)
+
+
+@pytest.mark.usefixtures("templated")
+def test_a_chat_and_its_count_of_tokens_have_the_prompt_of_the_template_with_its_fields() -> None:
+    tokenizer: Any = tiny.tokenizer()
+
+    async def scenario() -> None:
+        service = FakeService(rules=BodyRules(templates=True))
+        async with fake_server(service) as (server, _), server.client() as client:
+            for fields, prompt in TEMPLATE_FIELDS:
+                answer = await client.post("/tokenize", json=chat() | fields)
+                assert tokenizer.decode(answer.json()["tokens"]) == prompt, answer.text
+                answer = await client.post("/v1/chat/completions", json=chat() | fields)
+                assert answer.status_code == 200, answer.text
+                assert tokenizer.decode(list(service.seen[-1].prompt)) == prompt
+            body = {**RESPONSE, "reasoning": {"effort": "none"}, "documents": [{"text": "A"}]}
+            assert (await client.post("/v1/responses", json=body)).status_code == 200
+            prompt = tokenizer.decode(list(service.seen[-1].prompt))
+            assert prompt.startswith("<|begin|><|system|>A<|end|>")
+            assert prompt.endswith("<think></think>")
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "code"),
+    [
+        ({"chat_template": "{{ 1 }}"}, "chat_template", "unsupported_parameter"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "invalid_value"),
+        (
+            {"chat_template_kwargs": {"add_generation_prompt": False}},
+            "chat_template_kwargs",
+            "invalid_value",
+        ),
+        ({"chat_template_kwargs": {"a": "x" * 9000}}, "chat_template_kwargs", "context"),
+        ({"documents": [{"text": "x"}]}, "documents", "invalid_value"),
+        (
+            {"continue_final_message": True, "add_generation_prompt": True},
+            "continue_final_message",
+            "invalid_value",
+        ),
+        ({"add_special_tokens": True}, "add_special_tokens", "unsupported_parameter"),
+        ({"reasoning_effort": 0.5}, "reasoning_effort", "invalid_type"),
+        ({"mirostat": 2}, "mirostat", "unsupported_parameter"),
+        ({"messages": [{"role": "user", "refusal": "x"}]}, "messages.0.refusal", "unsupported"),
+    ],
+)
+def test_no_route_ignores_what_its_template_cannot_take(
+    fields: dict[str, Any], param: str, code: str
+) -> None:
+    async def scenario() -> None:
+        async with fake_server() as (server, _), server.client() as client:
+            for route in ("/tokenize", "/v1/chat/completions"):
+                answer = await client.post(route, json=chat() | fields)
+                assert answer.status_code == 400, answer.text
+                error = answer.json()["error"]
+                assert (error["param"], error["code"][: len(code)]) == (param, code)
+
+    run(scenario())
+
+
+def test_a_response_names_the_effort_as_the_client_sent_it() -> None:
+    with pytest.raises(ApiError, match=r"reasoning\.effort: ") as refused:
+        bodies.response({**RESPONSE, "reasoning": {"effort": 3}}, MODEL)
+    assert refused.value.param == "reasoning.effort"
+
+
+def test_tools_that_the_model_is_not_told_of_are_not_counted() -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+
+    async def scenario() -> None:
+        async with fake_server() as (server, _), server.client() as client:
+            counts = [
+                (await client.post("/tokenize", json=chat() | fields)).json()["count"]
+                for fields in ({}, {"tools": tools}, {"tools": tools, "tool_choice": "none"})
+            ]
+            assert counts[0] == counts[2] < counts[1]
+
+    run(scenario())

@@ -121,12 +121,6 @@ def test_tokens_become_the_text_again() -> None:
         ("/tokenize", {"messages": [{"role": "wizard"}]}, 400, "messages.0.role"),
         ("/tokenize", {"messages": [{"role": "tool"}]}, 400, "messages.0.tool_call_id"),
         ("/tokenize", {"messages": [HELLO], "add_special_tokens": True}, 400, "add_special_tokens"),
-        (
-            "/tokenize",
-            {"messages": [HELLO], "continue_final_message": True},
-            400,
-            "continue_final_message",
-        ),
         ("/detokenize", {}, 400, "tokens"),
         ("/detokenize", {"tokens": "x"}, 400, "tokens"),
         ("/detokenize", {"tokens": [1, -1]}, 400, "tokens.1"),

@@ -56,3 +56,12 @@ def test_the_server_says_what_it_takes_and_takes_nothing_where_it_must_not(
     assert _rules(EngineConfig(), folder(tmp_path, **QWEN)).sampling == QWEN
     assert "temperature 0.6, top_k 20, top_p 0.95" in caplog.text
     assert _rules(EngineConfig(generation_config="none"), tmp_path).sampling == {}
+
+
+@pytest.mark.parametrize("generation_config", ["auto", "none"])
+@pytest.mark.parametrize("trusted", [True, False])
+def test_a_template_of_a_request_runs_only_where_the_server_trusts_it(
+    generation_config: Any, trusted: bool, tmp_path: Path
+) -> None:
+    config = EngineConfig(generation_config=generation_config, trust_request_chat_template=trusted)
+    assert _rules(config, tmp_path).templates is trusted

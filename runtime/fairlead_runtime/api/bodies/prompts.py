@@ -15,10 +15,10 @@ from fairlead_runtime.api.answers.prompt_echo import echoed
 from fairlead_runtime.api.bodies.messages import characters
 from fairlead_runtime.api.bodies.request_bodies import GenerationRequest
 from fairlead_runtime.api.state.state import BodyRules
-from fairlead_runtime.front.errors import ApiError
+from fairlead_runtime.front.errors import ApiError, invalid
 from fairlead_runtime.front.limits import is_large
 from fairlead_runtime.front.strict_json import parse_object
-from fairlead_runtime.models.chat import bad_word_ids, render_chat
+from fairlead_runtime.models.chat import NO_INPUTS, TemplateInputs, bad_word_ids, render_chat
 from fairlead_runtime.request.sequence import RequestError, pack_ids
 from fairlead_runtime.serving.intake import check_prompt_logprobs
 from fairlead_runtime.serving.prompt_encoder import PromptEncoder
@@ -57,6 +57,7 @@ def prepare(
             _with_bad_word_ids(request, encoder.tokenizer),
             encoder,
             max_model_len,
+            rules,
             large=is_large(body),
         )
     except (ApiError, RequestError) as error:
@@ -69,12 +70,22 @@ def _with_defaults(body: dict[str, Any], sampling: Mapping[str, Any]) -> dict[st
 
 
 def _prepared(
-    request: GenerationRequest, encoder: PromptEncoder, max_model_len: int, *, large: bool
+    request: GenerationRequest,
+    encoder: PromptEncoder,
+    max_model_len: int,
+    rules: BodyRules,
+    *,
+    large: bool,
 ) -> PreparedRequest:
     without_prompts = replace(request, prompts=(), messages=())
     if request.messages:
         text = chat_text(
-            request.messages, encoder.tokenizer, max_model_len, tools=request.tools.for_template
+            request.messages,
+            encoder.tokenizer,
+            max_model_len,
+            rules,
+            tools=request.tools.for_template,
+            inputs=request.template,
         )
         ids = pack_ids(encoder.encode(text, special=False, large=large))
         return PreparedRequest(without_prompts, (ids,), text[-PROMPT_END:])
@@ -116,25 +127,40 @@ def chat_text(
     messages: Sequence[dict[str, Any]],
     tokenizer: PreTrainedTokenizerBase,
     max_model_len: int,
+    rules: BodyRules,
     *,
     tools: Sequence[Mapping[str, Any]] = (),
-    add_generation_prompt: bool = True,
+    inputs: TemplateInputs = NO_INPUTS,
 ) -> str:
     """A chat as its template writes it, with its special tokens. Raises ApiError, RequestError."""
-    tool_bytes = len(orjson.dumps(tools)) if tools else 0
-    written = sum(map(characters, messages))
-    _check_chars("messages", written, max_model_len)
-    _check_chars("tools", tool_bytes, max_model_len)
-    text = render_chat(
-        tokenizer, messages, tools=tools, add_generation_prompt=add_generation_prompt
-    )
-    if len(text) > TEMPLATE_GROWTH * (written + tool_bytes) + TEMPLATE_ROOM:
+    if inputs.chat_template is not None and not rules.templates:
+        raise invalid(
+            "chat_template",
+            "is not taken: the server runs only the model's own; leave it out, or start the server "
+            "with --trust-request-chat-template",
+            "unsupported_parameter",
+        )
+    sizes = {
+        "messages": sum(map(characters, messages)),
+        "tools": _json_bytes(tools),
+        "documents": _json_bytes(inputs.documents),
+        "chat_template_kwargs": _json_bytes(inputs.kwargs),
+        "chat_template": len(inputs.chat_template or ""),
+    }
+    for field, size in sizes.items():
+        _check_chars(field, size, max_model_len)
+    text = render_chat(tokenizer, messages, tools=tools, inputs=inputs)
+    if len(text) > TEMPLATE_GROWTH * sum(sizes.values()) + TEMPLATE_ROOM:
         raise ApiError(
             400,
             "messages: too long once the model's chat template is applied; send less",
             param="messages",
         )
     return text
+
+
+def _json_bytes(value: Any) -> int:
+    return len(orjson.dumps(value)) if value else 0
 
 
 def _check_chars(field: str, chars: int, max_model_len: int) -> None:

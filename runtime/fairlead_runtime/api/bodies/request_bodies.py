@@ -19,9 +19,11 @@ from fairlead_runtime.api.bodies.refused_fields import (
     refuse_in_messages,
 )
 from fairlead_runtime.api.bodies.structured_bodies import StructuredBody, structured_outputs
+from fairlead_runtime.api.bodies.template_bodies import TemplateBody, template_inputs
 from fairlead_runtime.api.bodies.tool_bodies import MAX_TOOLS, NO_TOOLS, Tool, Tools, tools_of
 from fairlead_runtime.front.errors import invalid
 from fairlead_runtime.front.strict_body import MAX_NAME, StrictBody, check_model, validated
+from fairlead_runtime.models.chat import NO_INPUTS, TemplateInputs
 from fairlead_runtime.request.sequence import MAX_LOGPROBS, RequestError, SamplingParams
 
 MAX_PROMPTS = 64
@@ -114,7 +116,7 @@ class CompletionBody(_Body):
         return _prompts(value)
 
 
-class ChatBody(_Body):
+class ChatBody(TemplateBody, _Body):
     messages: Annotated[list[Message], FailFast()] = Field(min_length=1, max_length=MAX_MESSAGES)
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -148,6 +150,7 @@ class GenerationRequest:
     prompt_only: bool = False  # generate nothing: echo with max_tokens 0
     prompts: tuple[Prompt, ...] = ()
     messages: tuple[dict[str, Any], ...] = ()
+    template: TemplateInputs = NO_INPUTS
     tools: Tools = NO_TOOLS
     show_reasoning: bool = True
     echo: Mapping[str, Any] = field(default_factory=dict)  # what the answer repeats of the body
@@ -194,6 +197,7 @@ def chat(body: Mapping[str, Any], served: str) -> GenerationRequest:
         common |= _forcing(tools.schema, params, common["sent_names"])
     return GenerationRequest(
         messages=for_template(parsed.messages),
+        template=template_inputs(parsed),
         tools=tools,
         show_reasoning=parsed.include_reasoning is not False,
         **common,

@@ -37,7 +37,7 @@ class ResponseFormat(StrictBody):
     def schemas(self) -> dict[str, dict[str, Any]]:
         """Each schema by the client's name of it."""
         schemas = {
-            "json_schema.schema": self.json_schema and self.json_schema.definition,
+            "json_schema.schema": None if self.json_schema is None else self.json_schema.definition,
             "schema": self.definition,
             "value": self.value,
         }

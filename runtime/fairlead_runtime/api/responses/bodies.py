@@ -38,6 +38,7 @@ _REFUSED: dict[str, Refused] = {
     "max_tokens": Refused(instead="send max_output_tokens"),
     "max_completion_tokens": Refused(instead="send max_output_tokens"),
     "response_format": Refused(instead="send text.format"),
+    "reasoning_effort": Refused(instead="send reasoning.effort"),
     "logprobs": Refused((False,), f"send include with {LOGPROBS}"),
     "return_token_ids": Refused((False,)),
 }
@@ -46,6 +47,7 @@ _REFUSED: dict[str, Refused] = {
 _SENT = (
     (re.compile(r"max(?:_completion)?_tokens"), "max_output_tokens"),
     (re.compile(r"(?:messages|prompt)\b.*"), "input"),
+    (re.compile(r"reasoning_effort"), "reasoning.effort"),
     (re.compile(r"response_format(?:\.json_schema)?"), "text.format"),
     (re.compile(r"(tools\.\d+)\.function"), r"\1"),
 )
@@ -116,6 +118,7 @@ def _as_chat(body: Mapping[str, Any], parsed: ResponseBody) -> dict[str, Any]:
         "tool_choice": _choice(parsed.tool_choice),
         "parallel_tool_calls": parsed.parallel_tool_calls,
         "response_format": _format(parsed.text),
+        "reasoning_effort": (parsed.reasoning or {}).get("effort"),
         "logprobs": wants_logprobs or None,
         "top_logprobs": parsed.top_logprobs if wants_logprobs else None,
     }

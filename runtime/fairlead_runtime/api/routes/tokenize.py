@@ -5,7 +5,7 @@ never on the event loop.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import orjson
 from pydantic import FailFast, Field
@@ -15,6 +15,8 @@ from transformers import PreTrainedTokenizerBase
 
 from fairlead_runtime.api.bodies.messages import MAX_MESSAGES, Message, for_template
 from fairlead_runtime.api.bodies.prompts import chat_text, text_ids
+from fairlead_runtime.api.bodies.refused_fields import refuse_fields, refuse_in_messages
+from fairlead_runtime.api.bodies.template_bodies import TemplateBody, template_inputs
 from fairlead_runtime.api.bodies.tool_bodies import MAX_TOOLS, Tool, tools_of
 from fairlead_runtime.api.state.state import Backend, ServerState
 from fairlead_runtime.front.auth import TENANT
@@ -26,17 +28,17 @@ from fairlead_runtime.front.strict_json import parse_object
 Answer = Mapping[str, Any]
 
 
-class TokenizeBody(StrictBody):
-    """Either ``prompt`` or ``messages``."""
+class TokenizeBody(TemplateBody):
+    """Either ``prompt`` or ``messages``; the other fields are those of a chat. Special tokens are
+    added to a prompt unless ``add_special_tokens`` is false.
+    """
 
     model: str | None = Field(default=None, max_length=MAX_NAME)
     prompt: str | None = None
     messages: list[Message] | None = Field(default=None, min_length=1, max_length=MAX_MESSAGES)
-    add_special_tokens: bool | None = None  # default: true for a prompt, false for messages
-    add_generation_prompt: bool | None = None
-    continue_final_message: Literal[False] | None = None
     return_token_strs: bool | None = None
     tools: list[Tool] | None = Field(default=None, max_length=MAX_TOOLS)
+    tool_choice: Any = None
 
 
 class DetokenizeBody(StrictBody):
@@ -69,6 +71,8 @@ def tokenize(body: bytes, served: str, backend: Backend) -> Answer:
     """Raises ApiError or RequestError, which name the field, and ServiceError."""
     fields = parse_object(body)
     check_model(fields.get("model"), served)
+    refuse_fields(fields, TokenizeBody.model_fields)
+    refuse_in_messages(fields.get("messages"), Message.model_fields)
     parsed = validated(TokenizeBody, fields)
     tokenizer, longest = backend.encoder.tokenizer, backend.service.max_model_len
     large = is_large(body)
@@ -79,18 +83,13 @@ def tokenize(body: bytes, served: str, backend: Backend) -> Answer:
         prompt = parsed.prompt or ""
         ids = list(text_ids(prompt, backend.encoder, longest, special=special, large=large))
     else:
-        if parsed.add_special_tokens:
-            raise invalid(
-                "add_special_tokens",
-                "is not supported with messages: the chat template writes them; leave it out",
-                "unsupported_parameter",
-            )
         text = chat_text(
             for_template(parsed.messages),
             tokenizer,
             longest,
-            tools=tools_of(parsed.tools, None, parallel=None).for_template,
-            add_generation_prompt=parsed.add_generation_prompt is not False,
+            backend.rules,
+            tools=tools_of(parsed.tools, parsed.tool_choice, parallel=None).for_template,
+            inputs=template_inputs(parsed),
         )
         ids = list(backend.encoder.encode(text, special=False, large=large))
     pieces = tokenizer.convert_ids_to_tokens(ids) if parsed.return_token_strs else None

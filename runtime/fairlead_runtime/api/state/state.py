@@ -27,10 +27,11 @@ MAX_TENANTS = 100  # with metrics of their own
 
 class BodyRules(NamedTuple):
     """What the server decides about every body. ``sampling``: the values of sampling fields that a
-    body leaves out.
+    body leaves out. ``templates``: it may bring a chat template.
     """
 
     sampling: Mapping[str, Any] = MappingProxyType({})
+    templates: bool = False
 
 
 NO_RULES = BodyRules()
