@@ -21,6 +21,7 @@ OFFLOAD_TESTS, PINNED_TESTS = (
 )
 OFFLOAD_SIZES = ("unit/sizing/test_offload_sizes.py",)
 FIELD_TESTS = ("functional/api/test_api_fields.py",)
+FORM_TESTS = ("unit/models/test_template_forms.py",)
 BOUND_TESTS = ("unit/scheduling/test_prefill_bound.py",)
 
 # A shorter way for prompts that are whole in a step, whose keys are at hand.
@@ -320,6 +321,28 @@ BUGS = (
         "fairlead_runtime.api.routes.tokenize:tokenize",
         "            inputs=template_inputs(parsed),\n",
         "",
+        FIELD_TESTS,
+    ),
+    PackageBug(
+        "a template that reads only parts gets text",
+        "fairlead_runtime.models.template_forms:TemplateForms._fit",
+        '        if self.parts and fields["role"] in self.parts:',
+        "        if False:",
+        FORM_TESTS,
+        quick="test_a_template_that_reads_only_parts_gets_parts_of_every_role",
+    ),
+    PackageBug(
+        "arguments stand in the prompt as Python writes them",
+        "fairlead_runtime.models.template_forms:_shows",
+        """ and f": '{_WORDS}'" not in text""",
+        "",
+        FORM_TESTS,
+    ),
+    PackageBug(
+        "empty arguments of an earlier call stay empty",
+        "fairlead_runtime.api.bodies.messages:_call",
+        '"{}" if not arguments.strip() else arguments',
+        "arguments",
         FIELD_TESTS,
     ),
     PackageBug(

@@ -4,6 +4,7 @@ Owns both steps and their errors. Renders in transformers' sandbox, which bounds
 reaches and not how long it runs.
 """
 
+import functools
 import inspect
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
+from fairlead_runtime.models.template_forms import TemplateForms, forms_of
 from fairlead_runtime.request.sequence import RequestError
 
 # The names that rendering itself gives to a template, or reads.
@@ -33,6 +35,13 @@ class TemplateInputs(NamedTuple):
 
 
 NO_INPUTS = TemplateInputs()
+_NO_PARAMETERS = {"type": "object", "properties": {}}
+_SOME_TOOLS = (
+    {
+        "type": "function",
+        "function": {"name": "f", "description": "", "parameters": _NO_PARAMETERS},
+    },
+)
 
 
 def template_text(
@@ -73,23 +82,42 @@ def render_chat(
             raise RequestError(
                 field, f"this model's chat template has no place for {field}; leave them out"
             )
-    template: Any = tokenizer.apply_chat_template
     try:
-        text = template(
-            [dict(message) for message in messages],
-            tools=[dict(tool) for tool in tools] if tools else None,
-            documents=[dict(document) for document in inputs.documents] or None,
-            chat_template=inputs.chat_template,
-            add_generation_prompt=inputs.add_generation_prompt,
-            continue_final_message=inputs.continue_final_message,
-            tokenize=False,
-            **inputs.kwargs,
-        )
+        forms = _forms(tokenizer, source, tools=bool(tools))
+        return _rendered(tokenizer, forms.fit(messages), tools or (), inputs)
     # A template is a program by its author: any error it raises is about what it was given.
     except Exception as error:
         raise RequestError(
             "messages", f"the model's chat template refuses them: {error}"[:500]
         ) from error
+
+
+@functools.lru_cache(maxsize=16)
+def _forms(tokenizer: PreTrainedTokenizerBase, source: str, *, tools: bool) -> TemplateForms:
+    """The forms of the template ``source``, which are tried once."""
+    inputs = TemplateInputs(chat_template=source, add_generation_prompt=False)
+    return forms_of(
+        lambda messages: _rendered(tokenizer, messages, _SOME_TOOLS if tools else (), inputs)
+    )
+
+
+def _rendered(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+    inputs: TemplateInputs,
+) -> str:
+    template: Any = tokenizer.apply_chat_template  # transformers' method is untyped
+    text = template(
+        messages,
+        tools=[dict(tool) for tool in tools] or None,
+        documents=[dict(document) for document in inputs.documents] or None,
+        chat_template=inputs.chat_template,
+        add_generation_prompt=inputs.add_generation_prompt,
+        continue_final_message=inputs.continue_final_message,
+        tokenize=False,
+        **inputs.kwargs,
+    )
     return str(text)
 
 

@@ -297,6 +297,27 @@ def test_a_response_names_the_effort_as_the_client_sent_it() -> None:
     assert refused.value.param == "reasoning.effort"
 
 
+def test_earlier_calls_without_arguments_have_none_whatever_a_client_writes() -> None:
+    """A tool without parameters is called with "" by many clients and models."""
+
+    async def scenario() -> None:
+        async with fake_server() as (server, _), server.client() as client:
+            prompts = set()
+            for arguments in ("", " ", "{}"):
+                call = {"id": "1", "function": {"name": "now", "arguments": arguments}}
+                messages = [
+                    {"role": "user", "content": "time?"},
+                    {"role": "assistant", "content": None, "tool_calls": [call]},
+                    {"role": "tool", "tool_call_id": "1", "content": "12:00"},
+                ]
+                answer = await client.post("/tokenize", json={"messages": messages})
+                prompts.add(tuple(answer.json()["tokens"]))
+            (prompt,) = prompts
+            assert '"arguments": {}}' in tiny.tokenizer().decode(list(prompt))
+
+    run(scenario())
+
+
 def test_tools_that_the_model_is_not_told_of_are_not_counted() -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
 

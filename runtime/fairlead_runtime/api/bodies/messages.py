@@ -1,6 +1,5 @@
 """The messages of a chat body, and what a chat template gets of them."""
 
-import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -67,7 +66,7 @@ def characters(message: dict[str, Any]) -> int:
     return (
         len(message["content"])
         + len(message.get("reasoning_content", ""))
-        + sum(len(function["name"]) + len(str(function["arguments"])) for function in functions)
+        + sum(len(function["name"]) + len(function["arguments"]) for function in functions)
     )
 
 
@@ -91,16 +90,12 @@ def _templated(path: str, message: Message) -> dict[str, Any]:
 
 
 def _call(call: ToolCall) -> dict[str, Any]:
-    """Templates write the arguments as JSON, so they get the value. Text that is no JSON object,
-    which a model may have written, stays text.
-    """
-    try:
-        arguments = json.loads(call.function.arguments)
-    except (ValueError, RecursionError):
-        arguments = call.function.arguments
-    if not isinstance(arguments, dict):
-        arguments = call.function.arguments
-    function = {"name": call.function.name, "arguments": arguments}
+    """Many clients and models write the arguments of a tool without parameters as empty text."""
+    arguments = call.function.arguments
+    function = {
+        "name": call.function.name,
+        "arguments": "{}" if not arguments.strip() else arguments,
+    }
     return {"id": call.id, "type": "function", "function": function}
 
 

@@ -1,0 +1,104 @@
+"""The forms in which one chat template takes messages, found by rendering conversations with it.
+
+Owns the forms and the trials. A template shows what it reads; whatever it loses in every form stays
+in the usual one, since some templates leave out parts of a conversation by intention.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+Message = dict[str, Any]
+Render = Callable[[list[Message]], str]  # raises anything
+
+
+class TemplateForms(NamedTuple):
+    """``parts``: the roles whose content must be a list of parts. ``text_arguments``: earlier calls
+    have their arguments as JSON text, else as the value.
+    """
+
+    parts: frozenset[str] = frozenset()
+    text_arguments: bool = False
+
+    def fit(self, messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+        """Messages for the template. Their contents are texts, the arguments of calls JSON text."""
+        return [self._fit(message) for message in messages]
+
+    def _fit(self, message: Mapping[str, Any]) -> Message:
+        fields = dict(message)
+        if "tool_calls" in fields and not self.text_arguments:
+            fields["tool_calls"] = [_with_value(call) for call in fields["tool_calls"]]
+        if self.parts and fields["role"] in self.parts:
+            fields["content"] = [{"type": "text", "text": fields["content"]}]
+        return fields
+
+
+USUAL = TemplateForms()
+
+_WORDS = "thewordsoftheprobe"
+_ARGUMENTS = {"placeoftheprobe": _WORDS}
+
+
+def forms_of(render: Render) -> TemplateForms:
+    """The forms that ``render`` needs to show a text of each role, and the arguments of calls."""
+
+    def better(forms: TemplateForms, other: TemplateForms, trial: list[Message]) -> TemplateForms:
+        """The other forms, where only they show what is tried."""
+        shown, shown_by_other = (_shows(_rendered(render, f.fit(trial))) for f in (forms, other))
+        return other if shown_by_other and not shown else forms
+
+    forms = USUAL
+    for role, trial in _TEXTS.items():
+        forms = better(forms, forms._replace(parts=forms.parts | {role}), trial)
+    forms = better(forms, forms._replace(text_arguments=True), [*_ASKED, _calls(_ARGUMENTS)])
+    result = {**_said("tool", _WORDS), "tool_call_id": _CALL_ID}
+    with_tool = forms._replace(parts=forms.parts | {"tool"})
+    return better(forms, with_tool, [*_ASKED, _calls({}), result])
+
+
+def _shows(text: str) -> bool:
+    """Whether the words stand there, and not in a value as Python writes it."""
+    return _WORDS in text and f": '{_WORDS}'" not in text
+
+
+def _rendered(render: Render, messages: list[Message]) -> str:
+    """The text; "" where the template refuses the messages."""
+    try:
+        return render(messages)
+    except Exception:  # noqa: BLE001 - a template is a program by its author: it may raise anything
+        return ""
+
+
+def _said(role: str, content: str = "x") -> Message:
+    return {"role": role, "content": content}
+
+
+def _calls(arguments: Mapping[str, str]) -> Message:
+    """An earlier call of the assistant, without text."""
+    function = {"name": "nameoftheprobe", "arguments": json.dumps(arguments)}
+    call = {"id": _CALL_ID, "type": "function", "function": function}
+    return {**_said("assistant", ""), "tool_calls": [call]}
+
+
+_CALL_ID = "abcdefghi"  # nine letters: the templates of Mistral refuse any other id
+_ASKED = [_said("user")]
+# By role, conversations with the words in a message of it.
+_TEXTS = {
+    "user": [_said("user", _WORDS)],
+    "system": [_said("system", _WORDS), *_ASKED],
+    "assistant": [*_ASKED, _said("assistant", _WORDS), *_ASKED],
+}
+
+
+def _with_value(call: Mapping[str, Any]) -> dict[str, Any]:
+    """The call with the value of its arguments. Text that is no JSON object, which a model may have
+    written, stays text.
+    """
+    function = call["function"]
+    try:
+        value = json.loads(function["arguments"])
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        return dict(call)
+    return {**call, "function": {**function, "arguments": value}}
