@@ -444,6 +444,13 @@ BUGS = (
         ("unit/hub/test_fetch_failures.py",),
     ),
     PackageBug(
+        "named chat templates stay behind in the hub",
+        "fairlead_runtime.models.files:is_read",
+        'return folder == CHAT_TEMPLATES and Path(file).match("*.jinja")',
+        "return False",
+        ("functional/hub/test_fetch.py",),
+    ),
+    PackageBug(
         "a commit stays complete when its snapshot is deleted",
         "fairlead_runtime.hub.fetch:_is_complete",
         "return files.CONFIG in sizes and bool(_weight_files(snapshot, sizes))",

@@ -189,7 +189,15 @@ OWN_CODE = {"model_type": "evil", "auto_map": AUTO_MAP}
 _DEEP_JSON = b'{"a":' * 3000 + b"1" + b"}" * 3000
 _UNCLOSED_JSON = b'{"a":' * 200_000
 
+
 # name → (expected code, how to spoil the directory)
+def _linked_templates(path: Path) -> None:
+    outside = path.parent / "outside"
+    outside.mkdir()
+    (outside / "tool_use.jinja").write_text("{{ tools }}")
+    (path / "additional_chat_templates").symlink_to(outside)
+
+
 CASES: dict[str, tuple[str, Spoil]] = {
     # Python code in the model
     "auto_map of an unknown architecture": ("RemoteCodeRefused", _config(**OWN_CODE)),
@@ -329,6 +337,7 @@ CASES: dict[str, tuple[str, Spoil]] = {
     "index of numbers": ("BadWeights", _index({"a": 7})),
     "one tensor in two files": ("BadWeights", _duplicate_tensors),
     # links and special files
+    "a folder of templates outside of the model": ("BadModelFiles", _linked_templates),
     "weights are a link that leaves": ("BadModelFiles", _link(WEIGHTS, "{outside}/{name}")),
     "config is a relative link that leaves": (
         "BadModelFiles",

@@ -185,8 +185,9 @@ def _download(hub: Hub, repository: str, revision: str, report: Report) -> Snaps
         if size > files.LARGEST_JSON:
             raise ModelError("BadModelFiles", f"{name}: larger than {files.LARGEST_JSON >> 20} MiB")
     meter = _Meter(report, sum(sizes.values()))
-    _drop_dead_links(hub.folder(repository) / "snapshots" / commit)
-    path = _download_files(hub, repository, commit, settings, meter)
+    path = hub.folder(repository) / "snapshots" / commit
+    _drop_dead_links(path)
+    _download_files(hub, repository, commit, settings, meter)
     config = files.read_json(path, files.CONFIG)
     architecture.check(config, files.auto_maps(path))
     weights = {name: sizes.get(name, 0) for name in _weight_files(path, sizes)}
@@ -202,7 +203,7 @@ def _download(hub: Hub, repository: str, revision: str, report: Report) -> Snaps
 
 def _drop_dead_links(snapshot: Path) -> None:
     """Remove links whose blob is gone, which ``files`` refuses: the download makes them again."""
-    for link in snapshot.glob("*"):
+    for link in snapshot.rglob("*"):
         if link.is_symlink() and not link.exists():
             link.unlink(missing_ok=True)
 
@@ -221,12 +222,8 @@ def _list_files(hub: Hub, repository: str, revision: str) -> tuple[str, dict[str
             "HubUnreachable", f"{hub.endpoint}: the answer names no commit", "check HF_ENDPOINT"
         )
     all_sizes = {file.rfilename: file.size or 0 for file in siblings}
-    # Folders hold other formats (onnx/, original/); transformers reads only the top folder.
-    allowed = {
-        name: size
-        for name, size in all_sizes.items()
-        if "/" not in name and any(Path(name).match(pattern) for pattern in files.PATTERNS)
-    }
+    # Other folders hold other formats (onnx/, original/).
+    allowed = {name: size for name, size in all_sizes.items() if files.is_read(name)}
     if not any(name in allowed for name in (files.WEIGHTS, files.INDEX)):
         pickles = sorted(name for name in all_sizes if name.endswith(files.PICKLES))[:5]
         pickles_text = f"; it has {', '.join(pickles)}, which are never opened" if pickles else ""
@@ -262,7 +259,7 @@ def _check_space(hub: Hub, path: Path, weights: Mapping[str, int]) -> None:
 
 def _download_files(
     hub: Hub, repository: str, commit: str, sizes: Mapping[str, int], meter: _Meter
-) -> Path:
+) -> None:
     """Download several files at once; the first failure stops the others and is raised."""
     with ThreadPoolExecutor(WORKERS) as pool:
         futures = [
@@ -270,19 +267,19 @@ def _download_files(
             for name in sizes
         ]
         try:
-            paths = [future.result() for future in futures]
+            for future in futures:
+                future.result()
         except BaseException:
             meter.stopped = True
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    return paths[0].parent
 
 
 def _download_file(
     hub: Hub, repository: str, commit: str, name: str, size: int, meter: _Meter
-) -> Path:
+) -> None:
     try:
-        path = huggingface_hub.hf_hub_download(
+        huggingface_hub.hf_hub_download(
             repository,
             name,
             revision=commit,
@@ -293,7 +290,6 @@ def _download_file(
     except Exception as error:
         raise _model_error(error, hub, repository, commit, name) from error
     meter.set(name, size)
-    return Path(path)
 
 
 def _counting_bar(name: str, meter: _Meter) -> Any:

@@ -34,6 +34,7 @@ _JSON = (
 )
 # Everything that is downloaded or read. Repositories hold many more files, none of them needed.
 PATTERNS = ("*.safetensors", *_JSON, "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
+CHAT_TEMPLATES = "additional_chat_templates"  # a folder, which transformers reads since 4.52
 PICKLES = (
     ".bin",
     ".pt",
@@ -175,9 +176,17 @@ def _depth(value: Any) -> int:
     return depth
 
 
+def is_read(name: str) -> bool:
+    """Whether a file of a model is downloaded and read, by its path within the model."""
+    folder, _, file = name.rpartition("/")
+    if folder:
+        return folder == CHAT_TEMPLATES and Path(file).match("*.jinja")
+    return any(Path(file).match(pattern) for pattern in PATTERNS)
+
+
 def _list(path: Path) -> set[str]:
-    """Names of the files that may be read. Raises ModelError for links that leave the model and for
-    non-files.
+    """Paths of the files that may be read, within the model. Raises ModelError for links that leave
+    the model and for non-files.
     """
     if not path.is_dir():
         raise ModelError(
@@ -185,16 +194,14 @@ def _list(path: Path) -> set[str]:
         )
     allowed = [path.resolve(), *_blobs(path)]
     names = set()
-    for entry in os.scandir(path):
-        if not any(Path(entry.name).match(pattern) for pattern in PATTERNS):
-            continue
-        real = Path(
-            os.path.realpath(entry.path)
-        )  # accepts a loop of links, which Path.resolve does not
-        if entry.is_symlink() and not any(real.is_relative_to(root) for root in allowed):
+    templates = (f"{CHAT_TEMPLATES}/{name}" for name in _names(path / CHAT_TEMPLATES))
+    for name in filter(is_read, (*_names(path), *templates)):
+        # Accepts a loop of links, which Path.resolve does not.
+        real = Path(os.path.realpath(path / name))
+        if not any(real.is_relative_to(root) for root in allowed):
             raise ModelError(
                 "BadModelFiles",
-                f"{entry.name}: a link that leaves the model's directory",
+                f"{name}: a link that leaves the model's directory",
                 "copy the file there",
             )
         try:
@@ -202,16 +209,20 @@ def _list(path: Path) -> set[str]:
         except OSError:
             raise ModelError(
                 "BadModelFiles",
-                f"{entry.name}: the target of this link does not exist",
+                f"{name}: the target of this link does not exist",
                 "fetch the model again",
             ) from None
         if stat.S_ISDIR(mode):
             continue
         # Opening a pipe would block, and a device has no end.
         if not stat.S_ISREG(mode):
-            raise ModelError("BadModelFiles", f"{entry.name}: not a regular file")
-        names.add(entry.name)
+            raise ModelError("BadModelFiles", f"{name}: not a regular file")
+        names.add(name)
     return names
+
+
+def _names(folder: Path) -> list[str]:
+    return [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
 
 
 def _blobs(path: Path) -> list[Path]:

@@ -17,8 +17,9 @@ import pytest
 from fairlead_runtime.commands import fetch as command
 from fairlead_runtime.hub import fetch as fetching
 from fairlead_runtime.hub.fetch import Progress, fetch
-from fairlead_runtime.models import loading
+from fairlead_runtime.models import chat, files, loading
 from fairlead_runtime.models.model_error import ModelError
+from fairlead_runtime.models.tokenizer_files import load_tokenizer
 from support import tiny
 from support.hostile_models import AUTO_MAP, plant_code
 from support.hub_server import MAIN, OTHER, Hub, Repository
@@ -82,6 +83,29 @@ def test_every_file_of_a_model_is_downloaded_and_no_other_is_requested(
     assert {path.name for path in fetched.path.iterdir()} == expected
     assert fetched.commit == MAIN
     assert loading.load(fetched.path).shape.layers == 2
+
+
+def test_named_chat_templates_come_with_the_model(
+    hub: Hub, repository: Repository, tmp_path: Path
+) -> None:
+    template = b"{{ tools | tojson }}{{ messages[0].content }}"
+    folder = "additional_chat_templates"
+    repository.files = {
+        f"{folder}/tool_use.jinja": template,
+        f"{folder}/model.safetensors": b"not wanted",
+        f"{folder}/deeper/other.jinja": b"not wanted",
+    } | repository.files
+    fetched = fetch(NAME, environ=hub.environ(tmp_path))
+    assert [path.name for path in (fetched.path / folder).iterdir()] == ["tool_use.jinja"]
+    files.check(fetched.path)
+    tokenizer = load_tokenizer(fetched.path)
+    tool = {"type": "function", "function": {"name": "f"}}
+    text = chat.render_chat(tokenizer, [{"role": "user", "content": "x"}], tools=[tool])
+    assert text.startswith('[{"type": "function"')
+    blob = (fetched.path / folder / "tool_use.jinja").resolve()
+    blob.unlink()
+    fetch(NAME, environ=hub.environ(tmp_path))
+    assert blob.read_bytes() == template
 
 
 def test_every_file_comes_from_the_commit_that_the_branch_named_at_the_start(
