@@ -91,6 +91,7 @@ def test_a_stream_has_the_offsets_of_the_whole_answer(
             usage=False,
             token_bytes={},
             special=SPECIAL,
+            hidden=SPECIAL,
             first_text=lambda token: WORDS[token].removeprefix(" "),
             prompts=PromptEcho(ids=(ids,), echo=echo, token_text=lambda token: WORDS[token]),
         )
