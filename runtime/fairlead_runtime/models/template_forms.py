@@ -42,18 +42,18 @@ _ARGUMENTS = {"placeoftheprobe": _WORDS}
 def forms_of(render: Render) -> TemplateForms:
     """The forms that ``render`` needs to show a text of each role, and the arguments of calls."""
 
-    def better(forms: TemplateForms, other: TemplateForms, trial: list[Message]) -> TemplateForms:
-        """The other forms, where only they show what is tried."""
-        shown, shown_by_other = (_shows(_rendered(render, f.fit(trial))) for f in (forms, other))
-        return other if shown_by_other and not shown else forms
+    def better(forms: TemplateForms, rival: TemplateForms, trial: list[Message]) -> TemplateForms:
+        """The rival, where only it shows what is tried."""
+        usual, alone = (_shows(_rendered(render, form.fit(trial))) for form in (forms, rival))
+        return rival if alone and not usual else forms
 
     forms = USUAL
     for role, trial in _TEXTS.items():
         forms = better(forms, forms._replace(parts=forms.parts | {role}), trial)
-    forms = better(forms, forms._replace(text_arguments=True), [*_ASKED, _calls(_ARGUMENTS)])
-    result = {**_said("tool", _WORDS), "tool_call_id": _CALL_ID}
+    forms = better(forms, forms._replace(text_arguments=True), [*_QUESTION, _calls(_ARGUMENTS)])
+    result = {**_message("tool", _WORDS), "tool_call_id": _CALL_ID}
     with_tool = forms._replace(parts=forms.parts | {"tool"})
-    return better(forms, with_tool, [*_ASKED, _calls({}), result])
+    return better(forms, with_tool, [*_QUESTION, _calls({}), result])
 
 
 def _shows(text: str) -> bool:
@@ -69,7 +69,7 @@ def _rendered(render: Render, messages: list[Message]) -> str:
         return ""
 
 
-def _said(role: str, content: str = "x") -> Message:
+def _message(role: str, content: str = "x") -> Message:
     return {"role": role, "content": content}
 
 
@@ -77,16 +77,16 @@ def _calls(arguments: Mapping[str, str]) -> Message:
     """An earlier call of the assistant, without text."""
     function = {"name": "nameoftheprobe", "arguments": json.dumps(arguments)}
     call = {"id": _CALL_ID, "type": "function", "function": function}
-    return {**_said("assistant", ""), "tool_calls": [call]}
+    return {**_message("assistant", ""), "tool_calls": [call]}
 
 
 _CALL_ID = "abcdefghi"  # nine letters: the templates of Mistral refuse any other id
-_ASKED = [_said("user")]
+_QUESTION = [_message("user")]
 # By role, conversations with the words in a message of it.
 _TEXTS = {
-    "user": [_said("user", _WORDS)],
-    "system": [_said("system", _WORDS), *_ASKED],
-    "assistant": [*_ASKED, _said("assistant", _WORDS), *_ASKED],
+    "user": [_message("user", _WORDS)],
+    "system": [_message("system", _WORDS), *_QUESTION],
+    "assistant": [*_QUESTION, _message("assistant", _WORDS), *_QUESTION],
 }
 
 

@@ -182,7 +182,7 @@ class EndpointHandler:
                 top=request.prompt_logprobs,
             ),
             ids=TokenIds(
-                shown=request.show_token_ids, n=request.params.n, prompts=prepared.prompts
+                enabled=request.show_token_ids, n=request.params.n, prompts=prepared.prompts
             ),
             running=usage if request.running_usage else None,
             new_parser=functools.partial(
