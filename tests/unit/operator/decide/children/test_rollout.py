@@ -254,6 +254,7 @@ def by_class(operator: str, *values: str) -> Object:
         (by_class("In", "batch", "web"), "web", "OneByOne"),
         (by_class("NotIn", "batch"), "", "OneByOne"),
         (by_class("NotIn", "batch"), "batch", "Surge"),
+        (by_class("NotIn", "batch"), "web", "OneByOne"),
         (by_class("Exists"), "", "Surge"),
         (by_class("Exists"), "batch", "OneByOne"),
         (by_class("DoesNotExist"), "", "OneByOne"),
