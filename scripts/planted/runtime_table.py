@@ -1364,7 +1364,7 @@ BUGS = (
     PackageBug(
         "of two likeliest tokens with one text the first is lost",
         "fairlead_runtime.api.answers.logprob_bodies:_likeliest",
-        "if name not in named and (name != own or candidate == token):",
+        "if name not in named and (name != chosen_name or candidate == token):",
         "if True:",
         ("functional/api/test_api_openai.py",),
     ),

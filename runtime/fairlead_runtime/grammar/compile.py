@@ -192,8 +192,8 @@ def _begins(tokenizer: LLTokenizer, schema: Schema, text: str) -> bool:
 
 def mark_ids(tokenizer: LLTokenizer, mark: str) -> list[int]:
     """The tokens that spell a mark; one, where the vocabulary has it whole."""
-    whole = tokenizer.tokenize_str(mark, parse_special=True)
-    return whole if len(whole) == 1 else tokenizer.greedy_tokenize(mark)
+    ids = tokenizer.tokenize_str(mark, parse_special=True)
+    return ids if len(ids) == 1 else tokenizer.greedy_tokenize(mark)
 
 
 def _after_reasoning(grammar: str, tokenizer: LLTokenizer, end: str) -> str:

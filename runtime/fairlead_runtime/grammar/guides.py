@@ -130,8 +130,8 @@ def fill(matchers: abc.Sequence[LLMatcher], words: int) -> Array:
     for matcher, mask in zip(matchers, masks, strict=True):
         matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         check(matcher)
-    whole: Array = np.bitwise_and.reduce(masks)
-    return whole
+    common: Array = np.bitwise_and.reduce(masks)
+    return common
 
 
 class Masks(NamedTuple):

@@ -114,7 +114,7 @@ def _without_spent_patterns(schema: Schema, begins: Begins) -> Schema:
     patterns, properties = schema.get("patternProperties"), schema.get("properties", {})
     if not patterns or not isinstance(patterns, dict) or not isinstance(properties, dict):
         return schema
-    names = [*dict.fromkeys([*properties, *schema.get("required", ())])]
+    names = [*dict.fromkeys([*properties, *_required(schema)])]
     spent = {pattern for pattern in patterns if _adds_no_name(pattern, names, begins)}
     properties = dict(properties)
     for pattern in spent:
@@ -158,35 +158,35 @@ def _without_one_of(schema: Schema, root: Schema) -> Schema:
         )
     if "anyOf" not in rest:
         return {**rest, "anyOf": branches}
-    return {**rest, "allOf": [*rest.get("allOf", ()), {"anyOf": branches}]}
+    return {**rest, "allOf": [*_list(rest.get("allOf")), {"anyOf": branches}]}
 
 
 def _exclude_each_other(branches: list[Any], rest: Schema, root: Schema) -> bool:
     parts = [_conjuncts(branch, root) for branch in branches]
     values = [_values(part) for part in parts]
-    finite = [each for each in values if each is not None]
+    finite = [constants for constants in values if constants is not None]
     if len(finite) == len(values):  # a long list of constants, at once
         return len(frozenset().union(*finite)) == sum(map(len, finite))
     shared = _types(_conjuncts(rest, root))
     return all(
-        _disjoint(one, other, root, shared) for one, other in itertools.combinations(parts, 2)
+        _disjoint(first, second, root, shared) for first, second in itertools.combinations(parts, 2)
     )
 
 
 def _conjuncts(schema: Any, root: Schema) -> list[Any]:
     """The schemas that a value of this one fulfils together: itself, references and ``allOf``."""
-    found: list[Any] = []
+    conjuncts: list[Any] = []
     waiting = [schema]
-    while waiting and len(found) < 64:
+    while waiting and len(conjuncts) < 64:
         part = waiting.pop()
-        if any(part is other for other in found):
+        if any(part is conjunct for conjunct in conjuncts):
             continue
-        found.append(part)
+        conjuncts.append(part)
         if isinstance(part, dict):
-            waiting += part.get("allOf") or ()
+            waiting += _list(part.get("allOf"))
             if "$ref" in part:
                 waiting.append(_target(part["$ref"], root))
-    return found
+    return conjuncts
 
 
 def _target(reference: Any, root: Schema) -> Any:
@@ -203,25 +203,34 @@ def _target(reference: Any, root: Schema) -> Any:
 
 
 def _disjoint(
-    one: list[Any], other: list[Any], root: Schema, types: frozenset[str] = _TYPES, depth: int = 0
+    first: list[Any],
+    second: list[Any],
+    root: Schema,
+    types: frozenset[str] = _TYPES,
+    depth: int = 0,
 ) -> bool:
     """Whether no value fulfils both, as far as types, constants, ranges and properties tell."""
     if depth > _MAX_DEPTH:
         return False
-    if any(part is False for part in (*one, *other)):
+    if any(part is False for part in (*first, *second)):
         return True
-    types = types & _types(one) & _types(other)
-    ours, theirs = _values(one), _values(other)
-    if not types or (ours is not None and theirs is not None and not ours & theirs):
+    types = types & _types(first) & _types(second)
+    first_values, second_values = _values(first), _values(second)
+    if not types or (
+        first_values is not None and second_values is not None and not first_values & second_values
+    ):
         return True
-    if types == {"number"} and _ranges_part(one, other):
+    if types == {"number"} and _ranges_part(first, second):
         return True
-    if types == {"object"} and _properties_part(one, other, root, depth):
+    if types == {"object"} and _properties_part(first, second, root, depth):
         return True
     return any(
-        all(_disjoint(_conjuncts(b, root), yours, root, types, depth + 1) for b in options)
-        for mine, yours in ((one, other), (other, one))
-        for options in _alternatives(mine)
+        all(
+            _disjoint(_conjuncts(branch, root), opposite, root, types, depth + 1)
+            for branch in options
+        )
+        for branching, opposite in ((first, second), (second, first))
+        for options in _alternatives(branching)
     )
 
 
@@ -253,19 +262,27 @@ def _values(parts: list[Any]) -> frozenset[tuple[str, str]] | None:
 def _value(data: Any) -> tuple[str, str]:
     names = {bool: "boolean", int: "number", float: "number", str: "string", list: "array"}
     kind = names.get(type(data), "null" if data is None else "object")
-    whole = isinstance(data, float) and data.is_integer()  # 1.0 is 1
-    return kind, json.dumps(int(data) if whole else data, sort_keys=True)
+    return kind, json.dumps(_with_whole_numbers(data), sort_keys=True)
 
 
-def _ranges_part(one: list[Any], other: list[Any]) -> bool:
-    (low, high), (next_low, next_high) = _range(one), _range(other)
+def _with_whole_numbers(data: Any) -> Any:
+    """The data with 1 for 1.0, which JSON Schema does not tell apart."""
+    if isinstance(data, list):
+        return [_with_whole_numbers(value) for value in data]
+    if isinstance(data, dict):
+        return {name: _with_whole_numbers(value) for name, value in data.items()}
+    return int(data) if isinstance(data, float) and data.is_integer() else data
+
+
+def _ranges_part(first: list[Any], second: list[Any]) -> bool:
+    (low, high), (next_low, next_high) = _range(first), _range(second)
     return high < next_low or next_high < low
 
 
 def _range(parts: list[Any]) -> tuple[float, float]:
     def numbers(*keywords: str) -> list[float]:
-        found = [part.get(key) for part in parts if isinstance(part, dict) for key in keywords]
-        return [number for number in found if type(number) in (int, float)]
+        bounds = [_mapping(part).get(keyword) for part in parts for keyword in keywords]
+        return [float(b) for b in bounds if isinstance(b, int | float) and type(b) is not bool]
 
     return (
         max([float("-inf"), *numbers("minimum", "exclusiveMinimum")]),
@@ -273,27 +290,35 @@ def _range(parts: list[Any]) -> tuple[float, float]:
     )
 
 
-def _properties_part(one: list[Any], other: list[Any], root: Schema, depth: int) -> bool:
+def _properties_part(first: list[Any], second: list[Any], root: Schema, depth: int) -> bool:
     """Whether a property that one of them requires has no value that both allow."""
-    names = [name for part in (*one, *other) for name in _mapping(part).get("required") or ()]
+    names = [name for part in (*first, *second) for name in _required(_mapping(part))]
     return any(
         _disjoint(a, b, root, depth=depth + 1)
         for name in names
-        for a, b in [(_property(one, name, root), _property(other, name, root))]
+        for a, b in [(_property(first, name, root), _property(second, name, root))]
     )
 
 
 def _property(parts: list[Any], name: str, root: Schema) -> list[Any]:
     """What the schemas say of the property."""
-    found: list[Any] = []
+    schemas: list[Any] = []
     for part in map(_mapping, parts):
         properties = _mapping(part.get("properties"))
         if name in properties:
-            found += _conjuncts(properties[name], root)
+            schemas += _conjuncts(properties[name], root)
         elif not part.get("patternProperties"):
-            found.append(part.get("additionalProperties", True))
-    return found
+            schemas.append(part.get("additionalProperties", True))
+    return schemas
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _required(schema: Mapping[str, Any]) -> list[str]:
+    return [name for name in _list(schema.get("required")) if isinstance(name, str)]

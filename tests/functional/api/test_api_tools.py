@@ -318,7 +318,7 @@ def test_a_structured_output_begins_where_the_reasoning_ends(opening: str) -> No
             answer = await client.post(CHAT, json=chat(response_format=schema))
             (asked,) = service.seen
             inside = opening == "<think>\n"
-            assert asked.params.guided.reasoning_end == "</think>" * inside
+            assert asked.params.structured_outputs.reasoning_end == "</think>" * inside
             content = answer.json()["choices"][0]["message"]["content"]
             assert content == ('{"a": 1}' if inside else service.says)
             # What only the server may set.

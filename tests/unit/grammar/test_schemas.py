@@ -46,6 +46,9 @@ def test_integers_that_no_double_holds_are_refused_by_their_keyword(
         # Data: no schema, whatever it looks like.
         {"const": {"oneOf": [{}, {}]}},
         {"properties": {"oneOf": {"type": "string"}, "const": {"type": "null"}}},
+        # What is no schema is for the library to refuse.
+        {"allOf": 5, "required": 5, "patternProperties": {"a": {}}, "enum": 5, "oneOf": {}},
+        {"required": [[]], "patternProperties": {"a": {}}, "properties": {}},
     ],
 )
 def test_what_is_enforced_stays_as_it_is(schema: dict[str, Any]) -> None:
@@ -93,6 +96,7 @@ def test_branches_share_the_type_beside_them() -> None:
         [{"type": "integer", "maximum": 5}, {"type": "integer", "minimum": 3}],
         [{"type": "integer"}, {"type": "number"}],
         [{"enum": [1, 2]}, {"const": 2.0}],
+        [{"enum": [[{"a": 1.0}]]}, {"const": [{"a": 1}]}],
         [{"type": "string", "pattern": "a"}, {"type": "string"}],
         [CAT, {"type": "object"}],
         [{"required": ["a"]}, {"required": ["b"]}],

@@ -72,15 +72,15 @@ def _likeliest(
     even when it is not among them. Of two tokens with one text the likelier has it as its name, but
     the chosen one always has.
     """
-    own = _name(token, entries[token], token_bytes)
+    chosen_name = _name(token, entries[token], token_bytes)
     named: dict[str, float] = {}
     for candidate in _best(entries, top):
         entry = entries[candidate]
         for name in _names(candidate, entry, token_bytes):
-            if name not in named and (name != own or candidate == token):
+            if name not in named and (name != chosen_name or candidate == token):
                 named[name] = _value(entry)
                 break
-    return {**named, own: _value(entries[token])}
+    return {**named, chosen_name: _value(entries[token])}
 
 
 def token_piece(
