@@ -91,10 +91,9 @@ def supported() -> str:
 def other_names() -> str:
     """Other engines' names of settings, each with ours."""
     lines = ["| there | whose | here | |", "|---|---|---|---|"]
-    lines += [
-        f"| `{o.theirs}` | {o.whose} | {f'`{flag_of(o.ours)}`' if o.ours else 'none'} | {o.note} |"
-        for o in OTHER_NAMES
-    ]
+    for alias in OTHER_NAMES:
+        flag = f"`{flag_of(alias.setting)}`" if alias.setting else "none"
+        lines.append(f"| `{alias.name}` | {alias.whose} | {flag} | {alias.note} |")
     return "\n".join(lines)
 
 

@@ -579,8 +579,8 @@ BUGS = (
     PackageBug(
         "nobody is told that the number of graphs binds their interval",
         "fairlead_runtime.sizing.graph_sizes:padding_bound",
-        "asked == interval or",
-        "asked >= 1 or",
+        "setting == interval or",
+        "setting >= 1 or",
         ("unit/sizing/test_memory_plan.py",),
     ),
     PackageBug(

@@ -79,8 +79,8 @@ def load_rank(
     ``build`` does.
     """
     place, fp8_cache = torch.device(device.kind), config.fp8_cache
-    own = torch.device("cuda", ranks.rank) if ranks and device.kind == "cuda" else place
-    if own.type == "cuda" and (shared := taken_by_others(config, own)):
+    rank_device = torch.device("cuda", ranks.rank) if ranks and device.kind == "cuda" else place
+    if rank_device.type == "cuda" and (shared := taken_by_others(config, rank_device)):
         log.warning("%s", shared)
     sum_in_float32()
     compilers = compilers_of(cpu_limit(), memory_limit())
@@ -100,7 +100,7 @@ def load_rank(
         served, result = selftest.prepare_rank(
             loaded,
             ranks,
-            own,
+            rank_device,
             config.kernels,
             config.quantization,
             fp8_cache=fp8_cache,
@@ -112,7 +112,7 @@ def load_rank(
     if served.fusion.stored is not torch.float32:
         release_memory()  # of the weights in float32, before they were packed
     log.info("kernels: %s, %s", choice, served.fusion)
-    if own.type == "cuda":
+    if rank_device.type == "cuda":
         log.info("%s", price_of_attention(choice.attention, model, config))
     if result is not None:
         log.info("%s", result)

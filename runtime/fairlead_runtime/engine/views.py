@@ -86,9 +86,9 @@ def _reason(sequences: tuple[Sequence, ...], queue: _Queue) -> str:
         return f"{preempted}, {positions[first.id]} ahead of it; {blocks}"
     if ahead := positions[first.id]:
         return f"{ahead} ahead of it; {blocks}"
-    most = queue.state.limits.max_requests
-    if len(queue.state.running) >= most:
-        return f"next: waits until fewer than {most} requests (max_requests) run; {blocks}"
+    limit = queue.state.limits.max_requests
+    if len(queue.state.running) >= limit:
+        return f"next: waits until fewer than {limit} requests (max_requests) run; {blocks}"
     if need > queue.free:
         return f"next: {blocks} (safety_margin keeps some for running requests)"
     return f"next: waits for room in a step (max_batch_tokens); {blocks}"

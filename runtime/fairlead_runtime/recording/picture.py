@@ -22,7 +22,7 @@ LEGENDS = (
 )
 SLOTS_LEGEND = "full: prefill, pale: decode, x: preempted; pointed at, a cell says more"
 MOST_NAMES = 12  # requests whose colours the picture of the slots names
-MOST_STEPS = 2000  # of one picture; later steps are left out, and the title says so
+MOST_STEPS = 2000  # of one picture; later steps are matrix_x out, and the title says so
 _HEAD = (
     '<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
     'font-family="monospace" font-size="11">'
@@ -90,9 +90,11 @@ def mask_picture(view: StepView, window: int | None, words: Words | None = None)
         for row in view.rows
         for at in range((row.start + row.count) * (mask.per_cell == 1))
     ]
-    left = 10 + LETTER * (max(map(len, names), default=0) + 1 + max(map(len, queries), default=0))
+    matrix_x = 10 + LETTER * (
+        max(map(len, names), default=0) + 1 + max(map(len, queries), default=0)
+    )
     top = TOP + LETTER * max(map(len, keys), default=0) + 2 * size + 6
-    width = max(left + size * len(mask.key_owners), left + LETTER * len(LEGENDS[0])) + 10
+    width = max(matrix_x + size * len(mask.key_owners), matrix_x + LETTER * len(LEGENDS[0])) + 10
     bottom = top + size * len(mask.lines)
     yield _HEAD.format(width=width, height=bottom + 20 + ROW * len(LEGENDS))
     kind = "full attention" if window is None else f"a window of {window}"
@@ -100,10 +102,10 @@ def mask_picture(view: StepView, window: int | None, words: Words | None = None)
     cell = f"; a cell is {mask.per_cell} tokens" if mask.per_cell > 1 else ""
     yield _text(4, 16, title + cell)
     for column, word in enumerate(keys):
-        yield _upright(left + size * column + size - 2, top - size - 10, word) if word else ""
+        yield _upright(matrix_x + size * column + size - 2, top - size - 10, word) if word else ""
     colours = {letter(i): _colour(row.name) for i, row in enumerate(view.rows)}
     for column, (owner, age) in enumerate(zip(mask.key_owners, mask.key_ages, strict=True)):
-        x = left + size * column
+        x = matrix_x + size * column
         opacity = CACHED_OPACITY if age == CACHED else 1.0
         yield _rectangle(x, top - size - 6, size, size, colours[owner], owner, opacity)
     named = ""
@@ -113,11 +115,11 @@ def mask_picture(view: StepView, window: int | None, words: Words | None = None)
             named = row.name
             yield _text(4, y + size - 2, names[[r.name for r in view.rows].index(named)])
         if word:
-            yield _text(left - LETTER * len(word) - 4, y + size - 2, word)
+            yield _text(matrix_x - LETTER * len(word) - 4, y + size - 2, word)
         for column, visibility in enumerate(cells):
             colour = "#eeeeee" if visibility == NONE else _colour(row.name)
             opacity = 1.0 if visibility in {ALL, NONE} else 0.6
-            yield _rectangle(left + size * column, y, size - 1, size - 1, colour, "", opacity)
+            yield _rectangle(matrix_x + size * column, y, size - 1, size - 1, colour, "", opacity)
     for place, legend in enumerate(LEGENDS):
         yield _text(4, bottom + 16 + ROW * place, legend)
     yield "</svg>"

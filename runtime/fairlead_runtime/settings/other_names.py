@@ -12,13 +12,13 @@ TRANSFORMERS, VLLM, SGLANG = "transformers", "vLLM", "SGLang"
 
 
 class OtherName(NamedTuple):
-    """``ours``: the field of EngineConfig, "" where there is none; ``note``: how values differ, or
-    why there is none.
+    """``setting``: the field of EngineConfig, "" where there is none; ``note``: how values differ,
+    or why there is none.
     """
 
-    theirs: str
+    name: str
     whose: str
-    ours: str
+    setting: str
     note: str = ""
 
 
@@ -62,17 +62,17 @@ OTHER_NAMES = (
     OtherName("chunked_prefill_size", SGLANG, "max_batch_tokens"),
     OtherName("mem_fraction_static", SGLANG, "max_memory_percent"),
 )
-_BY_NAME = {other.theirs: other for other in OTHER_NAMES}
+_BY_NAME = {alias.name: alias for alias in OTHER_NAMES}
 
 
 def hint_for(name: str, settings: Iterable[str], spell: Callable[[str], str] = str) -> str:
     """What to write in place of ``name``, which is none of ``settings``; "" if nothing is like it.
     ``spell`` writes a setting as the reader does, such as a flag.
     """
-    if other := _BY_NAME.get(name):
-        if not other.ours:
-            return other.note
-        note = f" ({other.note})" if other.note else ""
-        return f"use {spell(other.ours)}, {other.whose}'s {spell(name)}{note}"
+    if alias := _BY_NAME.get(name):
+        if not alias.setting:
+            return alias.note
+        note = f" ({alias.note})" if alias.note else ""
+        return f"use {spell(alias.setting)}, {alias.whose}'s {spell(name)}{note}"
     nearest = difflib.get_close_matches(name, list(settings), n=1)
     return f"did you mean {spell(nearest[0])}?" if nearest else ""

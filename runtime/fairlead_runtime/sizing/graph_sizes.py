@@ -36,11 +36,11 @@ def padding_bound(config: EngineConfig, device: str) -> str:
     """What keeps the interval from being the one that is set, with the fields' names in braces; ""
     where it is that one, or no graph is captured.
     """
-    asked, interval = config.q_padding_interval, padding_interval(config)
-    if asked == interval or not may_capture(config, device):
+    setting, interval = config.q_padding_interval, padding_interval(config)
+    if setting == interval or not may_capture(config, device):
         return ""
     return (
-        f"{{q_padding_interval}} {asked} acts as {interval}: more sizes of steps than "
+        f"{{q_padding_interval}} {setting} acts as {interval}: more sizes of steps than "
         f"{{max_cached_graphs}} {config.max_cached_graphs} are not captured"
     )
 

@@ -88,16 +88,16 @@ def test_an_unknown_setting_names_the_nearest_known_one() -> None:
         EngineConfig.from_mapping({"max_batch_token": 5})
 
 
-@pytest.mark.parametrize("other", OTHER_NAMES, ids=lambda other: other.theirs)
+@pytest.mark.parametrize("other", OTHER_NAMES, ids=lambda other: other.name)
 def test_another_engines_name_is_refused_with_ours_or_with_the_reason(other: OtherName) -> None:
     names = {f.name for f in FIELDS}
-    assert other.theirs not in names
-    assert other.ours in names or (not other.ours and other.note)
+    assert other.name not in names
+    assert other.setting in names or (not other.setting and other.note)
     with pytest.raises(ConfigError) as error:
-        EngineConfig.from_mapping({other.theirs: 3})
+        EngineConfig.from_mapping({other.name: 3})
     assert other.note in error.value.hint
     assert "did you mean" not in error.value.hint
-    assert not other.ours or error.value.hint.startswith(f"use {other.ours}, ")
+    assert not other.setting or error.value.hint.startswith(f"use {other.setting}, ")
 
 
 def test_help_shows_every_flag_with_its_default_and_unit() -> None:
