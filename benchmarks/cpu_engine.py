@@ -36,7 +36,7 @@ def fairlead(model: str, slots: int, *, dtype: str = "float32", int8: bool = Fal
     weights = {"quantization": "int8", "kernels": "cpu"} if int8 else {}
     llm = LLM(model, dtype=dtype, max_requests=slots, max_model_len=LONGEST, **weights)
 
-    def run(requests: Sequence[Request]) -> int:
+    def run(requests: Sequence[Request]) -> list[list[int]]:
         prompts = [{"prompt_token_ids": prompt} for prompt, _ in requests]
         params = [
             SamplingParams(temperature=0.0, max_tokens=cap, ignore_eos=True) for _, cap in requests
@@ -65,7 +65,7 @@ def transformers_static(model: str, slots: int) -> Run:
 
     loaded = _of_transformers(model)
 
-    def run(requests: Sequence[Request]) -> int:
+    def run(requests: Sequence[Request]) -> list[list[int]]:
         texts: list[list[int]] = []
         for first in range(0, len(requests), slots):
             group = requests[first : first + slots]
@@ -98,7 +98,7 @@ def transformers_continuous(model: str, slots: int) -> Run:
         max_batch_tokens=512,
     )
 
-    def run(requests: Sequence[Request]) -> int:
+    def run(requests: Sequence[Request]) -> list[list[int]]:
         texts: dict[str, list[int]] = {}
         with loaded.continuous_batching_context_manager(
             generation_config=loaded.generation_config, continuous_batching_config=config
@@ -154,7 +154,7 @@ def openvino(model: str, slots: int, *, int8: bool = False) -> Run:
 
     pipeline = openvino_pipeline(model, slots, int8=int8)
 
-    def run(requests: Sequence[Request]) -> int:
+    def run(requests: Sequence[Request]) -> list[list[int]]:
         prompts = [Tensor(np.array([prompt], dtype=np.int64)) for prompt, _ in requests]
         results = pipeline.generate(prompts, [openvino_greedy(cap) for _, cap in requests])
         return [list(one.m_generation_ids[0]) for one in results]
@@ -186,7 +186,7 @@ def vllm(model: str, slots: int) -> Run:
         enable_prefix_caching=True,
     )
 
-    def run(requests: Sequence[Request]) -> int:
+    def run(requests: Sequence[Request]) -> list[list[int]]:
         prompts = [{"prompt_token_ids": prompt} for prompt, _ in requests]
         params = [
             SamplingParams(temperature=0.0, max_tokens=cap, ignore_eos=True, detokenize=False)
@@ -206,7 +206,7 @@ def llama_cpp(model: str, slots: int, *, int8: bool = False) -> Run:
     file = gguf_models.save(Path(model), int8=int8)
     engine = llama_engine.LlamaCpp(file, slots, float32=not int8)
 
-    def run(requests: Sequence[Request]) -> int:
+    def run(requests: Sequence[Request]) -> list[list[int]]:
         return [list(tokens) for tokens in engine.generate(requests)]
 
     return run

@@ -218,9 +218,7 @@ def maker(llm: LLM) -> Make:
     """Requests as ``generate`` makes them."""
 
     def make(prompt: list[int], params: SamplingParams) -> Request:
-        return llm._checked(
-            llm.built_engine.intake.request(Submission(prompt=prompt, params=params))
-        )
+        return llm._checked(Submission(prompt=prompt, params=params))
 
     return make
 
