@@ -333,7 +333,7 @@ BUGS = (
         ("unit/operator/decide/children/test_rollout.py",),
     ),
     PackageBug(
-        "a quota for all but a class counts no pod without one",
+        "a quota for all but a class counts no pod of another",
         "fairlead_operator.decide.children.rollout:_is_in_scope",
         '    if operator in {"In", "NotIn"}:\n',
         '    if operator == "In":\n',
