@@ -329,7 +329,6 @@ BUGS = (
         '        if self.parts and fields["role"] in self.parts:',
         "        if False:",
         FORM_TESTS,
-        quick="test_a_template_that_reads_only_parts_gets_parts_of_every_role",
     ),
     PackageBug(
         "arguments stand in the prompt as Python writes them",
