@@ -4,11 +4,14 @@ from typing import Any
 
 import pytest
 
-from fairlead_runtime.grammar import schemas
-from fairlead_runtime.grammar.schemas import Schema, SchemaError
+from fairlead_runtime.grammar import one_of, schemas
+from fairlead_runtime.grammar.one_of import Exclusion
+from fairlead_runtime.grammar.references import Schema, schema_roots
+from fairlead_runtime.grammar.schemas import SchemaError
 
 BIG = 1234567890123456789
 CAT = {"type": "object", "properties": {"kind": {"const": "cat"}}, "required": ["kind"]}
+EXCLUSIVE = {"oneOf": [{"type": "string"}, {"type": "null"}]}
 DOG = {"type": "object", "properties": {"kind": {"enum": ["dog", "wolf"]}}, "required": ["kind"]}
 
 
@@ -106,3 +109,126 @@ def test_branches_share_the_type_beside_them() -> None:
 def test_branches_that_may_allow_one_value_are_refused(branches: list[Any]) -> None:
     with pytest.raises(SchemaError, match=r"^oneOf: .*use anyOf$"):
         enforceable({"properties": {"a": {"oneOf": branches}}})
+
+
+@pytest.mark.parametrize(
+    ("reference", "place"),
+    [
+        ("#/components/schemas/A", {"components": {"schemas": {"A": {}}}}),
+        ("#/components/const/enum", {"components": {"const": {"enum": {}}}}),
+        ("#/definitions2/01", {"definitions2": [{"const": BIG}, {}]}),
+        ("#/a%20b/c~1d~0", {"a b": {"c/d~": {}}}),
+        ("#/default", {"default": {}}),
+        ("urn:tool#/more/a", {"$defs": {"t": {"$id": "urn:tool", "more": {"a": {}}}}}),
+        ("#/more/a", {"more": {"a": {"$ref": "#/more/b"}, "b": {}}}),
+    ],
+)
+def test_a_schema_that_only_a_reference_leads_to_is_enforced(
+    reference: str, place: dict[str, Any]
+) -> None:
+    def at_place(schema: Schema, value: Any = place) -> Any:
+        if isinstance(value, list):
+            return [at_place(schema, item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        return {name: at_place(schema, item) for name, item in value.items()} or schema
+
+    with pytest.raises(SchemaError, match=r"^const: "):
+        enforceable({"$ref": reference, **at_place({"const": BIG})})
+    with pytest.raises(SchemaError, match=r"^minimum: "):
+        enforceable({"$ref": reference, **at_place({"items": {"minimum": 10**16 + 1}})})
+    changed = enforceable({"$ref": reference, **at_place(EXCLUSIVE)})
+    assert changed == {"$ref": reference, **at_place({"anyOf": EXCLUSIVE["oneOf"]})}
+    unused = at_place({"const": BIG}, {"x-data": place})
+    assert enforceable(unused) == unused
+
+
+def test_a_schema_within_data_is_refused_where_a_reference_leads_to_it() -> None:
+    assert enforceable({"const": EXCLUSIVE}) == {"const": EXCLUSIVE}
+    with pytest.raises(SchemaError, match=r"^\$ref: .*\$defs$"):
+        enforceable({"const": EXCLUSIVE, "anyOf": [{"$ref": "#/const"}]})
+
+
+def test_bounds_that_no_double_holds_are_compared_as_they_are() -> None:
+    least = {"type": "integer", "minimum": 10**400}
+    branches = [{"$ref": "#/$defs/b"}, {"type": "integer", "maximum": 3}]
+    with pytest.raises(SchemaError, match=r"^minimum: "):
+        enforceable({"properties": {"a": {"oneOf": branches}}, "$defs": {"b": least}})
+
+
+@pytest.mark.parametrize("keyword", ["$id", "id"])
+def test_a_reference_in_a_resource_of_its_own_tells_nothing(keyword: str) -> None:
+    """The inner root allows what the outer one does not."""
+    both = {"type": "object", "required": ["kind"]}
+    inner = {keyword: "urn:inner", "$ref": "#/$defs/kind", "$defs": {"kind": {"const": "cat"}}}
+    dog = {**both, "properties": {"kind": inner}}
+    root = {"oneOf": [CAT, dog], "$defs": {"kind": {"const": "dog"}}}
+    with pytest.raises(SchemaError, match=r"^oneOf: "):
+        enforceable(root)
+    dog["properties"]["kind"] = {"allOf": [{"$ref": "#/$defs/t/$defs/kind"}]}
+    root["$defs"]["t"] = {keyword: "urn:t", "$defs": {"kind": {"$ref": "#/$defs/kind"}}}
+    with pytest.raises(SchemaError, match=r"^oneOf: "):
+        enforceable(root)
+
+
+def comparisons(schema: Schema, *, exclusive: bool = True) -> int:
+    """What it costs to judge the root's ``oneOf``."""
+    exclusion = Exclusion(schema_roots(schema))
+    assert exclusion.excludes(schema, schema["oneOf"]) is exclusive
+    return exclusion.comparisons
+
+
+@pytest.mark.parametrize("first", ["a", "z"])
+def test_nodes_of_a_tree_are_told_apart_in_any_order_of_their_properties(first: str) -> None:
+    tag, children = f"{first}kind", ["b", "c", "d", "e"]
+    nodes = {
+        f"node{number}": {
+            "type": "object",
+            "properties": {**{key: {"$ref": "#"} for key in children}, tag: {"const": number}},
+            "required": sorted([tag, *children]),
+        }
+        for number in range(10)
+    }
+    tree = {"oneOf": [{"$ref": f"#/$defs/{name}"} for name in nodes], "$defs": nodes}
+    assert comparisons(tree) < 200
+    assert enforceable(tree)["anyOf"] == tree["oneOf"]
+
+
+def test_many_branches_are_compared_by_one_property_at_once_or_two_by_two() -> None:
+    tagged = [
+        {"type": "object", "properties": {"k": {"const": number}}, "required": ["k"]}
+        for number in range(200)
+    ]
+    assert comparisons({"oneOf": tagged}) < 2_000
+    assert comparisons({"oneOf": [*tagged, {"type": "null"}]}) < 30_000
+
+
+def test_equal_schemas_are_compared_once() -> None:
+    names = ["a", "b", "c", "d", "e", "f"]
+    branches = [
+        {"type": "object", "properties": {name: {"$ref": "#"} for name in names}, "required": names}
+        for _ in range(2)
+    ]
+    assert comparisons({"oneOf": branches}, exclusive=False) < 200
+
+
+@pytest.mark.parametrize("deep", [False, True])
+def test_branches_that_take_too_long_to_be_compared_are_refused(
+    deep: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(one_of, "MAX_COMPARISONS", 1_000)
+    ranges = [{"type": "integer", "minimum": n, "maximum": n} for n in range(100)]
+    nodes = {
+        f"n{number}": {
+            "type": "object",
+            "properties": {
+                name: {"anyOf": [{"$ref": f"#/$defs/n{(3 * number + i + j) % 9}"} for j in (0, 1)]}
+                for i, name in enumerate("abc")
+            },
+            "required": ["a", "b", "c"],
+        }
+        for number in range(9)
+    }
+    branches = [{"$ref": "#/$defs/n0"}, {"$ref": "#/$defs/n1"}] if deep else ranges
+    with pytest.raises(SchemaError, match=r"^oneOf: its branches are too .*use anyOf$"):
+        enforceable({"oneOf": branches, "$defs": nodes})
