@@ -1424,6 +1424,27 @@ BUGS = (
         ("unit/grammar/test_checker.py",),
     ),
     PackageBug(
+        "the engine enforces a schema that was checked once more",
+        "fairlead_runtime.grammar.compile:compile_matcher",
+        "outputs.enforced or enforced(tokenizer, outputs)",
+        "enforced(tokenizer, outputs)",
+        ("unit/grammar/test_guides.py",),
+    ),
+    PackageBug(
+        "what a check has written is lost on its way to the engine",
+        "fairlead_runtime.grammar.checker:_judged",
+        "outputs.checked(verdict.compiled_bytes, verdict.enforced)",
+        "outputs.checked(verdict.compiled_bytes)",
+        ("unit/grammar/test_checker.py",),
+    ),
+    PackageBug(
+        "verdicts hold any amount of text",
+        "fairlead_runtime.grammar.checker:Checker._answered",
+        "or self._text > MAX_CACHED_TEXT",
+        "",
+        ("unit/grammar/test_checker.py",),
+    ),
+    PackageBug(
         "a verdict is not remembered",
         "fairlead_runtime.grammar.checker:Checker._answered",
         "self._verdicts[digest] = verdict",

@@ -27,7 +27,8 @@ DEFAULT_LIMITS = CheckLimits()
 COMMAND = command_of("fairlead_runtime.grammar.child")
 # One arena: each further one takes 64 MiB of the address space that the child limits.
 ENVIRONMENT = {"MALLOC_ARENA_MAX": "1"}
-MAX_CACHED = 4096  # verdicts, of a few hundred bytes each
+MAX_CACHED = 4096  # verdicts, of a few hundred bytes each beside their texts
+MAX_CACHED_TEXT = 16 * 1024 * 1024  # characters of these
 
 NO_GRAMMARS = "this model has no end-of-sequence token, or a tokenizer that llguidance cannot read"
 BUSY = "too many grammars wait to be compiled: retry"
@@ -37,6 +38,7 @@ LOST = "the program that compiles grammars ended: retry"
 class Verdict(NamedTuple):
     error: str  # why it cannot be compiled; empty when it can
     compiled_bytes: int
+    enforced: str = ""  # what the engine compiles in place of the source
 
 
 class CheckerBusy(Exception):  # noqa: N818 - named for the condition, as queue.Full is
@@ -80,6 +82,7 @@ class Checker:
         self._max_wait = max_wait
         self._lock = threading.Lock()
         self._verdicts: OrderedDict[str, Verdict] = OrderedDict()
+        self._text = 0  # characters that the verdicts hold
         self._checks: dict[str, Future[Verdict]] = {}  # by digest
 
     @property
@@ -140,10 +143,12 @@ class Checker:
                 verdict = None
             else:
                 checked = answer.result()
-                verdict = Verdict(checked.error, checked.size)
+                verdict = Verdict(checked.error, checked.size, checked.enforced)
                 self._verdicts[digest] = verdict
-                while len(self._verdicts) > MAX_CACHED:
-                    self._verdicts.popitem(last=False)
+                self._text += len(verdict.enforced)
+                while len(self._verdicts) > MAX_CACHED or self._text > MAX_CACHED_TEXT:
+                    _, oldest = self._verdicts.popitem(last=False)
+                    self._text -= len(oldest.enforced)
                 self.counts.compilations += 1
                 self.counts.seconds += checked.seconds
                 self.counts.refusals += bool(verdict.error)
@@ -161,7 +166,7 @@ class Checker:
 def _judged(outputs: StructuredOutputs, verdict: Verdict) -> StructuredOutputs:
     if verdict.error:
         raise RequestError(f"structured_outputs.{outputs.kind}", verdict.error)
-    return outputs.checked(verdict.compiled_bytes)
+    return outputs.checked(verdict.compiled_bytes, verdict.enforced)
 
 
 def _fields(outputs: StructuredOutputs) -> dict[str, object]:

@@ -31,6 +31,7 @@ from fairlead_runtime.grammar.compile import (
     TokenizerFacts,
     check,
     compile_matcher,
+    enforced,
 )
 from fairlead_runtime.request.structured import TOO_COMPLEX, StructuredOutputs
 
@@ -60,11 +61,13 @@ class Check(Message):
 
 
 class Checked(Message):
-    """``error``: why it cannot be compiled; empty when it can. ``size`` of the compiled grammar in
-    bytes. ``seconds`` that the check took.
+    """``error``: why it cannot be compiled; empty when it can. ``enforced``: what is compiled in
+    place of the source; empty for the source. ``size`` of the compiled grammar in bytes.
+    ``seconds`` that the check took.
     """
 
     error: str
+    enforced: str = ""
     size: int = 0
     seconds: float = 0.0
 
@@ -186,30 +189,33 @@ def _check_and_exit(
             os.dup2(nothing.fileno(), 2)
         threading.stack_size(STACK)
         before = _memory("resident")
-        errors: list[str] = []
+        answers: list[Checked] = []
         thread = threading.Thread(
-            target=lambda: errors.append(_check(tokenizer, ids, json.loads(request.outputs)))
+            target=lambda: answers.append(_check(tokenizer, ids, json.loads(request.outputs)))
         )
         thread.start()
         thread.join()
         grown = max(0, _memory("resident") - before)
-        for error in errors:
-            sending.sendall(ANSWER.encode((number, Checked(error, grown))))
+        for checked in answers:
+            checked.size = grown
+            sending.sendall(ANSWER.encode((number, checked)))
     finally:
         os._exit(0)
 
 
-def _check(tokenizer: LLTokenizer, ids: int, outputs: dict[str, Any]) -> str:
-    """Why the outputs cannot be compiled; empty when they can."""
+def _check(tokenizer: LLTokenizer, ids: int, fields: dict[str, Any]) -> Checked:
+    """Compile as the engine will: from what is enforced."""
     try:
-        matcher = compile_matcher(tokenizer, StructuredOutputs(**outputs))
+        outputs = StructuredOutputs(**fields)
+        source = enforced(tokenizer, outputs)
+        matcher = compile_matcher(tokenizer, outputs.checked(0, source))
         for walk in range(WALKS):
             _walk(matcher.deep_copy(), ids, random.Random(walk))  # noqa: S311 - not for secrets
     except GrammarError as error:
-        return str(error)
+        return Checked(str(error))
     except MemoryError:
-        return CRASHED
-    return ""
+        return Checked(CRASHED)
+    return Checked("", source)
 
 
 def _walk(matcher: LLMatcher, ids: int, choose: random.Random) -> None:

@@ -18,7 +18,12 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from tokenizers import Tokenizer
 
 from fairlead_runtime.grammar.schemas import Schema, SchemaError, enforceable
-from fairlead_runtime.request.structured import WHITE_SPACE, StructuredOutputs, text_rule
+from fairlead_runtime.request.structured import (
+    MAX_SOURCE,
+    WHITE_SPACE,
+    StructuredOutputs,
+    text_rule,
+)
 from fairlead_runtime.sizing.arithmetic import ceil_div
 
 _JSON_OPTIONS: Any = {
@@ -35,6 +40,7 @@ MAX_STEP_FUEL = 200_000  # of one mask: about 15 ms
 MAX_STEP_ITEMS = 50_000
 MAX_INITIAL_FUEL = 1_000_000  # of a compilation: about 20 ms
 MAX_GRAMMAR_SIZE = 500_000
+MAX_ENFORCED = 4 * MAX_SOURCE  # characters that are compiled in place of a source
 # JSON as every reader takes it, of any schema: its numbers are finite doubles, and a name has one
 # spelling, so that "\\u0061" is no other name than "a".
 JSON_TEXT = StructuredOutputs(
@@ -127,14 +133,35 @@ class CheckLimits:
     memory: int = 256 * 1024 * 1024
 
 
-def compile_matcher(tokenizer: LLTokenizer, outputs: StructuredOutputs) -> LLMatcher:
-    """A matcher at its start. Raises GrammarError."""
+def enforced(tokenizer: LLTokenizer, outputs: StructuredOutputs) -> str:
+    """What is compiled in place of the source; empty where that is the source. Pure Python, which
+    holds the interpreter's lock. Raises GrammarError.
+    """
+    begins = functools.partial(_begins, tokenizer)
     try:
-        grammar = _grammar(outputs, tokenizer)
-        if outputs.reasoning_end:
-            grammar = _after_reasoning(grammar, tokenizer, outputs.reasoning_end)
+        match outputs.kind:
+            case "json":
+                text = _json_text(enforceable(json.loads(outputs.source), begins))
+            case "grammar":
+                text = _lark(outputs.source)
+            case _:
+                text = ""
     except SchemaError as error:
         raise GrammarError(str(error)) from None
+    if len(text) > MAX_ENFORCED:
+        raise GrammarError("becomes too large: give it fewer names, patterns or rules")
+    return text
+
+
+def compile_matcher(tokenizer: LLTokenizer, outputs: StructuredOutputs) -> LLMatcher:
+    """A matcher at its start; at once where the check has told what is compiled. Raises
+    GrammarError.
+    """
+    source = outputs.enforced or enforced(tokenizer, outputs)
+    try:
+        grammar = _grammar(outputs, source)
+        if outputs.reasoning_end:
+            grammar = _after_reasoning(grammar, tokenizer, outputs.reasoning_end)
     except ValueError as error:
         raise GrammarError(_brief(str(error), outputs.source)) from None
     matcher = _matcher(tokenizer, grammar)
@@ -165,29 +192,33 @@ def check(matcher: LLMatcher, source: str = "") -> None:
         raise GrammarError(NO_OUTPUT if empty else _brief(error, source))
 
 
-def _grammar(outputs: StructuredOutputs, tokenizer: LLTokenizer) -> str:
+def _grammar(outputs: StructuredOutputs, enforced: str) -> str:
     match outputs.kind:
         case "json":
-            begins = functools.partial(_begins, tokenizer)
-            return _schema_grammar(enforceable(json.loads(outputs.source), begins))
+            return _schema_grammar(enforced)
         case "json_object":
-            return _schema_grammar({"type": "object"})
+            return _schema_grammar('{"type":"object"}')
         case "regex":
             return LLMatcher.grammar_from_regex(outputs.source)
         case "choice":
             return LLMatcher.grammar_from_lark(_choices(outputs.choice or ()))
         case "grammar":
-            return LLMatcher.grammar_from_lark(_lark(outputs.source))
+            return LLMatcher.grammar_from_lark(enforced)
 
 
-def _schema_grammar(schema: Schema) -> str:
-    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_JSON_OPTIONS)
+def _schema_grammar(schema: str) -> str:
+    return LLMatcher.grammar_from_json_schema(schema, overrides=_JSON_OPTIONS)
+
+
+def _json_text(schema: Schema) -> str:
+    return json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
 
 
 def _begins(tokenizer: LLTokenizer, schema: Schema, text: str) -> bool:
     """Whether an output of the schema can begin with the text."""
     tokens = tokenizer.greedy_tokenize(text)
-    return _matcher(tokenizer, _schema_grammar(schema)).try_consume_tokens(tokens) == len(tokens)
+    matcher = _matcher(tokenizer, _schema_grammar(_json_text(schema)))
+    return matcher.try_consume_tokens(tokens) == len(tokens)
 
 
 def mark_ids(tokenizer: LLTokenizer, mark: str) -> list[int]:

@@ -58,6 +58,7 @@ class StructuredOutputs:
     choice: tuple[str, ...] | None = None
     grammar: str | None = None
     compiled_bytes: int = 0  # memory that the compiled form takes; known once it was checked
+    enforced: str = ""  # what is compiled in place of the source; known once it was checked
     reasoning_end: str = ""  # the model reasons up to this mark, and then begins the output
 
     def __post_init__(self) -> None:
@@ -100,17 +101,20 @@ class StructuredOutputs:
         """Equal for values whose outputs compile to the same."""
         return hashlib.sha256(f"{self.kind}\0{self.source}".encode()).hexdigest()
 
-    def checked(self, compiled_bytes: int) -> Self:
-        """The value with the memory that its compiled form takes."""
-        return self._with("compiled_bytes", compiled_bytes)
+    def checked(self, compiled_bytes: int, enforced: str = "") -> Self:
+        """The value with the memory that its compiled form takes, and what is compiled in place of
+        its source; empty for the source.
+        """
+        return self._with(compiled_bytes=compiled_bytes, enforced=enforced)
 
     def after_reasoning(self, end: str) -> Self:
         """The value for a model whose prompt has begun its reasoning, which ``end`` closes."""
-        return self._with("reasoning_end", end)
+        return self._with(reasoning_end=end)
 
-    def _with(self, field: str, value: object) -> Self:
+    def _with(self, **values: object) -> Self:
         changed = copy.copy(self)  # ``replace`` would check its text again
-        object.__setattr__(changed, field, value)
+        for field, value in values.items():
+            object.__setattr__(changed, field, value)
         return changed
 
 

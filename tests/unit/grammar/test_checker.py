@@ -10,6 +10,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -125,6 +126,37 @@ def test_the_cache_forgets_the_verdict_that_was_used_longest_ago(
     for regex in ("a", "b", "a", "c", "a", "b"):
         checker.check_now(StructuredOutputs(regex=regex))
     assert (checker.counts.compilations, checker.counts.hits) == (4, 2)
+
+
+def test_the_cache_forgets_by_the_texts_that_verdicts_hold(
+    shared: Checker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_CACHED_TEXT", 2 * len('{"const":1}'))
+    before = shared.counts.compilations
+    for number in (1, 2, 1, 3, 1, 2):
+        shared.check_now(StructuredOutputs(json={"const": number}))
+    assert shared.counts.compilations == before + 4
+
+
+@pytest.mark.parametrize(
+    ("value", "enforced"),
+    [
+        (
+            {"json": {"oneOf": [{"const": "é"}, {"const": 2}]}},
+            '{"anyOf":[{"const":"é"},{"const":2}]}',
+        ),
+        ({"grammar": 'root ::= "a"'}, 'start: "a"'),
+        ({"regex": "a"}, ""),
+    ],
+)
+def test_the_engine_gets_what_is_enforced_from_the_check(
+    value: dict[str, Any], enforced: str, shared: Checker
+) -> None:
+    for _ in range(2):  # also from a verdict that is known
+        checked = shared.check_now(StructuredOutputs.of(value))
+        assert enforced in checked.enforced
+        assert bool(enforced) == bool(checked.enforced)
+        assert checked.digest == StructuredOutputs.of(value).digest
 
 
 def test_equal_questions_are_asked_once(checker: Checker) -> None:

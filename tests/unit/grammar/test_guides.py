@@ -290,6 +290,32 @@ def test_a_token_that_is_not_allowed_is_an_error_of_its_sequence() -> None:
         guide({"regex": "ab"}).mask(of)
 
 
+def test_a_checked_source_is_compiled_as_the_check_has_written_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Pure Python would hold up the steps."""
+    schema = StructuredOutputs(json={"oneOf": [{"const": "é"}, {"const": 2}]})
+    grammar = StructuredOutputs(grammar='root ::= "a"')
+    checked = [
+        one.checked(1, compile_module.enforced(GUIDES._tokenizer, one)) for one in (schema, grammar)
+    ]
+    for name in ("enforceable", "gbnf_to_lark"):
+        monkeypatch.delattr(compile_module, name)
+    guides = Guides(facts())
+    assert allowed(guides.compile(checked[0]).mask(sequence()))
+    assert allowed(guides.compile(checked[1]).mask(sequence())) == [
+        TOKENIZER.convert_tokens_to_ids("a")
+    ]
+
+
+def test_a_source_that_becomes_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile_module, "MAX_ENFORCED", 20)
+    large, small = (StructuredOutputs(json={"const": "x" * size}) for size in (9, 8))
+    assert compile_module.enforced(GUIDES._tokenizer, small) == small.source
+    with pytest.raises(GrammarError, match="becomes too large"):
+        compile_module.enforced(GUIDES._tokenizer, large)
+
+
 def prepared(guides: Guides, value: dict[str, Any]) -> Guide | Failure:
     answers: queue.Queue[Guide | Failure] = queue.Queue()
     guides.prepare(StructuredOutputs.of(value), answers.put)
