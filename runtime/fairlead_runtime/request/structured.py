@@ -196,7 +196,12 @@ def _check_regex(value: StructuredOutputs) -> None:
 
 
 def _check_grammar(value: StructuredOutputs) -> None:
-    _check_size("grammar", _text("grammar", value.grammar), MAX_SOURCE)
+    grammar = _text("grammar", value.grammar)
+    _check_size("grammar", grammar, MAX_SOURCE)
+    if grammar.lstrip().startswith("{"):
+        raise StructuredOutputsError(
+            "grammar", "is JSON: give a grammar in Lark's syntax or GBNF, or a schema as json"
+        )
 
 
 def _text(field: str, value: object) -> str:

@@ -70,6 +70,7 @@ def test_a_valid_value_has_one_kind_and_one_text(value: Any, kind: str, source: 
         ({"choice": ["a"] * (MAX_CHOICES + 1)}, "choice"),
         ({"choice": ["a" * MAX_SOURCE, "b"]}, "choice"),
         ({"grammar": " "}, "grammar"),
+        ({"grammar": '\n{"grammars": [{"json_schema": {"const": 1}}]}'}, "grammar"),
         ({"grammar": "a" * (MAX_SOURCE + 1)}, "grammar"),
     ],
 )
