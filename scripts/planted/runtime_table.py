@@ -1445,6 +1445,13 @@ BUGS = (
         ("unit/grammar/test_checker.py",),
     ),
     PackageBug(
+        "a schema in a grammar is enforced as the library does",
+        "fairlead_runtime.grammar.compile:enforced",
+        "_with_schemas(_lark(outputs.source), begins)",
+        "_lark(outputs.source)",
+        ("unit/grammar/test_guides.py",),
+    ),
+    PackageBug(
         "verdicts hold any amount of text",
         "fairlead_runtime.grammar.checker:Checker._answered",
         "or self._text > MAX_CACHED_TEXT",

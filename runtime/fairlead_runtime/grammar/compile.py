@@ -17,7 +17,8 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
 from tokenizers import Tokenizer
 
-from fairlead_runtime.grammar.schemas import Schema, SchemaError, enforceable
+from fairlead_runtime.grammar.references import Schema
+from fairlead_runtime.grammar.schemas import Begins, SchemaError, enforceable
 from fairlead_runtime.request.structured import (
     MAX_SOURCE,
     WHITE_SPACE,
@@ -60,6 +61,13 @@ NUMBER: /-?([0-9]|[1-9][0-9]{1,307})(\.[0-9]+)?/
 )
 SPACE_AFTER_REASONING = r"[ \t\r\n]{0,4}"
 _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+# What a Lark grammar holds that may look like the beginning of a schema, and that beginning.
+_LARK_PIECE = re.compile(
+    r"""
+    "(?:\\.|[^"\\])*" | /(?:\\.|[^/\\])+/ | <[^<>\s]+> | (?:\#|//)[^\n]* | %json\s*
+    """,
+    re.VERBOSE,
+)
 # Words of a schema that a message may name: they tell what to change.
 _KEYWORDS = frozenset(
     """additionalProperties allOf anyOf array boolean const contains dependentRequired
@@ -143,7 +151,7 @@ def enforced(tokenizer: LLTokenizer, outputs: StructuredOutputs) -> str:
             case "json":
                 text = _json_text(enforceable(json.loads(outputs.source), begins))
             case "grammar":
-                text = _lark(outputs.source)
+                text = _with_schemas(_lark(outputs.source), begins)
             case _:
                 text = ""
     except SchemaError as error:
@@ -211,7 +219,7 @@ def _schema_grammar(schema: str) -> str:
 
 
 def _json_text(schema: Schema) -> str:
-    return json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
+    return json.dumps(schema, separators=(",", ":"))
 
 
 def _begins(tokenizer: LLTokenizer, schema: Schema, text: str) -> bool:
@@ -258,6 +266,28 @@ def _lark(grammar: str) -> str:
     # The converter raises its own errors, and whatever its recursion over the input raises.
     except Exception as error:  # noqa: BLE001 - the grammar is at fault
         raise GrammarError(_brief(f"is not valid GBNF: {error}", grammar)) from None
+
+
+def _with_schemas(grammar: str, begins: Begins) -> str:
+    """The Lark grammar with schemas that are enforced. Raises SchemaError."""
+    pieces, end = [], 0
+    while piece := _LARK_PIECE.search(grammar, end):
+        pieces.append(grammar[end : piece.end()])
+        end = piece.end()
+        if piece[0].startswith("%json"):
+            schema, rest = _json_at(grammar, end)
+            if isinstance(schema, dict):
+                pieces.append(_json_text(enforceable(schema, begins)))
+                end = rest
+    return "".join([*pieces, grammar[end:]])
+
+
+def _json_at(text: str, place: int) -> tuple[Any, int]:
+    """The JSON that begins at the place, and where it ends; None where the library refuses it."""
+    try:
+        return json.JSONDecoder().raw_decode(text, place)
+    except (ValueError, RecursionError):
+        return None, place
 
 
 def _brief(message: str, source: str) -> str:

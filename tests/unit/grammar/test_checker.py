@@ -142,8 +142,8 @@ def test_the_cache_forgets_by_the_texts_that_verdicts_hold(
     ("value", "enforced"),
     [
         (
-            {"json": {"oneOf": [{"const": "é"}, {"const": 2}]}},
-            '{"anyOf":[{"const":"é"},{"const":2}]}',
+            {"json": {"oneOf": [{"const": "a"}, {"const": 2}]}},
+            '{"anyOf":[{"const":"a"},{"const":2}]}',
         ),
         ({"grammar": 'root ::= "a"'}, 'start: "a"'),
         ({"regex": "a"}, ""),

@@ -120,6 +120,21 @@ def test_integers_are_those_of_the_schema(schema: dict[str, Any], text: str, oth
     assert not accepts({"json": schema}, other)
 
 
+@pytest.mark.parametrize(
+    "before",
+    ["", '"%json {" ', '/["]%json \\{/ ', '<"> ', '"a" # "%json {\n | ', '"a" // "%json {\n | '],
+)
+def test_a_schema_in_a_grammar_is_enforced_as_one_alone(before: str) -> None:
+    big = json.dumps({"const": 1234567890123456789})
+    with pytest.raises(GrammarError, match="const: an integer beyond"):
+        guide({"grammar": f"start: {before}%json\n{big}"})
+    either = json.dumps({"oneOf": [{"const": 5}, {"const": "é"}]})
+    value = {"grammar": f'start: %json {either} "!"\nOTHER: "%json {big[:-1]}"'}
+    assert accepts(value, "5!")
+    assert accepts(value, '"é"!')
+    assert not accepts(value, "6!")
+
+
 @pytest.mark.parametrize("value", [{"json": {}}, {"json_object": True}], ids=["json", "object"])
 def test_numbers_are_finite_and_names_have_one_spelling(value: dict[str, Any]) -> None:
     for number in ("0", "-1.5", "6.02e23", "1E-99", "9.9e307", "9" * 308, "99e99"):
