@@ -303,6 +303,13 @@ BUGS = (
         FIELD_TESTS,
     ),
     PackageBug(
+        "an empty grammar is a constraint",
+        "fairlead_runtime.api.bodies.structured_bodies:structured_outputs",
+        'not in (None, "")',
+        "is not None",
+        FIELD_TESTS,
+    ),
+    PackageBug(
         "any request may bring a chat template",
         "fairlead_runtime.api.bodies.prompts:chat_text",
         "    if inputs.chat_template is not None and not rules.templates:",

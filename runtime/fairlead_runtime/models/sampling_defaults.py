@@ -1,6 +1,6 @@
 """The sampling values that a model's makers advise: those of its ``generation_config.json``.
 
-Owns which of them count, and their check. ``do_sample`` and lengths are not read, as in vLLM.
+Owns which of them count, and their check. ``do_sample`` and lengths are not read.
 """
 
 from collections.abc import Mapping

@@ -73,6 +73,15 @@ def test_fields_that_would_change_the_answer_are_refused_by_name_unless_they_are
             assert (refused.value.param, refused.value.code) == (name, "unsupported_parameter")
 
 
+def test_what_clients_send_unasked_changes_nothing() -> None:
+    plain = request_bodies.completion(completion(), MODEL)
+    constraints = ("json_schema", "regex", "ebnf", "grammar", "guided_regex", "guided_grammar")
+    for sent in (dict.fromkeys(constraints, ""), {"add_special_tokens": True}):
+        assert request_bodies.completion(completion() | sent, MODEL) == plain
+    with pytest.raises(ApiError, match="add_special_tokens"):
+        request_bodies.completion(completion() | {"add_special_tokens": False}, MODEL)
+
+
 @pytest.mark.parametrize("name", REFUSED_OF_MESSAGES)
 def test_fields_of_a_message_that_would_change_the_prompt_are_refused_too(name: str) -> None:
     message = {"role": "assistant", "content": "x"}

@@ -39,7 +39,7 @@ REFUSED: dict[str, Refused] = {
     "length_penalty": Refused((1,)),
     "logits_processors": _NO_LIST,
     "truncate_prompt_tokens": Refused(),
-    "add_special_tokens": Refused(),
+    "add_special_tokens": _ON,
     "add_generation_prompt": _ON,
     "continue_final_message": _OFF,
     "chat_template": Refused(),

@@ -49,7 +49,9 @@ class ResponseFormat(StrictBody):
 
 
 class StructuredBody(StrictBody):
-    """Part of both routes' bodies. At most one of the fields may ask for something."""
+    """Part of both routes' bodies. At most one of the fields may ask for something; a constraint
+    that is an empty text asks for nothing.
+    """
 
     response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = None
@@ -84,7 +86,7 @@ def structured_outputs(body: StructuredBody) -> tuple[Mapping[str, Any] | None, 
         **{
             name: {kind: value}
             for name, kind in _KINDS.items()
-            if (value := getattr(body, name)) is not None
+            if (value := getattr(body, name)) not in (None, "")
         },
     }
     if not constraints:
