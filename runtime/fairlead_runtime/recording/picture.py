@@ -22,7 +22,7 @@ LEGENDS = (
 )
 SLOTS_LEGEND = "full: prefill, pale: decode, x: preempted; pointed at, a cell says more"
 MOST_NAMES = 12  # requests whose colours the picture of the slots names
-MOST_STEPS = 2000  # of one picture; later steps are matrix_x out, and the title says so
+MOST_STEPS = 2000  # of one picture; later steps are left out, and the title says so
 _HEAD = (
     '<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
     'font-family="monospace" font-size="11">'
