@@ -5,13 +5,14 @@ which is vLLM's. Uses the same engine, intake and detokenizer as the server.
 """
 
 import gc
+import itertools
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 from tqdm import tqdm
@@ -64,6 +65,13 @@ class RequestOutput:
     prompt_logprobs: list[Mapping[int, Logprob] | None] | None = None
 
 
+class LiveText(NamedTuple):
+    """A request that lives: its submission's id, and the text of each choice."""
+
+    id: str
+    choices: Mapping[int, ChoiceText]
+
+
 class LLM:
     """A model in this process. ``engine_config`` takes the fields of EngineConfig, which are the
     server's flags.
@@ -79,7 +87,10 @@ class LLM:
         self._built_engine: BuiltEngine | None = build(path, settings, queue_timeout=math.inf)
         self._grammars = Checker(self._built_engine.grammar_facts)
         self._queue: deque[Request] = deque()  # of those that live, which the engine has not taken
-        self._live: dict[str, dict[int, ChoiceText]] = {}  # by request id, the text of each choice
+        self._live: dict[str, LiveText] = {}  # by the engine's id
+        self._engine_ids: dict[str, str] = {}  # of those that live, by the submission's id
+        self._numbers = itertools.count()
+        self._streams = False  # a stream has begun and has not ended
 
     def generate(
         self,
@@ -126,12 +137,15 @@ class LLM:
         """Yield (index of the submission, Output) while the engine runs, one per choice and step.
 
         Closing the iterator early aborts the running requests. Too long prompts end and errors are
-        raised as ``generate`` does. Raises RuntimeError while a request of ``add_request`` lives.
+        raised as ``generate`` does. Raises RuntimeError while a request of ``add_request`` lives or
+        another stream runs.
         """
+        self._check_no_stream()
         if self._live:
             raise RuntimeError("requests of add_request are unfinished: step or abort them first")
         engine, requests = self._require_engine().engine, self._checked_all(submissions)
         numbers: dict[str, int] = {}
+        self._streams = True
         try:
             for number, (submission, request) in enumerate(zip(submissions, requests, strict=True)):
                 if not isinstance(request, TooLongError):
@@ -141,11 +155,12 @@ class LLM:
                     for choice in range(submissions[number].params.n):
                         yield number, _refused(choice, request)
             while self._live:
-                for request_id, output in self.step():
+                for request_id, output in self._step():
                     yield numbers[request_id], output
                 self._check_alive()
         finally:
-            unfinished = list(self._live)
+            self._streams = False
+            unfinished = list(self._engine_ids)
             for request_id in unfinished:
                 self.abort_request(request_id)
             while unfinished and not engine.dead_reason:
@@ -155,19 +170,22 @@ class LLM:
 
     def add_request(self, submission: Submission) -> str:
         """Queue a request for the steps to come. Returns its id: the submission's, or a new one.
-        Raises RequestError for one that can never run.
+        Raises RequestError for one that can never run, RuntimeError while a stream runs.
         """
+        self._check_no_stream()
         return self._enqueue(submission, self._checked(submission))
 
     def abort_request(self, request_id: str) -> None:
         """End a request, of which nothing more comes. One that has ended is ignored."""
-        if self._live.pop(request_id, None) is None:
+        engine_id = self._engine_ids.pop(request_id, None)
+        if engine_id is None:
             return
-        queued = [request for request in self._queue if request.id == request_id]
+        del self._live[engine_id]
+        queued = [request for request in self._queue if request.id == engine_id]
         for request in queued:
             self._queue.remove(request)
         if not queued:
-            self._require_engine().engine.abort(request_id)
+            self._require_engine().engine.abort(engine_id)
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -175,8 +193,17 @@ class LLM:
 
     def step(self) -> list[tuple[str, Output]]:
         """Compute one step of the requests that were added. Returns (request id, Output) of every
-        choice that it continued or ended; nothing without requests. Raises EngineDead.
+        choice that it continued or ended; nothing without requests. Raises EngineDead, and
+        RuntimeError while a stream runs.
         """
+        self._check_no_stream()
+        return self._step()
+
+    def _check_no_stream(self) -> None:
+        if self._streams:
+            raise RuntimeError("a stream runs: read it to its end or close it first")
+
+    def _step(self) -> list[tuple[str, Output]]:
         engine = self._require_engine().engine
         self._check_alive()
         self._feed()
@@ -190,6 +217,7 @@ class LLM:
         reason = self._require_engine().engine.dead_reason
         if reason:
             self._live.clear()
+            self._engine_ids.clear()
             self._queue.clear()
             raise EngineDead(reason)
 
@@ -217,13 +245,17 @@ class LLM:
         return replace(request, params=replace(request.params, structured_outputs=checked))
 
     def _enqueue(self, submission: Submission, request: Request) -> str:
-        if request.id in self._live:
+        """Queue it under an id of its own: what the engine still says of an ended request must not
+        be taken for a later one's with the same id.
+        """
+        if request.id in self._engine_ids:
             raise RequestError("id", f"{request.id!r} is already in use: choose another id")
         vocabulary = self._require_engine().vocabulary
-        self._live[request.id] = {
-            i: ChoiceText(i, submission, vocabulary) for i in range(request.params.n)
-        }
-        self._queue.append(request)
+        choices = {i: ChoiceText(i, submission, vocabulary) for i in range(request.params.n)}
+        engine_id = f"{request.id}-{next(self._numbers)}"
+        self._live[engine_id] = LiveText(request.id, choices)
+        self._engine_ids[request.id] = engine_id
+        self._queue.append(replace(request, id=engine_id))
         return request.id
 
     def _feed(self) -> None:
@@ -240,15 +272,15 @@ class LLM:
         for event in events:
             if event.request_id not in self._live:
                 continue  # a canary, an aborted one, or a choice that a stop string ended
-            choices = self._live[event.request_id]
+            request_id, choices = self._live[event.request_id]
             choice = choices[event.choice]
             if not choice.finished:
                 output, stopped_early = choice.take([event])
                 if stopped_early:
                     self._require_engine().engine.finish(event.request_id, event.choice)
                 if all(text.finished for text in choices.values()):
-                    del self._live[event.request_id]
-                yield event.request_id, output
+                    del self._live[event.request_id], self._engine_ids[request_id]
+                yield request_id, output
 
     def _with_bad_word_ids(self, submission: Submission) -> Submission:
         words = submission.params.bad_words

@@ -604,6 +604,13 @@ BUGS = (
         ("unit/build/test_llm.py",),
     ),
     PackageBug(
+        "the end of an aborted request is that of a later one with its id",
+        "fairlead_runtime.llm:LLM._enqueue",
+        'f"{request.id}-{next(self._numbers)}"',
+        "request.id",
+        ("unit/build/test_llm.py",),
+    ),
+    PackageBug(
         "an aborted request that waits is computed all the same",
         "fairlead_runtime.llm:LLM.abort_request",
         "self._queue.remove(request)",

@@ -144,6 +144,40 @@ def test_requests_by_hand_run_step_by_step_join_and_are_aborted(built: dict[str,
         assert stats.running + stats.waiting == 1
 
 
+@pytest.mark.parametrize("stop", [(), TEXT[1]])
+def test_an_id_is_free_once_its_request_has_ended(built: dict[str, Any], stop: Any) -> None:
+    ends = SamplingParams(temperature=0, max_tokens=100, stop=stop)
+    params = SamplingParams(temperature=0, max_tokens=3)
+    outputs = []
+    with LLM("demo:") as one:
+        one.add_request(Submission(prompt=(5, 6), params=ends, id="a"))
+        one.step()
+        while stop and one.has_unfinished_requests:
+            one.step()
+        one.abort_request("a")
+        assert one.add_request(Submission(prompt=(5, 6), params=params, id="a")) == "a"
+        while one.has_unfinished_requests:
+            outputs += one.step()
+    assert "".join(output.text for _, output in outputs) == TEXT[:3]
+    assert {name for name, _ in outputs} == {"a"}
+    assert outputs[-1][1].finish_reason == "length"
+
+
+def test_a_stream_runs_alone(built: dict[str, Any]) -> None:
+    with LLM("demo:") as one:
+        stream = one.stream([Submission(prompt=(5, 6))])
+        next(stream)
+        for call in (
+            lambda: one.add_request(Submission(prompt=(7,))),
+            one.step,
+            lambda: one.generate("abc"),
+        ):
+            with pytest.raises(RuntimeError, match="a stream runs: read it to its end"):
+                call()
+        stream.close()
+        assert one.add_request(Submission(prompt=(7,), id="a")) == "a"
+
+
 def test_a_dead_engine_ends_requests_by_hand(built: dict[str, Any]) -> None:
     with LLM("demo:") as one:
         one.add_request(Submission(prompt=(5, 6)))
