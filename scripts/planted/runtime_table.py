@@ -312,16 +312,38 @@ BUGS = (
     PackageBug(
         "any request may bring a chat template",
         "fairlead_runtime.api.bodies.prompts:chat_text",
-        "    if inputs.chat_template is not None and not rules.templates:",
+        "    if not rules.templates and "
+        "inputs.chat_template not in {None, *template_names(tokenizer)}:",
         "    if False:",
         FIELD_TESTS,
     ),
     PackageBug(
         "documents vanish in a template without a place for them",
         "fairlead_runtime.models.chat:render_chat",
-        '(("tools", tools), ("documents", inputs.documents))',
-        '(("tools", tools),)',
+        "if sent and field not in source:",
+        'if sent and field not in source + "documents":',
         FIELD_TESTS,
+    ),
+    PackageBug(
+        "a refusal quotes the chat that transformers renders",
+        "fairlead_runtime.models.chat:_refusal",
+        "isinstance(error, TemplateError) and not own",
+        "True",
+        FORM_TESTS,
+    ),
+    PackageBug(
+        "what the request says to the template is blamed on the messages",
+        "fairlead_runtime.models.chat:_refusal",
+        "if trial != inputs and _renders(render, trial):",
+        "if False:",
+        FORM_TESTS,
+    ),
+    PackageBug(
+        "documents are rendered by the template without a place for them",
+        "fairlead_runtime.models.chat:template_text",
+        '"rag": documents and not tools',
+        '"rag": False',
+        FORM_TESTS,
     ),
     PackageBug(
         "/tokenize counts another prompt than a chat with template fields has",

@@ -6,10 +6,12 @@ reaches and not how long it runs.
 
 import functools
 import inspect
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
 from fairlead_runtime.models.template_forms import TemplateForms, forms_of
@@ -23,14 +25,15 @@ RESERVED = frozenset(
 
 class TemplateInputs(NamedTuple):
     """What a request says to the template beside messages and tools. ``continue_final_message``:
-    the prompt ends within the last message. ``chat_template``: in place of the model's own.
-    ``kwargs``: further names that the template may read, none of RESERVED.
+    the prompt ends within the last message. ``chat_template``: in place of the model's own, or the
+    name of one of these. ``kwargs``: further names that the template may read, none of RESERVED.
     """
 
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     documents: tuple[Mapping[str, Any], ...] = ()
     chat_template: str | None = None
+    reasoning_effort: str | None = None
     kwargs: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -42,19 +45,35 @@ _SOME_TOOLS = (
         "function": {"name": "f", "description": "", "parameters": _NO_PARAMETERS},
     },
 )
+_SOME_DOCUMENTS = ({"title": "", "text": ""},)
+_SILENT = {"enable_thinking": False, "thinking": False}  # the names that templates read
+_NOT_SHOWN = "the chat template does not show the last message's content as it is; leave this out"
+# The file names of what runs in a template, as Jinja's tracebacks have them.
+_IN_TEMPLATE = ("<template>", "<unknown>")
+
+
+def template_names(tokenizer: PreTrainedTokenizerBase) -> Collection[str]:
+    """The names of the model's own templates; empty where it has one without a name, or none."""
+    templates: Any = getattr(tokenizer, "chat_template", None)
+    return templates.keys() if isinstance(templates, dict) else ()
 
 
 def template_text(
-    tokenizer: PreTrainedTokenizerBase, chat_template: str | None = None, *, tools: bool = True
+    tokenizer: PreTrainedTokenizerBase,
+    chat_template: str | None = None,
+    *,
+    tools: bool = True,
+    documents: bool = False,
 ) -> str:
-    """The chat template that transformers renders: ``chat_template``, else the model's; where that
-    has several, the one for ``tools`` or the default. "" without any.
+    """The chat template to render: ``chat_template``, else the model's; where that has several, the
+    one for ``tools``, for ``documents`` or the default. "" without any.
     """
     templates: Any = getattr(tokenizer, "chat_template", None) or ""
-    if isinstance(templates, dict):
-        name = chat_template or ("tool_use" if tools and "tool_use" in templates else "default")
-        return str(templates.get(name, chat_template or ""))
-    return chat_template or str(templates)
+    if not isinstance(templates, dict):
+        return chat_template or str(templates)
+    uses = {"tool_use": tools, "rag": documents and not tools}
+    name = next((name for name, use in uses.items() if use and name in templates), "default")
+    return str(templates.get(chat_template or name, chat_template or ""))
 
 
 def render_chat(
@@ -72,37 +91,86 @@ def render_chat(
     """
     if not messages:
         raise RequestError("messages", "must hold at least one message")
-    source = template_text(tokenizer, inputs.chat_template, tools=bool(tools))
+    some = {"tools": bool(tools), "documents": bool(inputs.documents)}
+    source = template_text(tokenizer, inputs.chat_template, **some)
     if not source:
         raise RequestError(
             "messages", "this model has no chat template: use /v1/completions with a prompt instead"
         )
-    for field, value in (("tools", tools), ("documents", inputs.documents)):
-        if value and field not in source:
+    for field, sent in some.items():
+        if sent and field not in source:
             raise RequestError(
                 field, f"this model's chat template has no place for {field}; leave them out"
             )
+    fitted = _forms(tokenizer, source, **some).fit(messages)
+
+    def render(inputs: TemplateInputs) -> str:
+        return _rendered(tokenizer, source, fitted, tools or (), inputs)
+
     try:
-        forms = _forms(tokenizer, source, tools=bool(tools))
-        return _rendered(tokenizer, forms.fit(messages), tools or (), inputs)
+        return render(inputs)
     # A template is a program by its author: any error it raises is about what it was given.
     except Exception as error:
-        raise RequestError(
-            "messages", f"the model's chat template refuses them: {error}"[:500]
-        ) from error
+        own = inputs.chat_template is not None and source == inputs.chat_template
+        raise _refusal(error, inputs, render, own=own) from error
+
+
+def _refusal(
+    error: Exception, inputs: TemplateInputs, render: Callable[[TemplateInputs], str], *, own: bool
+) -> RequestError:
+    """The refusal of the field without which the template renders, else of the request's ``own``
+    template or of the messages. Quotes no input: of transformers' errors only their types.
+    """
+    words = isinstance(error, TemplateError) and not own  # those of the model's makers
+    problem = str(error)[:400] if words else f"{type(error).__name__}{_line(error)}"
+    trials = (
+        ("continue_final_message", inputs._replace(continue_final_message=False), _NOT_SHOWN),
+        (
+            "chat_template_kwargs",
+            inputs._replace(kwargs={}),
+            f"the template refuses them: {problem}",
+        ),
+        ("reasoning_effort", inputs._replace(reasoning_effort=None), f"is refused: {problem}"),
+    )
+    for field, trial, message in trials:
+        if trial != inputs and _renders(render, trial):
+            return RequestError(field, message)
+    if own:
+        return RequestError("chat_template", f"fails: {problem}")
+    return RequestError("messages", f"the model's chat template refuses them: {problem}")
+
+
+def _renders(render: Callable[[TemplateInputs], str], inputs: TemplateInputs) -> bool:
+    try:
+        render(inputs)
+    except Exception:  # noqa: BLE001 - as in render_chat
+        return False
+    return True
+
+
+def _line(error: Exception) -> str:
+    """Where in a template it was raised, in words; "" for an error outside of it."""
+    lines = [error.lineno] if isinstance(error, TemplateSyntaxError) else []
+    frames = traceback.extract_tb(error.__traceback__)
+    lines += [frame.lineno for frame in frames if frame.filename in _IN_TEMPLATE]
+    return f" in line {lines[-1]}" if lines else ""
 
 
 @functools.lru_cache(maxsize=16)
-def _forms(tokenizer: PreTrainedTokenizerBase, source: str, *, tools: bool) -> TemplateForms:
+def _forms(
+    tokenizer: PreTrainedTokenizerBase, source: str, *, tools: bool, documents: bool
+) -> TemplateForms:
     """The forms of the template ``source``, which are tried once."""
-    inputs = TemplateInputs(chat_template=source, add_generation_prompt=False)
-    return forms_of(
-        lambda messages: _rendered(tokenizer, messages, _SOME_TOOLS if tools else (), inputs)
+    inputs = TemplateInputs(
+        add_generation_prompt=False, documents=_SOME_DOCUMENTS if documents else ()
     )
+    some_tools = _SOME_TOOLS if tools else ()
+    return forms_of(lambda messages: _rendered(tokenizer, source, messages, some_tools, inputs))
 
 
 def _rendered(
     tokenizer: PreTrainedTokenizerBase,
+    source: str,
     messages: list[dict[str, Any]],
     tools: Sequence[Mapping[str, Any]],
     inputs: TemplateInputs,
@@ -112,13 +180,20 @@ def _rendered(
         messages,
         tools=[dict(tool) for tool in tools] or None,
         documents=[dict(document) for document in inputs.documents] or None,
-        chat_template=inputs.chat_template,
+        chat_template=source,
         add_generation_prompt=inputs.add_generation_prompt,
         continue_final_message=inputs.continue_final_message,
         tokenize=False,
-        **inputs.kwargs,
+        **_effort(inputs.reasoning_effort) | inputs.kwargs,
     )
     return str(text)
+
+
+def _effort(effort: str | None) -> Mapping[str, Any]:
+    """The effort under its name, and "none" as templates of models that may think know it."""
+    if effort is None:
+        return {}
+    return {"reasoning_effort": effort, **(_SILENT if effort == "none" else {})}
 
 
 def encode_chat(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

@@ -147,7 +147,7 @@ REFUSED: list[tuple[dict[str, Any], str, int, str]] = [
     (chat(structured_outputs={"regex": "["}, guided_json={}), CHAT, 400, "guided_json"),
     (chat(structured_outputs={"regex": 3}), CHAT, 400, "structured_outputs.regex"),
     (completion(guided_json="{"), COMPLETIONS, 400, "guided_json"),
-    (completion(guided_regex=""), COMPLETIONS, 400, "guided_regex"),
+    (completion(guided_regex=5), COMPLETIONS, 400, "guided_regex"),
     (completion(guided_choice=["a", 1]), COMPLETIONS, 400, "guided_choice"),
     (completion(guided_grammar={}), COMPLETIONS, 400, "guided_grammar"),
     (chat(chat_template="{{ 1 }}"), CHAT, 400, "chat_template"),

@@ -263,6 +263,22 @@ def test_a_chat_and_its_count_of_tokens_have_the_prompt_of_the_template_with_its
     run(scenario())
 
 
+def test_a_chat_may_name_one_of_the_models_own_templates(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer: Any = tiny.tokenizer()
+    tokenizer.chat_template = {"default": TEMPLATE, "short": "{{ messages[0].content }}"}
+    monkeypatch.setattr(tiny, "tokenizer", lambda: tokenizer)
+
+    async def scenario() -> None:
+        async with fake_server() as (server, _), server.client() as client:
+            for name, prompt in ((None, OPEN), ("short", "hello")):
+                answer = await client.post("/tokenize", json=chat() | {"chat_template": name})
+                assert tokenizer.decode(answer.json()["tokens"]) == prompt, answer.text
+            answer = await client.post("/tokenize", json=chat() | {"chat_template": "other"})
+            assert answer.json()["error"]["param"] == "chat_template"
+
+    run(scenario())
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "code"),
     [

@@ -7,6 +7,7 @@ import pytest
 
 from fairlead_runtime.models import chat
 from fairlead_runtime.models.template_forms import USUAL, TemplateForms, forms_of
+from fairlead_runtime.request.sequence import RequestError
 from support import tiny
 
 HEAD = "{% for m in messages %}{% if m.tool_calls %}{% for c in m.tool_calls %}"
@@ -31,7 +32,7 @@ CALLS = {
 }
 
 
-def rendered(template: str, messages: list[dict[str, Any]], **more: Any) -> str:
+def rendered(template: str | dict[str, str], messages: list[dict[str, Any]], **more: Any) -> str:
     tokenizer: Any = tiny.tokenizer()
     tokenizer.chat_template = template
     return chat.render_chat(tokenizer, messages, **more)
@@ -63,6 +64,86 @@ def test_a_template_that_reads_parts_of_one_role_gets_texts_of_the_others() -> N
     )
     messages = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
     assert rendered(template, messages) == "a!b"
+
+
+SHOWN = "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}"
+PRIVATE = [
+    {"role": "user", "content": "secret"},
+    {"role": "assistant", "content": "<think>secret</think>Sure"},
+]
+
+
+@pytest.mark.parametrize(
+    ("template", "inputs", "message"),
+    [
+        (
+            SHOWN,
+            {"continue_final_message": True, "add_generation_prompt": False},
+            "continue_final_message: the chat template does not show the last message's content",
+        ),
+        (
+            SHOWN + "\n{{ 1 + (size or 1) }}",
+            {"kwargs": {"size": "secret"}},
+            "chat_template_kwargs: the template refuses them: TypeError in line 2",
+        ),
+        (
+            SHOWN
+            + "{% if reasoning_effort == 'x' %}{{ raise_exception('low or high') }}{% endif %}",
+            {"reasoning_effort": "x"},
+            "reasoning_effort: is refused: low or high",
+        ),
+        (
+            SHOWN,
+            {"chat_template": "\n{{ raise_exception(messages[0].content) }}"},
+            "chat_template: fails: TemplateError in line 2",
+        ),
+        (
+            SHOWN,
+            {"chat_template": "\n{% if %}"},
+            "chat_template: fails: TemplateSyntaxError in line 2",
+        ),
+        (
+            "{{ [].index(messages[0].content) }}",
+            {},
+            "messages: the model's chat template refuses them: ValueError in line 1",
+        ),
+    ],
+)
+def test_a_refusal_names_the_field_at_fault_and_quotes_no_message(
+    template: str, inputs: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RequestError) as refused:
+        rendered(template, PRIVATE, inputs=chat.TemplateInputs(**inputs))
+    assert str(refused.value).startswith(message)
+    assert "secret" not in str(refused.value)
+
+
+NAMED = {
+    "default": "default {{ messages[0].content }}",
+    "tool_use": "tool_use {{ (tools or []) | length }}",
+    "rag": "rag {% for d in documents %}{{ d.text }}{% endfor %}"
+    "{% for m in messages %}{{ m.content[0].text }}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize(
+    ("documents", "tools", "name", "text"),
+    [
+        ((), [], None, "default x"),
+        (({"title": "t", "text": "page "},), [], None, "rag page x"),
+        ((), [{"type": "function", "function": {"name": "f"}}], None, "tool_use 1"),
+        ((), [], "tool_use", "tool_use 0"),
+    ],
+)
+def test_the_template_for_what_a_chat_brings_is_rendered_or_the_one_that_it_names(
+    documents: Any, tools: Any, name: str | None, text: str
+) -> None:
+    inputs = chat.TemplateInputs(chat_template=name, documents=documents)
+    messages = [{"role": "user", "content": "x"}]
+    assert rendered(NAMED, messages, tools=tools, inputs=inputs) == text
+    if documents:
+        with pytest.raises(RequestError, match="no place for documents"):
+            rendered(NAMED, messages, inputs=inputs._replace(chat_template="default"))
 
 
 ARGUMENTS = '{"zone":  "UTC"}'  # two spaces: the client's own text

@@ -18,7 +18,13 @@ from fairlead_runtime.api.state.state import BodyRules
 from fairlead_runtime.front.errors import ApiError, invalid
 from fairlead_runtime.front.limits import is_large
 from fairlead_runtime.front.strict_json import parse_object
-from fairlead_runtime.models.chat import NO_INPUTS, TemplateInputs, bad_word_ids, render_chat
+from fairlead_runtime.models.chat import (
+    NO_INPUTS,
+    TemplateInputs,
+    bad_word_ids,
+    render_chat,
+    template_names,
+)
 from fairlead_runtime.request.sequence import RequestError, pack_ids
 from fairlead_runtime.serving.intake import check_prompt_logprobs
 from fairlead_runtime.serving.prompt_encoder import PromptEncoder
@@ -133,11 +139,11 @@ def chat_text(
     inputs: TemplateInputs = NO_INPUTS,
 ) -> str:
     """A chat as its template writes it, with its special tokens. Raises ApiError, RequestError."""
-    if inputs.chat_template is not None and not rules.templates:
+    if not rules.templates and inputs.chat_template not in {None, *template_names(tokenizer)}:
         raise invalid(
             "chat_template",
-            "is not taken: the server runs only the model's own; leave it out, or start the server "
-            "with --trust-request-chat-template",
+            "is not taken: the server runs only the model's own; send the name of one, leave it "
+            "out, or start the server with --trust-request-chat-template",
             "unsupported_parameter",
         )
     sizes = {

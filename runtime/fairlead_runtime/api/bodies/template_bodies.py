@@ -45,7 +45,8 @@ def template_inputs(body: TemplateBody) -> TemplateInputs:
         continue_final_message=continues,
         documents=tuple(body.documents or ()),
         chat_template=body.chat_template or None,
-        kwargs=_effort(body.reasoning_effort) | _kwargs(body),
+        reasoning_effort=body.reasoning_effort,
+        kwargs=_kwargs(body),
     )
 
 
@@ -58,11 +59,3 @@ def _kwargs(body: TemplateBody) -> dict[str, Any]:
                 f"{name} is no name of a template's own: send it as a field, or leave it out",
             )
     return kwargs
-
-
-def _effort(effort: str | None) -> dict[str, Any]:
-    """The effort under its name, and "none" as templates of models that may think know it."""
-    if effort is None:
-        return {}
-    silent = {"enable_thinking": False, "thinking": False} if effort == "none" else {}
-    return {"reasoning_effort": effort, **silent}
