@@ -1327,6 +1327,20 @@ BUGS = (
         ("unit/grammar/test_guides.py",),
     ),
     PackageBug(
+        "a mark of an earlier message counts in the one that goes on",
+        "fairlead_runtime.api.bodies.prompts:_prompt_end",
+        "text[next((place for place, (a, b) in pairs if a != b), len(before)) :]",
+        "text",
+        ("functional/api/test_api_tools.py",),
+    ),
+    PackageBug(
+        "a message that goes on is judged by its last characters",
+        "fairlead_runtime.api.bodies.prompts:_prompt_end",
+        "if not request.template.continue_final_message or",
+        "if True or",
+        ("functional/api/test_api_tools.py",),
+    ),
+    PackageBug(
         "a structured output begins within reasoning",
         "fairlead_runtime.api.routes.completions:EndpointHandler._submissions",
         "backend.replies.begins_inside(prepared.prompt_end)",

@@ -329,6 +329,47 @@ def test_a_structured_output_begins_where_the_reasoning_ends(opening: str) -> No
     run(scenario())
 
 
+PLAIN_TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+OPENED = PLAIN_TEMPLATE.replace("|>{{", "|>{{ '<think>' if m.role == 'assistant' }}{{")
+AFTER_USER = "{% for m in messages %}{{ m.content }}{{ '<think>' if m.role == 'user' }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "parser", "question", "begun", "inside"),
+    [
+        (PLAIN_TEMPLATE, "deepseek_r1", "x", "<think>\nhm</think>\n\nThe answer: {", False),
+        (PLAIN_TEMPLATE, "deepseek_r1", "x", "The answer: {", False),
+        (PLAIN_TEMPLATE, "deepseek_r1", "x", "", True),
+        (PLAIN_TEMPLATE, "qwen3", "x", "<think>\nOK so", True),
+        (PLAIN_TEMPLATE, "qwen3", "what is <think>?", "It is", False),
+        (PLAIN_TEMPLATE, "qwen3", "x", "<think></think>", False),
+        (OPENED, "qwen3", "x", "OK so" * 40, True),
+        (OPENED, "qwen3", "x", "OK</think>Sure", False),
+        (AFTER_USER, "qwen3", "x", "OK so", True),
+    ],
+)
+def test_an_answer_goes_on_with_the_reasoning_or_the_text_of_the_last_message(
+    template: str, parser: str, question: str, begun: str, inside: bool
+) -> None:
+    async def scenario() -> None:
+        service = FakeService(says="hm</think>{}", reasoning_parser=parser)
+        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": begun}]
+        body = chat(guided_json={}, continue_final_message=True) | {"messages": messages}
+        async with fake_server(service) as (server, _), server.client() as client:
+            server.state.loaded().encoder.tokenizer.chat_template = template
+            answer = await client.post(CHAT, json=body)
+            content = answer.json()["choices"][0]["message"]["content"]
+            assert content == ("{}" if inside else service.says)
+            streamed = events((await client.post(CHAT, json=body | {"stream": True})).text)[:-1]
+            deltas = [chunk["choices"][0]["delta"] for chunk in streamed]
+            assert "".join(delta.get("content") or "" for delta in deltas) == content
+            for submission in service.seen:
+                outputs = submission.params.structured_outputs
+                assert outputs.reasoning_end == "</think>" * inside
+
+    run(scenario())
+
+
 def test_completions_have_neither_tools_nor_reasoning() -> None:
     async def scenario() -> None:
         service = FakeService(says=THOUGHT, reasoning_parser="qwen3")

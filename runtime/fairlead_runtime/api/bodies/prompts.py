@@ -15,6 +15,7 @@ from fairlead_runtime.api.answers.prompt_echo import echoed
 from fairlead_runtime.api.bodies.messages import characters
 from fairlead_runtime.api.bodies.request_bodies import GenerationRequest
 from fairlead_runtime.api.state.state import BodyRules
+from fairlead_runtime.api.tools.reasoning import BEGIN, END
 from fairlead_runtime.front.errors import ApiError, invalid
 from fairlead_runtime.front.limits import is_large
 from fairlead_runtime.front.strict_json import parse_object
@@ -42,7 +43,7 @@ class PreparedRequest(NamedTuple):
 
     request: GenerationRequest
     prompts: tuple[Sequence[int], ...]  # token ids of each prompt, as ``pack_ids`` returns them
-    prompt_end: str  # of a chat, as text
+    prompt_end: str  # of a chat, as text; of a message that goes on, the mark that counts there
     echo: tuple[str, ...] = ()  # the text of each prompt, if the answer shows it
 
 
@@ -94,7 +95,7 @@ def _prepared(
             inputs=request.template,
         )
         ids = pack_ids(encoder.encode(text, special=False, large=large))
-        return PreparedRequest(without_prompts, (ids,), text[-PROMPT_END:])
+        return PreparedRequest(without_prompts, (ids,), _prompt_end(text, request, encoder))
     prompts = tuple(
         pack_ids(
             text_ids(prompt, encoder, max_model_len, large=large)
@@ -107,6 +108,29 @@ def _prepared(
         check_prompt_logprobs(sum(map(len, prompts)), request.params.prompt_logprobs)
     echo = echoed(request.prompts, encoder.tokenizer) if request.show_prompt else ()
     return PreparedRequest(without_prompts, prompts, "", echo)
+
+
+def _prompt_end(text: str, request: GenerationRequest, encoder: PromptEncoder) -> str:
+    """The end of a chat's ``text``. Where the answer goes on with what the last message says, that
+    may end anywhere: then the mark of reasoning that counts, the last one of this message.
+    """
+    *earlier, message = request.messages
+    if not request.template.continue_final_message or not message["content"].strip():
+        return text[-PROMPT_END:]
+    if BEGIN not in text:
+        return END
+    inputs = request.template._replace(continue_final_message=False)
+    try:
+        before = render_chat(
+            encoder.tokenizer, earlier, tools=request.tools.for_template, inputs=inputs
+        )
+    except RequestError:  # no message is before it, or none that the template takes as the last
+        before = ""
+    # Some templates open the reasoning after a question, whoever goes on.
+    before = before.rstrip().removesuffix(BEGIN)
+    pairs = enumerate(zip(before, text, strict=False))
+    own = text[next((place for place, (a, b) in pairs if a != b), len(before)) :]
+    return BEGIN if own.rfind(BEGIN) > own.rfind(END) else END
 
 
 def _with_bad_word_ids(
