@@ -458,6 +458,13 @@ BUGS = (
         ("unit/serving/test_stream.py",),
     ),
     PackageBug(
+        "the words of a trace cost a download of the weights",
+        "fairlead_runtime.commands.trace:_words",
+        ", weights=False",
+        "",
+        ("functional/hub/test_fetch.py",),
+    ),
+    PackageBug(
         "a full disk is a hub that cannot be reached",
         "fairlead_runtime.hub.fetch:_model_error",
         "error.errno in {errno.ENOSPC, errno.EDQUOT}",

@@ -37,7 +37,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--tokenizer",
         metavar="MODEL",
-        help="show what the tokens say: the model of the run, demo:, a directory, or on the hub",
+        help="show what the tokens say: the model of the run, demo:, a directory, or on the hub, "
+        "from which its weights are not downloaded",
     )
     options = parser.parse_args(argv)
     if options.step is not None and options.format == "chrome":
@@ -62,7 +63,7 @@ def main(argv: list[str]) -> int:
 
 def _words(model: str) -> Words:
     """Raises ModelError or ConfigError where the model has no tokenizer that can be read."""
-    path = resolve(model).path
+    path = resolve(model, weights=False).path
     # Imported here: transformers takes seconds, and a trace without words needs neither.
     from fairlead_runtime.models.tokenizer_files import load_tokenizer
     from fairlead_runtime.serving.detokenize import vocabulary_of

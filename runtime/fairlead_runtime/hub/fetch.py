@@ -118,8 +118,10 @@ def fetch(
     revision: str = "",
     environ: Mapping[str, str] | None = None,
     report: Report | None = None,
+    weights: bool = True,
 ) -> Snapshot:
     """Download a hub model, every file at the commit that ``revision`` (default: main) names now.
+    Without ``weights`` the other files only, which a later start does not take for the model.
 
     Offline, or when the hub cannot be reached, returns what the cache holds for that revision. A
     commit that is complete in the cache needs no hub, as it never changes. Raises ModelError.
@@ -131,7 +133,7 @@ def fetch(
     for name in _URL_LOGGERS:
         logging.getLogger(name).setLevel(logging.WARNING)
     try:
-        return _download(hub, repository, revision, report or (lambda _: None))
+        return _download(hub, repository, revision, report or (lambda _: None), weights=weights)
     except ModelError as error:
         if error.code != "HubUnreachable":
             raise
@@ -174,7 +176,9 @@ def _cached_snapshot(hub: Hub, repository: str, revision: str) -> Snapshot:
     return Snapshot(path, commit)
 
 
-def _download(hub: Hub, repository: str, revision: str, report: Report) -> Snapshot:
+def _download(
+    hub: Hub, repository: str, revision: str, report: Report, *, weights: bool
+) -> Snapshot:
     commit, sizes = _list_files(hub, repository, revision)
     settings = {name: size for name, size in sizes.items() if not name.endswith(".safetensors")}
     if files.CONFIG not in settings:
@@ -190,10 +194,12 @@ def _download(hub: Hub, repository: str, revision: str, report: Report) -> Snaps
     _download_files(hub, repository, commit, settings, meter)
     config = files.read_json(path, files.CONFIG)
     architecture.check(config, files.auto_maps(path))
-    weights = {name: sizes.get(name, 0) for name in _weight_files(path, sizes)}
-    meter.set_total(path, sum(settings.values()) + sum(weights.values()))
-    _check_space(hub, path, weights)
-    _download_files(hub, repository, commit, weights, meter)
+    if not weights:
+        return Snapshot(path, commit)
+    weight_sizes = {name: sizes.get(name, 0) for name in _weight_files(path, sizes)}
+    meter.set_total(path, sum(settings.values()) + sum(weight_sizes.values()))
+    _check_space(hub, path, weight_sizes)
+    _download_files(hub, repository, commit, weight_sizes, meter)
     # Written last: a reference means that the snapshot is complete.
     reference = hub.folder(repository) / "refs" / revision
     reference.parent.mkdir(parents=True, exist_ok=True)

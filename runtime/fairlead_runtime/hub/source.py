@@ -79,8 +79,10 @@ def resolve(
     revision: str = "",
     environ: Mapping[str, str] | None = None,
     report: Report | None = None,
+    weights: bool = True,
 ) -> LocalModel:
-    """Find the directory of MODEL; a hub model is downloaded. Raises ModelError or ConfigError.
+    """Find the directory of MODEL; a hub model is downloaded, with its ``weights`` or without.
+    Raises ModelError or ConfigError.
 
     ``environ`` (default: this process's) holds HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE; the download
     calls ``report`` with its progress.
@@ -89,7 +91,9 @@ def resolve(
     check_revision(source, revision)
     if source.kind == "hub":
         environ = os.environ if environ is None else environ
-        snapshot = fetch(source.name, revision=revision, environ=environ, report=report)
+        snapshot = fetch(
+            source.name, revision=revision, environ=environ, report=report, weights=weights
+        )
         return LocalModel(source, snapshot.path, snapshot.commit)
     path = demo_directory() if source.kind == "demo" else Path(source.name)
     if not path.is_dir():

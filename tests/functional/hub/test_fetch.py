@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from fairlead_runtime.commands import fetch as command
+from fairlead_runtime.commands import trace
 from fairlead_runtime.hub import fetch as fetching
 from fairlead_runtime.hub.fetch import Progress, fetch
 from fairlead_runtime.models import chat, files, loading
@@ -106,6 +107,22 @@ def test_named_chat_templates_come_with_the_model(
     blob.unlink()
     fetch(NAME, environ=hub.environ(tmp_path))
     assert blob.read_bytes() == template
+
+
+def test_the_words_of_a_trace_need_no_weights(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in hub.environ(tmp_path).items():
+        monkeypatch.setenv(name, value)
+    token = tiny.tokenizer().encode("a", add_special_tokens=False)[0]
+    assert trace._words(NAME).word(token) == "'a'"
+    assert "tokenizer.json" in hub.downloaded()
+    assert WEIGHTS not in hub.downloaded()
+    with pytest.raises(ModelError, match="not in the cache"):
+        fetch(NAME, environ=hub.environ(tmp_path, HF_HUB_OFFLINE="1"))
+    before = len(hub.downloaded())
+    assert loading.load(fetch(NAME, environ=hub.environ(tmp_path)).path).shape.layers == 2
+    assert hub.downloaded()[before:] == [WEIGHTS]
 
 
 def test_every_file_comes_from_the_commit_that_the_branch_named_at_the_start(
