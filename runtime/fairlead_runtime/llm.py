@@ -8,7 +8,7 @@ import gc
 import itertools
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import TracebackType
@@ -133,7 +133,7 @@ class LLM:
                     bar.update()
         return results
 
-    def stream(self, submissions: Sequence[Submission]) -> Iterator[tuple[int, Output]]:
+    def stream(self, submissions: Sequence[Submission]) -> Generator[tuple[int, Output]]:
         """Yield (index of the submission, Output) while the engine runs, one per choice and step.
 
         Closing the iterator early aborts the running requests. Too long prompts end and errors are

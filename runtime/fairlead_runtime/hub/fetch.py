@@ -177,7 +177,7 @@ def _cached_snapshot(hub: Hub, repository: str, revision: str) -> Snapshot:
 
 
 def _download(
-    hub: Hub, repository: str, revision: str, report: Report, *, weights: bool
+    hub: Hub, repository: str, revision: str, report: Report, *, weights: bool = True
 ) -> Snapshot:
     commit, sizes = _list_files(hub, repository, revision)
     settings = {name: size for name, size in sizes.items() if not name.endswith(".safetensors")}

@@ -189,7 +189,7 @@ def _rendered(
     return str(text)
 
 
-def _effort(effort: str | None) -> Mapping[str, Any]:
+def _effort(effort: str | None) -> dict[str, Any]:
     """The effort under its name, and "none" as templates of models that may think know it."""
     if effort is None:
         return {}
