@@ -7,7 +7,9 @@ read stays without effect, as in OpenAI's API.
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
+from fairlead_runtime.api.bodies.messages import Message
 from fairlead_runtime.front.errors import invalid
+from fairlead_runtime.front.strict_body import BodyT, check_model, validated
 
 
 class Refused(NamedTuple):
@@ -125,8 +127,15 @@ def refuse_fields(
             raise invalid(path + name, f"is not supported; {instead}", "unsupported_parameter")
 
 
-def refuse_in_messages(messages: Any, known: Collection[str]) -> None:
-    """The same for each message, of whatever type a client sent. Raises ApiError 400."""
+def accept(kind: type[BodyT], body: Mapping[str, Any], served: str) -> BodyT:
+    """The body, whose messages may still be of any type while their fields are looked at. Raises
+    ApiError 400, or 404 for a model other than ``served``.
+    """
+    check_model(body.get("model"), served)
+    refuse_fields(body, kind.model_fields)
+    messages = body.get("messages")
     for place, message in enumerate(messages if isinstance(messages, list) else ()):
         if isinstance(message, dict):
-            refuse_fields(message, known, REFUSED_OF_MESSAGES, f"messages.{place}.")
+            path = f"messages.{place}."
+            refuse_fields(message, Message.model_fields, REFUSED_OF_MESSAGES, path)
+    return validated(kind, body)

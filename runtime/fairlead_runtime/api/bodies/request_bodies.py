@@ -13,16 +13,12 @@ from typing import Annotated, Any, TypeVar
 from pydantic import FailFast, Field, WithJsonSchema, field_validator
 
 from fairlead_runtime.api.bodies.messages import MAX_MESSAGES, Message, for_template
-from fairlead_runtime.api.bodies.refused_fields import (
-    REFUSED,
-    refuse_fields,
-    refuse_in_messages,
-)
+from fairlead_runtime.api.bodies.refused_fields import REFUSED, accept
 from fairlead_runtime.api.bodies.structured_bodies import StructuredBody, structured_outputs
 from fairlead_runtime.api.bodies.template_bodies import TemplateBody, template_inputs
 from fairlead_runtime.api.bodies.tool_bodies import MAX_TOOLS, NO_TOOLS, Tool, Tools, tools_of
 from fairlead_runtime.front.errors import invalid
-from fairlead_runtime.front.strict_body import MAX_NAME, StrictBody, check_model, validated
+from fairlead_runtime.front.strict_body import MAX_NAME, StrictBody
 from fairlead_runtime.models.chat import NO_INPUTS, TemplateInputs
 from fairlead_runtime.request.sequence import MAX_LOGPROBS, RequestError, SamplingParams
 
@@ -217,10 +213,7 @@ def _forcing(
 
 
 def _validate(kind: type[BodyT], body: Mapping[str, Any], served: str) -> BodyT:
-    check_model(body.get("model"), served)
-    refuse_fields(body, kind.model_fields)
-    refuse_in_messages(body.get("messages"), Message.model_fields)
-    parsed = validated(kind, body)
+    parsed = accept(kind, body, served)
     _check_together(parsed)
     unknown = [name for name in body if name not in kind.model_fields and name not in REFUSED]
     if unknown:

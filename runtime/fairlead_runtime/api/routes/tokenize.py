@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fairlead_runtime.api.bodies.messages import MAX_MESSAGES, Message, for_template
 from fairlead_runtime.api.bodies.prompts import chat_text, text_ids
-from fairlead_runtime.api.bodies.refused_fields import refuse_fields, refuse_in_messages
+from fairlead_runtime.api.bodies.refused_fields import accept
 from fairlead_runtime.api.bodies.template_bodies import TemplateBody, template_inputs
 from fairlead_runtime.api.bodies.tool_bodies import MAX_TOOLS, Tool, tools_of
 from fairlead_runtime.api.state.state import Backend, ServerState
@@ -70,10 +70,7 @@ class TokenizeRoutes:
 def tokenize(body: bytes, served: str, backend: Backend) -> Answer:
     """Raises ApiError or RequestError, which name the field, and ServiceError."""
     fields = parse_object(body)
-    check_model(fields.get("model"), served)
-    refuse_fields(fields, TokenizeBody.model_fields)
-    refuse_in_messages(fields.get("messages"), Message.model_fields)
-    parsed = validated(TokenizeBody, fields)
+    parsed = accept(TokenizeBody, fields, served)
     tokenizer, longest = backend.encoder.tokenizer, backend.service.max_model_len
     large = is_large(body)
     if (parsed.prompt is None) == (parsed.messages is None):
