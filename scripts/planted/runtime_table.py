@@ -327,7 +327,7 @@ BUGS = (
     PackageBug(
         "a refusal quotes the chat that transformers renders",
         "fairlead_runtime.models.chat:_refusal",
-        "isinstance(error, TemplateError) and not own",
+        "type(error) is TemplateError and not own",
         "True",
         FORM_TESTS,
     ),

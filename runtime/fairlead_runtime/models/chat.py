@@ -119,9 +119,9 @@ def _refusal(
     error: Exception, inputs: TemplateInputs, render: Callable[[TemplateInputs], str], *, own: bool
 ) -> RequestError:
     """The refusal of the field without which the template renders, else of the request's ``own``
-    template or of the messages. Quotes no input: of transformers' errors only their types.
+    template or of the messages. Quotes what a template says of its input, and else no input.
     """
-    words = isinstance(error, TemplateError) and not own  # those of the model's makers
+    words = type(error) is TemplateError and not own  # that the model's makers raise
     problem = str(error)[:400] if words else f"{type(error).__name__}{_line(error)}"
     trials = (
         ("continue_final_message", inputs._replace(continue_final_message=False), _NOT_SHOWN),
@@ -151,8 +151,8 @@ def _renders(render: Callable[[TemplateInputs], str], inputs: TemplateInputs) ->
 def _line(error: Exception) -> str:
     """Where in a template it was raised, in words; "" for an error outside of it."""
     lines = [error.lineno] if isinstance(error, TemplateSyntaxError) else []
-    frames = traceback.extract_tb(error.__traceback__)
-    lines += [frame.lineno for frame in frames if frame.filename in _IN_TEMPLATE]
+    calls = traceback.walk_tb(error.__traceback__)
+    lines += [line for frame, line in calls if frame.f_code.co_filename in _IN_TEMPLATE]
     return f" in line {lines[-1]}" if lines else ""
 
 
@@ -184,12 +184,12 @@ def _rendered(
         add_generation_prompt=inputs.add_generation_prompt,
         continue_final_message=inputs.continue_final_message,
         tokenize=False,
-        **_effort(inputs.reasoning_effort) | inputs.kwargs,
+        **{**_effort(inputs.reasoning_effort), **inputs.kwargs},
     )
     return str(text)
 
 
-def _effort(effort: str | None) -> dict[str, Any]:
+def _effort(effort: str | None) -> Mapping[str, Any]:
     """The effort under its name, and "none" as templates of models that may think know it."""
     if effort is None:
         return {}
