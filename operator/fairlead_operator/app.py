@@ -2,13 +2,14 @@
 
 Owns the parts' lifetimes. kopf's watches make reactions quick; the steady re-list through our own
 client makes them certain: a change that no watch delivers is seen ``RELIST_SECONDS`` later. Of a
-namespace without a resource only resources are watched and listed.
+namespace without a resource only resources are listed, and after ``IDLE_SECONDS`` watched.
 """
 
 import asyncio
 import contextlib
 import functools
 import logging
+import math
 import os
 from collections.abc import Awaitable, Callable, Mapping
 
@@ -45,6 +46,9 @@ log = logging.getLogger(__name__)
 
 RELIST_SECONDS = 18.0
 RELIST_RETRY_SECONDS = 2.0
+# Without a resource, until a namespace is left out of the children's watches: to come back restarts
+# those of all namespaces.
+IDLE_SECONDS = 600.0
 READ_SINGLY = 20  # objects that differ; more are read in one list
 RELEASE_SECONDS = 2.0
 # At a time; the clients bound the requests.
@@ -72,6 +76,7 @@ class Operator:
         self._kinds = watched_kinds(claims=settings.create_model_cache)
         self._store = Store()
         self._gone: frozenset[str] = frozenset()  # namespaces that the last lists did not find
+        self._occupied_at: dict[str, float] = {}  # when each namespace last had a resource
         self._watches: list[Watches] = []
         self._arrival = asyncio.Event()  # a resource came to a namespace that had none
         self._began = asyncio.Event()  # the first lists are done
@@ -240,8 +245,19 @@ class Operator:
                 group.create_task(watches.run(self._metrics.restarts.inc))
 
     def _leave_out(self) -> None:
-        """Watch resources where namespaces exist, and all else only where resources are."""
-        idle = frozenset(self._settings.namespaces) - self._occupied()
+        """Watch resources where namespaces exist, and all else only where resources are or lately
+        were. Forget all else where no resource is: what is left out is then listed no longer.
+        """
+        if not self._settings.namespaces:
+            return
+        now, occupied = self._store.now(), self._occupied()
+        self._store.keep_only(self._kinds[1:], occupied)
+        self._occupied_at |= dict.fromkeys(occupied, now)
+        idle = {
+            name
+            for name in self._settings.namespaces
+            if now - self._occupied_at.get(name, -math.inf) > IDLE_SECONDS
+        }
         for watches, left_out in zip(self._watches, (self._gone, self._gone | idle), strict=False):
             watches.leave_out(left_out)
 
@@ -282,10 +298,8 @@ class Operator:
         """
         namespaces = self._settings.namespaces or ("",)
         errors = {name: [await self._list(RESOURCE, name)] for name in namespaces}
-        occupied = self._occupied()
         self._leave_out()
-        if self._settings.namespaces:
-            self._store.keep_only(self._kinds[1:], occupied)
+        occupied = self._occupied()
         for name in namespaces:
             # Where resources are refused, the others tell a Role that lacks a right from none.
             if not name or errors[name][0] or name in occupied:
@@ -318,9 +332,10 @@ class Operator:
         stale_keys = self._store.stale_keys(kind, namespace, versions, version)
         if stale_keys is None or len(stale_keys) > READ_SINGLY:
             return await self._cluster.list(kind, namespace)
+        # Before the reads: meanwhile the store may forget a namespace.
+        cached = {key: self._store.get(kind, key) for key in versions}
         read = {key: await self._cluster.list_one(kind, key) for key in stale_keys}
-        bodies = [read[k] if k in read else self._store.get(kind, k) for k in versions]
-        return [body for body in bodies if body is not None], version
+        return [body for body in (cached | read).values() if body is not None], version
 
     async def _list(self, kind: Kind, namespace: str) -> ApiError | None:
         try:

@@ -719,9 +719,30 @@ BUGS = (
     ),
     PackageBug(
         "what is known of a namespace without resources is kept",
-        "fairlead_operator.app:Operator._list_all",
+        "fairlead_operator.app:Operator._leave_out",
         "self._store.keep_only(self._kinds[1:], occupied)",
         "pass",
+        ("unit/operator/test_app.py",),
+    ),
+    PackageBug(
+        "namespaces that take turns restart the watches of all",
+        "fairlead_operator.app:Operator._leave_out",
+        "if now - self._occupied_at.get(name, -math.inf) > IDLE_SECONDS",
+        "if name not in occupied",
+        ("unit/operator/test_app.py",),
+    ),
+    PackageBug(
+        "a namespace without a resource is watched for ever",
+        "fairlead_operator.app:Operator._leave_out",
+        "> IDLE_SECONDS",
+        "> math.inf",
+        ("unit/operator/test_app.py",),
+    ),
+    PackageBug(
+        "objects that are forgotten during their list are lost",
+        "fairlead_operator.app:Operator._newest_list",
+        "(cached | read).values() if body is not None",
+        "({k: self._store.get(kind, k) for k in cached} | read).values() if body is not None",
         ("unit/operator/test_app.py",),
     ),
     PackageBug(

@@ -104,7 +104,7 @@ class Store:
         return True
 
     def now(self) -> float:
-        """The time on the store's clock, in seconds, for ``take``."""
+        """The time on the store's clock, in seconds."""
         return self._clock()
 
     def take(self, kind: Kind, body: Object, asked_at: float) -> bool:

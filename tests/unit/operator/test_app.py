@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from fairlead_operator import app
-from fairlead_operator.app import CHILD_SETTLE, READ_SINGLY, Operator
+from fairlead_operator.app import CHILD_SETTLE, IDLE_SECONDS, READ_SINGLY, Operator
 from fairlead_operator.errors import ApiError
 from fairlead_operator.health import Health
 from fairlead_operator.metrics import Metrics
@@ -53,6 +53,10 @@ def unwoken(operator: Operator) -> Woken:
     return woken
 
 
+def resource_in(namespace: str) -> Object:
+    return resource_body() | {"metadata": {"name": "chat", "namespace": namespace, "uid": "u"}}
+
+
 def lists(operator: Operator) -> tuple[bool, frozenset[str]]:
     return asyncio.run(operator._list_all())
 
@@ -68,7 +72,7 @@ def test_a_namespace_that_is_gone_is_said_once_and_waited_for_no_longer(
             raise ApiError(code, "Forbidden", "forbidden")
 
     server = FakeApiServer()
-    server.put(resource_body() | {"metadata": {"name": "chat", "namespace": "gone", "uid": "u"}})
+    server.put(resource_in("gone"))
     server.on_request = refuse
     operator = operator_of(server, "kept", "gone")
     unwoken(operator)
@@ -157,6 +161,72 @@ def test_of_a_namespace_without_a_resource_only_resources_are_listed_and_kept() 
     assert kept_quotas(operator) == ["ns"], "all is read again"
 
 
+def test_namespaces_that_take_turns_stay_watched_and_idle_ones_do_not() -> None:
+    """One that comes back to the watches restarts those of all."""
+    now = 0.0
+    server = FakeApiServer()
+    operator = operator_of(server, "a", "b", "never")
+    operator._store._clock = lambda: now
+    unwoken(operator)
+    left_out = note_left_out(operator)
+    for namespace in "abab":
+        server.put(resource_in(namespace))
+        lists(operator)
+        server.remove(RESOURCE, namespace, "chat")
+        lists(operator)
+        assert not operator._is_listed(namespace)
+        now += 60.0
+    assert left_out == [{"b", "never"}] * 2 + [{"never"}] * 6
+    now += IDLE_SECONDS - 60.0
+    lists(operator)
+    assert left_out[-1] == {"a", "never"}, "10 minutes after its resource"
+
+
+def note_left_out(operator: Operator) -> list[frozenset[str]]:
+    """The namespaces that are left out of the children's watches, at each time that it is said."""
+    left_out: list[frozenset[str]] = []
+    sinks = (lambda _: None, left_out.append)
+    operator._watches = cast("Any", [SimpleNamespace(leave_out=sink) for sink in sinks])
+    return left_out
+
+
+def test_a_namespace_whose_resource_goes_during_the_lists_is_listed_no_longer() -> None:
+    """Else its next resource would be judged by what no watch tells any more."""
+    server = FakeApiServer()
+    operator = operator_of(server, "ns")
+    unwoken(operator)
+    body = server.put(resource_body())
+    lists(operator)
+    assert operator._is_listed("ns")
+    server.on_request = lambda *_: operator._take(RESOURCE, True, body)
+    lists(operator)
+    operator._leave_out()
+    assert not operator._is_listed("ns")
+    operator._take(RESOURCE, False, server.put(resource_body()))
+    assert operator._arrival.is_set()
+
+
+def test_a_namespace_that_is_forgotten_during_a_list_is_not_half_known_after_it() -> None:
+    server = FakeApiServer()
+    operator = operator_of(server, "ns")
+    unwoken(operator)
+    body = server.put(resource_body())
+    for name in ("a", "b"):
+        server.put(pod(name))
+    lists(operator)
+    server.put(pod("b"))
+
+    def leave(verb: str, name: Name) -> None:
+        if verb == "list" and name[2] == "b":
+            operator._take(RESOURCE, True, body)
+            operator._leave_out()
+
+    server.on_request = leave
+    lists(operator)
+    assert operator._store.has_list(POD, "ns")
+    assert {key_of(one)[1] for one in operator._store.all(POD)} == {"a", "b"}
+
+
 def quota(namespace: str) -> Object:
     return {"kind": QUOTA.name, "metadata": {"name": "q", "namespace": namespace}}
 
@@ -172,12 +242,7 @@ def test_the_first_resource_of_a_namespace_has_all_kinds_listed_and_watched_at_o
     server = FakeApiServer()
     operator = operator_of(server, "ns", "other")
     operator._election = cast("Any", SimpleNamespace(holds=lambda: True))
-    woken, left_out = unwoken(operator), list[frozenset[str]]()
-    watches = [
-        SimpleNamespace(leave_out=lambda _: None),
-        SimpleNamespace(leave_out=left_out.append),
-    ]
-    operator._watches = cast("Any", watches)
+    woken, left_out = unwoken(operator), note_left_out(operator)
     failures = [ApiError(503, "ServiceUnavailable", "later")]
 
     def fail_once(_: str, name: Name) -> None:
