@@ -284,15 +284,15 @@ class Operator:
 
     async def _relist(self) -> None:
         while True:
-            is_complete, _ = await self._list_all()
+            is_complete = await self._list_all()
             self._leave_out()
             self._began.set()
             if is_complete:
                 self._health.ready = True
             await asyncio.sleep(RELIST_SECONDS if is_complete else RELIST_RETRY_SECONDS)
 
-    async def _list_all(self) -> tuple[bool, frozenset[str]]:
-        """Whether everything was listed, and the namespaces in which every kind is refused.
+    async def _list_all(self) -> bool:
+        """Whether everything was listed, except for the namespaces in which every kind is refused.
 
         Those are gone, and with them the operator's Role: nothing else waits for them.
         """
@@ -301,14 +301,12 @@ class Operator:
         self._leave_out()
         occupied = self._occupied()
         for name in namespaces:
-            # Where resources are refused, the others tell a Role that lacks a right from none.
-            if not name or errors[name][0] or name in occupied:
+            if not name or name in occupied:
                 errors[name] += await self._list_children(name)
         failed = {name for name, answers in errors.items() if any(answers)}
+        refused = {name for name in failed if name and all(map(_is_refusal, errors[name]))}
         gone = frozenset(
-            name
-            for name in failed
-            if name and all(error and error.code in {403, 404} for error in errors[name])
+            [name for name in refused if name in occupied or await self._refuses_children(name)]
         )
         for namespace in gone - self._gone:
             log.warning(
@@ -316,11 +314,22 @@ class Operator:
                 namespace,
             )
         self._gone = gone
-        return failed <= gone, gone
+        return failed <= gone
 
     async def _list_children(self, namespace: str) -> list[ApiError | None]:
         """The errors of the lists of all kinds but our own."""
         return [await self._list(kind, namespace) for kind in self._kinds[1:]]
+
+    async def _refuses_children(self, namespace: str) -> bool:
+        """Whether all kinds but our own are refused there: no Role, not one that lacks a right."""
+        for kind in self._kinds[1:]:
+            try:
+                await self._cluster.versions(kind, namespace)
+            except ApiError as error:
+                if _is_refusal(error):
+                    continue
+            return False
+        return True
 
     async def _newest_list(self, kind: Kind, namespace: str) -> tuple[list[Object], int]:
         """The list as the API server has it now. Watches keep the store current, so that only
@@ -356,3 +365,8 @@ class Operator:
         while True:
             self._health.beat()
             await asyncio.sleep(1)
+
+
+def _is_refusal(error: ApiError | None) -> bool:
+    """Whether the API server refused a list for good: no right to it, or no such kind."""
+    return error is not None and error.code in {403, 404}

@@ -57,7 +57,7 @@ def resource_in(namespace: str) -> Object:
     return resource_body() | {"metadata": {"name": "chat", "namespace": namespace, "uid": "u"}}
 
 
-def lists(operator: Operator) -> tuple[bool, frozenset[str]]:
+def lists(operator: Operator) -> bool:
     return asyncio.run(operator._list_all())
 
 
@@ -76,20 +76,57 @@ def test_a_namespace_that_is_gone_is_said_once_and_waited_for_no_longer(
     server.on_request = refuse
     operator = operator_of(server, "kept", "gone")
     unwoken(operator)
-    assert lists(operator) == (True, frozenset())
+    assert lists(operator)
     errors["gone", POD.plural] = 403
-    assert lists(operator) == (False, frozenset()), "a Role that lacks a kind is an error"
+    assert not lists(operator), "a Role that lacks a kind is an error"
     errors["gone", ""] = 403
-    assert lists(operator) == (True, frozenset({"gone"}))
+    assert lists(operator)
+    assert operator._gone == {"gone"}
     caplog.clear()
-    assert lists(operator) == (True, frozenset({"gone"}))
+    assert lists(operator)
     assert caplog.messages == []
     errors["kept", ""] = 503
-    assert lists(operator) == (False, frozenset({"gone"})), (
-        "an API server that is ill is no missing namespace"
-    )
+    assert not lists(operator)
+    assert operator._gone == {"gone"}, "an API server that is ill is no missing namespace"
     errors.clear()
-    assert lists(operator) == (True, frozenset())
+    assert lists(operator)
+    assert operator._gone == set()
+
+
+@pytest.mark.parametrize(
+    ("code", "served", "asked_of_others"),
+    [(0, 0, 0), (429, 0, 0), (503, 0, 0), (403, 0, 1), (404, 2, 3)],
+)
+def test_an_idle_namespace_whose_resources_are_refused_costs_few_requests(
+    code: int, served: int, asked_of_others: int
+) -> None:
+    """``served``: which other kind is the first that is not refused."""
+    server = FakeApiServer()
+    operator = operator_of(server, "idle")
+    asked: list[tuple[str, str]] = []
+
+    def refuse(verb: str, name: Name) -> None:
+        asked.append((verb, name[0]))
+        if name[0] in [kind.plural for kind in operator._kinds[: served + 1]]:
+            raise ApiError(code, "", "refused")
+
+    server.on_request = refuse
+    assert not lists(operator)
+    others = [kind.plural for kind in operator._kinds[1 : asked_of_others + 1]]
+    assert asked == [("list", RESOURCE.plural)] + [("versions", plural) for plural in others]
+    assert operator._gone == set()
+    assert not any(operator._store.has_list(kind, "idle") for kind in operator._kinds)
+
+
+def test_an_idle_namespace_in_which_every_kind_is_refused_is_gone() -> None:
+    def refuse(*_: object) -> None:
+        raise ApiError(403, "Forbidden", "forbidden")
+
+    server = FakeApiServer()
+    server.on_request = refuse
+    operator = operator_of(server, "idle")
+    assert lists(operator)
+    assert operator._gone == {"idle"}
 
 
 def test_the_steady_comparison_lists_versions_and_reads_whole_what_differs() -> None:
@@ -111,7 +148,7 @@ def test_the_steady_comparison_lists_versions_and_reads_whole_what_differs() -> 
 
     def compared() -> list[str]:
         asked.clear()
-        assert lists(operator) == (True, frozenset())
+        assert lists(operator)
         held = {one["metadata"]["name"]: version_of(one) for one in operator._store.all(POD)}
         assert held == {one["metadata"]["name"]: version_of(one) for one in server.all(POD)}
         assert all(one["spec"]["containers"] for one in operator._store.all(POD))
@@ -143,7 +180,7 @@ def test_of_a_namespace_without_a_resource_only_resources_are_listed_and_kept() 
     for namespace in ("idle", "ns"):
         server.put(quota(namespace))
     asked = note_lists(server)
-    assert lists(operator) == (True, frozenset())
+    assert lists(operator)
     assert [plural for namespace, plural in asked if namespace == "idle"] == [RESOURCE.plural]
     assert {plural for _, plural in asked} == {kind.plural for kind in operator._kinds}
     assert kept_quotas(operator) == ["ns"]
@@ -151,13 +188,13 @@ def test_of_a_namespace_without_a_resource_only_resources_are_listed_and_kept() 
 
     server.remove(RESOURCE, "ns", "chat")
     operator._take(QUOTA, False, server.put(quota("idle")))  # a watch that is still open
-    assert lists(operator) == (True, frozenset())
+    assert lists(operator)
     assert kept_quotas(operator) == []
     asked.clear()
-    assert lists(operator) == (True, frozenset())
+    assert lists(operator)
     assert {plural for _, plural in asked} == {RESOURCE.plural}
     server.put(resource_body())
-    assert lists(operator) == (True, frozenset())
+    assert lists(operator)
     assert kept_quotas(operator) == ["ns"], "all is read again"
 
 
@@ -314,7 +351,7 @@ def test_news_wake_decisions_and_probes_and_those_of_children_become_one() -> No
 
     operator._reconciler = cast("Any", reconciled)
     assert asyncio.run(operator._pass(("ns", "chat"))) is None, "the first lists are not complete"
-    assert lists(operator)[0]
+    assert lists(operator)
     assert probes.keys.pop() == (("ns", "chat"), None), "now they are"
     assert asyncio.run(operator._pass(("ns", "chat"))) == 20.0
     assert probes.keys == wanted, "a pass has no pod scraped once more"
@@ -331,5 +368,5 @@ def test_no_pod_is_probed_before_the_first_lists_are_complete() -> None:
 
     operator._take(RESOURCE, False, resource_body())
     assert asyncio.run(operator._probe(probed, ("ns", "chat"))) is None
-    assert lists(operator)[0]
+    assert lists(operator)
     assert asyncio.run(operator._probe(probed, ("ns", "chat"))) == 5.0
