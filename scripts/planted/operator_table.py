@@ -739,6 +739,13 @@ BUGS = (
         ("unit/operator/test_app.py",),
     ),
     PackageBug(
+        "deletions are remembered for ever where nothing is listed",
+        "fairlead_operator.cluster.cache:Store.keep_only",
+        "self._sweep(kind)",
+        "pass",
+        ("unit/operator/cluster/test_store.py",),
+    ),
+    PackageBug(
         "namespaces that take turns restart the watches of all",
         "fairlead_operator.app:Operator._leave_out",
         "if now - self._occupied_at.get(name, -math.inf) > IDLE_SECONDS",

@@ -197,6 +197,7 @@ class Store:
             for key in list(self._objects.get(kind.name, {})):
                 if key[0] not in namespaces:
                     self._drop(kind, key)
+            self._sweep(kind)  # where no list comes that would do it
 
     def _forget_newer(self, kind: Kind, namespace: str, version: int) -> list[Object]:
         """Drop what is newer than ``version``, and every grave; returns the objects dropped."""

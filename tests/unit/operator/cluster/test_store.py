@@ -100,6 +100,18 @@ def test_what_is_forgotten_of_a_namespace_comes_back_from_no_older_list() -> Non
     assert store.has_list(POD, "ns")
 
 
+def test_deletions_where_nothing_is_listed_are_remembered_for_a_while_only() -> None:
+    now = 0.0
+    store = Store(clock=lambda: now)
+    store.remove(POD, child("a", 7))
+    now = TOMBSTONE_SECONDS
+    store.keep_only([POD], ())
+    assert not store.put(POD, child("a", 6))
+    now += 1
+    store.keep_only([POD], ())
+    assert store.put(POD, child("a", 6))
+
+
 def test_after_a_minute_of_older_lists_etcd_was_restored_and_the_list_counts() -> None:
     now = 0.0
     store = Store(clock=lambda: now)
