@@ -39,6 +39,7 @@ GRACE = 3.0  # seconds to write what is known, between the signal that asks and 
 LEAST = 10.0  # seconds without which no tier starts
 ESSENTIAL = ("torch", "transformers", "GPU")  # facts: without one nothing else can be true
 GRAPHS = re.compile(r"graph|captured|-on\]")  # in the name of a test that needs CUDA graphs
+CUTS = "cuts_in_triton"  # in the name of a test of what no tier runs on: it is only measured
 SOAK = 45  # seconds of load: starting and the last round take some of the tier's
 TIME = "its time was over"
 BENCH, FACTS = ("-m", "benchmarks.gpu"), ("-m", "benchmarks.gpu.facts")
@@ -411,6 +412,7 @@ class Run:
         if tier == "facts" and (lacks := [name for name in ESSENTIAL if name in failed]):
             print(f"nothing else can be true without {', '.join(lacks)}: the run ends", flush=True)
             return False
+        failed = [name for name in failed if CUTS not in name]
         if tier == "kernels" and failed and all(FLASHINFER in name for name in failed):
             self.without_flashinfer = True
             print("flashinfer alone failed: the next tiers run on Triton's attention", flush=True)

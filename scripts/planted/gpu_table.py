@@ -177,6 +177,13 @@ BUGS = (
         LIGHT,
     ),
     PackageBug(
+        "a failure of what serves nobody keeps a broken flashinfer",
+        "first_light:Run._heed",
+        "if CUTS not in name",
+        "if name",
+        LIGHT,
+    ),
+    PackageBug(
         "any failure of a text is taken for one of graphs",
         "first_light:Run._heed",
         "all(GRAPHS.search(name) for name in failed)",

@@ -145,6 +145,7 @@ def noted(name: str, lines: dict[str, bool]) -> Tier:
 
 
 FLASHINFER, OTHER = "tests/gpu/test_flashinfer_on_gpu.py::a", "tests/gpu/test_layers_on_gpu.py::a"
+CUTS = "tests/gpu/test_decodes_on_gpu.py::test_a_cuda_graph_holds_cuts_in_triton"
 
 
 @pytest.mark.parametrize(
@@ -153,6 +154,8 @@ FLASHINFER, OTHER = "tests/gpu/test_flashinfer_on_gpu.py::a", "tests/gpu/test_la
         ({FLASHINFER: True, OTHER: True}, "flashinfer"),
         ({FLASHINFER: False, OTHER: True}, "auto"),
         ({FLASHINFER: False, OTHER: False}, "flashinfer"),
+        ({FLASHINFER: False, CUTS: False}, "auto"),
+        ({FLASHINFER: True, CUTS: False}, "flashinfer"),
     ],
 )
 def test_where_flashinfer_alone_fails_the_next_tiers_run_without_it(
