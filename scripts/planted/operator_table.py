@@ -382,6 +382,13 @@ BUGS = (
         ("unit/operator/test_edges.py",),
     ),
     PackageBug(
+        "without an image for accelerators an empty name is allowed",
+        "fairlead_operator.resource.settings:Settings.allows_image",
+        ' - {""}',
+        "",
+        ("unit/operator/test_edges.py",),
+    ),
+    PackageBug(
         "another image for accelerators is no changed default",
         "fairlead_operator.decide.children.upgrade:defaults_hash",
         "settings.image_for(1), ",

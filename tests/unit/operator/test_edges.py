@@ -91,6 +91,7 @@ def test_settings_come_from_arguments_and_environment() -> None:
     assert [settings.allows_image(i) for i in ("", "r:1", "a/x", "b:1", "b:12", "xa/x")] == [
         True
     ] * 4 + [False] * 2
+    assert not settings.allows_image("docker.io/"), "no image for accelerators allows none"
     assert not settings.allows_service_account("x")
     assert settings.allows_priority_class("")
 
