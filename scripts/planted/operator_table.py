@@ -286,8 +286,15 @@ BUGS = (
     PackageBug(
         "a quota of something else limits accelerators",
         "fairlead_operator.decide.children.rollout:_free_in_quota",
-        "        if hard is not None:\n            free_counts",
-        "        if True:\n            free_counts",
+        'requests.{name}")\n        used',
+        'requests.{name}", "0")\n        used',
+        ("unit/operator/decide/children/test_rollout.py",),
+    ),
+    PackageBug(
+        "a quota that cannot be read ends every pass",
+        "fairlead_operator.decide.children.rollout:_free_in_quota",
+        "with contextlib.suppress(ValueError):",
+        "if True:",
         ("unit/operator/decide/children/test_rollout.py",),
     ),
     PackageBug(

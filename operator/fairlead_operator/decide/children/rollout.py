@@ -7,6 +7,7 @@ the status has announced it. Everything is read from the cluster, so a new opera
 the last one stopped.
 """
 
+import contextlib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -191,12 +192,13 @@ def _is_in_scope(scope: Mapping[str, Any], priority: str) -> bool:
 
 
 def _free_in_quota(quotas: Iterable[Object], name: str) -> int | None:
-    """The amount that the tightest quota leaves of a resource; None where no quota limits it."""
+    """The amount that the tightest quota leaves of a resource; None where no limit is known."""
     free_counts = []
     for quota in quotas:
         status = quota.get("status") or {}
         hard = (status.get("hard") or {}).get(f"requests.{name}")
         used = (status.get("used") or {}).get(f"requests.{name}", "0")
         if hard is not None:
-            free_counts.append(int(Quantity(hard).exact - Quantity(used).exact))
+            with contextlib.suppress(ValueError):  # a quantity beyond ours is no limit known
+                free_counts.append(int(Quantity(hard).exact - Quantity(used).exact))
     return min(free_counts, default=None)

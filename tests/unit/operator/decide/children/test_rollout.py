@@ -234,6 +234,13 @@ def test_quotas_that_do_not_limit_the_accelerator_or_are_not_needed_say_nothing(
     assert chosen(taken).strategy == "Surge", "the extra pod is there and holds what is used"
 
 
+def test_a_quota_that_cannot_be_read_is_no_limit_known() -> None:
+    huge = quota("1e5000", "0")
+    assert chosen(seen(live=deployment("old"), quotas=(huge,))).strategy == "Surge"
+    found = seen(live=deployment("old"), quotas=(huge, quota("1", "1")))
+    assert chosen(found).strategy == "OneByOne"
+
+
 def by_class(operator: str, *values: str) -> Object:
     """A quota's scopes: pods with a priority class of these values."""
     scope: Object = {"scopeName": "PriorityClass", "operator": operator, "values": list(values)}
