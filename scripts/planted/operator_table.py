@@ -746,6 +746,13 @@ BUGS = (
         ("unit/operator/test_app.py",),
     ),
     PackageBug(
+        "every kind is watched where no resource is",
+        "fairlead_operator.app:Operator._run",
+        "(self._kinds[:1], self._kinds[1:]) if namespaces else (self._kinds,)",
+        "(self._kinds,)",
+        ("cluster/test_idle_namespaces.py",),
+    ),
+    PackageBug(
         "what is known of a namespace without resources is kept",
         "fairlead_operator.app:Operator._leave_out",
         "self._store.keep_only(self._kinds[1:], occupied)",
