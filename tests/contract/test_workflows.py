@@ -36,12 +36,20 @@ def test_all_workflows_take_one_version_of_an_action_and_one_kind_of_machine() -
 def test_a_release_builds_and_pushes_every_image_that_the_chart_names() -> None:
     """The chart names them with its own version; the GPU build has a tag of its own."""
     release = WORKFLOWS["release.yml"]
-    (built,) = re.findall(r"make images .*NAMES=\"(.*)\"", release)
-    assert built.split() == list(IMAGES)
+    built = re.findall(r"make images .*NAMES=\"(.*)\"", release)
+    assert " ".join(built).split() == list(IMAGES)
     pushed = re.findall(r'"(\w+:\$\{TAG#v\}[\w-]*)"', release)
     assert pushed == [f"{name}:${{TAG#v}}{suffix}" for name, suffix, _ in IMAGES.values()]
     helper = (ROOT / "charts" / "fairlead" / "templates" / "_helpers.tpl").read_text()
     assert f'printf "%s{IMAGES["runtime-cuda"][1]}" .Chart.AppVersion' in helper
+
+
+def test_a_release_publishes_all_else_before_it_builds_the_image_for_gpus() -> None:
+    """Which may take hours, or all the disk that the steps before have freed."""
+    release = WORKFLOWS["release.yml"]
+    steps = ("sudo rm -rf ", "make images ", '"runtime:${TAG#v}"', "helm push", '"runtime-cuda"')
+    places = [release.index(step) for step in (*steps, 'runtime:${TAG#v}-cuda"', "gh release")]
+    assert places == sorted(places)
 
 
 def test_go_and_python_are_versions_that_the_project_asks_for() -> None:

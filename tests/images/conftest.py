@@ -37,7 +37,9 @@ def runtime() -> Archive:
 
 @pytest.fixture(scope="session")
 def runtime_cuda() -> Archive:
-    """No part of what `make images` builds unasked, nor of CI: it takes half an hour and 20 GB."""
+    """No part of what `make images` builds unasked: it takes an hour and a half and 20 GB. Of the
+    workflows only that of a release builds it.
+    """
     return archive("runtime-cuda", required=False)
 
 
