@@ -8,7 +8,8 @@ They are replaced by small ones of the same name that define the functions asked
 function ends the process and says its name, since on a CPU none is called. libcudart stays, so
 `torch.cuda.is_available()` is answered by the real code. GPU code inside PyTorch's own library is
 overwritten with zeros, so that it costs nothing to send. `torch.version.cuda` becomes None, as in a
-CPU build: the runtime says so instead of using a GPU that it finds.
+CPU build: the runtime then uses no GPU. With `--device cuda` it refuses to start, with `auto` it
+runs on the CPU.
 
 Of PyTorch's CPU build only headers and tools are taken out. Else needs gcc and binutils. At the end
 PYTHON imports the result with every symbol bound.

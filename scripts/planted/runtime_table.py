@@ -52,6 +52,13 @@ BUGS = (
         ("unit/build/test_checks.py",),
     ),
     PackageBug(
+        "a CPU build leaves a device unused and says nothing",
+        "fairlead_runtime.build.checks:device_facts",
+        "and has_nvidia_device()",
+        "and not has_nvidia_device()",
+        ("unit/build/test_checks.py",),
+    ),
+    PackageBug(
         "a CPU build blames the driver",
         "fairlead_runtime.build.checks:_no_accelerator",
         "    if built_for_cpus:\n",

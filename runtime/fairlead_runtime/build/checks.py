@@ -3,6 +3,7 @@
 Owns these checks and the facts of the device that they ask for. Loads no weights.
 """
 
+import logging
 from pathlib import Path
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from fairlead_kernels.choice.backend import check_fixed, cpu_operations, flashinfer_for
 from fairlead_kernels.interface.attention import Heads
 from fairlead_kernels.interface.not_available import NotAvailableError
-from fairlead_runtime.build.host import memory_limit
+from fairlead_runtime.build.host import has_nvidia_device, memory_limit
 from fairlead_runtime.build.resolve import resolve
 from fairlead_runtime.models import loading
 from fairlead_runtime.models.loading import InspectedModel
@@ -21,6 +22,8 @@ from fairlead_runtime.settings.supported import check_supported
 from fairlead_runtime.sizing.arithmetic import ceil_div
 from fairlead_runtime.sizing.checkpoint_formats import as_stored
 from fairlead_runtime.sizing.terms import DeviceFacts
+
+log = logging.getLogger("fairlead.build")
 
 
 def device_facts(choice: Device = "auto", ranks: int = 1) -> DeviceFacts:
@@ -38,6 +41,8 @@ def device_facts(choice: Device = "auto", ranks: int = 1) -> DeviceFacts:
             problem = f"{ranks} accelerators are asked for, torch finds {count}"
             raise ConfigError("tensor_parallel", problem, f"use {count} or give the pod more")
         return DeviceFacts("cuda", torch.cuda.get_device_properties(0).total_memory)
+    if choice == "auto" and built_for_cpus and has_nvidia_device():
+        log.warning("device: cpu, though an NVIDIA device is here: this torch is a CPU build")
     return DeviceFacts("cpu", memory_limit() // ranks)
 
 

@@ -1,7 +1,7 @@
 """The memory and the CPUs that this process may use, by the tightest cgroup limit or else the
-machine, the RAM that it uses now, and its age.
+machine, the RAM that it uses now, its age, and whether it sees an NVIDIA device.
 
-Owns the reading of /proc and /sys, under a root that tests replace.
+Owns the reading of /dev, /proc and /sys, under a root that tests replace.
 """
 
 import os
@@ -22,6 +22,11 @@ def memory_limit(root: Path = Path("/")) -> int:
         n for folder in _cgroups(root, "memory") for name in names for n in _number(folder / name)
     ]
     return min([ram, *(limit for limit in limits if 0 < limit < UNLIMITED)])
+
+
+def has_nvidia_device(root: Path = Path("/")) -> bool:
+    """Whether NVIDIA's driver lets this process, or its container, use a device."""
+    return (root / "dev/nvidiactl").exists()
 
 
 def cpu_limit(root: Path = Path("/"), cpus: int | None = None) -> int:

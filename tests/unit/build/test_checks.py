@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from fairlead_runtime.build import checks
 from fairlead_runtime.build.checks import device_facts
 from fairlead_runtime.models.model_error import ModelError
 from fairlead_runtime.settings.engine_config import ConfigError, Device
@@ -53,6 +54,33 @@ def test_a_cpu_build_finds_no_accelerator_and_says_what_it_is(
     assert "runtime.acceleratorImage" in refused.value.hint
     assert "driver" not in refused.value.hint
     assert device_facts("auto").kind == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("version", "choice", "visible", "lines"),
+    [
+        (None, "auto", True, 1),
+        (None, "auto", False, 0),
+        (None, "cpu", True, 0),
+        ("13.2", "auto", True, 0),
+    ],
+)
+def test_a_cpu_build_that_leaves_a_device_unused_says_so(
+    version: str | None,
+    choice: Device,
+    *,
+    visible: bool,
+    lines: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", version)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(checks, "has_nvidia_device", lambda: visible)
+    assert device_facts(choice).kind == "cpu"
+    assert len(caplog.messages) == lines
+    assert all("CPU build" in message for message in caplog.messages)
 
 
 def test_each_rank_needs_an_accelerator_or_its_share_of_the_host(available: bool) -> None:

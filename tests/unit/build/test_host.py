@@ -1,4 +1,4 @@
-"""The memory and CPU limits of the process and its age, read from fake /proc and /sys trees."""
+"""The memory and CPU limits of the process and its age, read from fake trees of files."""
 
 import os
 import time
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fairlead_runtime.build.host import cpu_limit, memory_limit, process_age
+from fairlead_runtime.build.host import cpu_limit, has_nvidia_device, memory_limit, process_age
 
 RAM = "MemFree: 12 kB\nMemTotal:       8388608 kB\n"
 GIB = 1 << 30
@@ -132,3 +132,10 @@ def test_the_process_age_is_right_for_any_process_name(tmp_path: Path) -> None:
     (tmp_path / "proc/self/stat").write_text(f"42 (a ) name (S 9 9) {' '.join(fields)}\n")
     assert process_age(tmp_path) == pytest.approx(12.5, abs=0.5)
     assert 0 < process_age() < time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def test_a_device_is_seen_by_its_drivers_file(tmp_path: Path) -> None:
+    assert not has_nvidia_device(tmp_path)
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev" / "nvidiactl").touch()
+    assert has_nvidia_device(tmp_path)
