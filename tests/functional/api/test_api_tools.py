@@ -347,6 +347,17 @@ AFTER_USER = "{% for m in messages %}{{ m.content }}{{ '<think>' if m.role == 'u
         (OPENED, "qwen3", "x", "OK</think>Sure", False),
         (AFTER_USER, "qwen3", "x", "OK so", True),
     ],
+    ids=[
+        "after reasoning",
+        "no reasoning",
+        "empty",
+        "within reasoning",
+        "mark of the question",
+        "both marks",
+        "opened by the template",
+        "opened by the template and closed",
+        "opened after the question",
+    ],
 )
 def test_an_answer_goes_on_with_the_reasoning_or_the_text_of_the_last_message(
     template: str, parser: str, question: str, begun: str, inside: bool

@@ -108,6 +108,7 @@ PRIVATE = [
             "messages: the model's chat template refuses them: ValueError in line 1",
         ),
     ],
+    ids=["goes on", "kwargs", "effort", "own template", "own syntax", "messages"],
 )
 def test_a_refusal_names_the_field_at_fault_and_quotes_no_message(
     template: str, inputs: dict[str, Any], message: str
@@ -134,6 +135,7 @@ NAMED = {
         ((), [{"type": "function", "function": {"name": "f"}}], None, "tool_use 1"),
         ((), [], "tool_use", "tool_use 0"),
     ],
+    ids=["plain", "documents", "tools", "by name"],
 )
 def test_the_template_for_what_a_chat_brings_is_rendered_or_the_one_that_it_names(
     documents: Any, tools: Any, name: str | None, text: str
