@@ -76,8 +76,12 @@ class Ours:
                 },
             )
         self.cold["the rest"] = time.perf_counter() - began - sum(self.cold.values())
-        if form:
-            self.use_cuts(form)
+        try:
+            if form:
+                self.use_cuts(form)
+        except BaseException:
+            self.close()  # nobody else can
+            raise
         self._vocabulary = self._llm.built_engine.facts.vocab_size
 
     def close(self) -> None:

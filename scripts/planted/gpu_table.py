@@ -170,6 +170,13 @@ BUGS = (
         LIGHT,
     ),
     PackageBug(
+        "an engine that cannot have its cuts runs on",
+        "benchmarks.gpu.ours:Ours.__init__",
+        "            self.close()",
+        "            pass",
+        ("unit/benchmarks/test_gpu_parts.py",),
+    ),
+    PackageBug(
         "any failure of a kernel's is taken for flashinfer's",
         "first_light:Run._heed",
         "all(FLASHINFER in name for name in failed)",

@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from xml.etree import ElementTree as ET
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 from benchmarks import models
 from benchmarks.gpu import __main__ as program
-from benchmarks.gpu import bounds, cuts, picture, shapes, theirs
+from benchmarks.gpu import bounds, cuts, ours, picture, shapes, theirs
 from benchmarks.gpu.budget import Budget, LeftOutError
 from benchmarks.gpu.ours import Target
 from benchmarks.gpu.report import Report, Row
@@ -157,6 +158,18 @@ class Side:
 
     def close(self) -> None:
         self._asked.append("closed")
+
+
+def test_an_engine_that_cannot_have_the_cuts_of_its_settings_is_shut_down(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    calls: list[str] = []
+    stopped = SimpleNamespace(shutdown=lambda: calls.append("shutdown"))
+    monkeypatch.setattr(ours, "LLM", lambda *_, **__: stopped)
+    target = Target(shapes.LLAMA, tmp_path, torch.float32, torch.device("cpu"))
+    with pytest.raises(LeftOutError, match="samples on the host"):
+        ours.Ours(target, Sizes(((1, 24),), 4), cuts="triton")
+    assert calls == ["shutdown"]
 
 
 class Asked(NamedTuple):
