@@ -1425,6 +1425,13 @@ BUGS = (
         ("unit/grammar/test_guides.py",),
     ),
     PackageBug(
+        "the schema of a pattern that matches listed names only is lost",
+        "fairlead_runtime.grammar.schemas:_without_spent_patterns",
+        "_with_conjuncts(changed, matches)",
+        "changed",
+        ("unit/grammar/test_guides.py",),
+    ),
+    PackageBug(
         "a schema that only a reference leads to is not enforced",
         "fairlead_runtime.grammar.references:schema_roots",
         "waiting += [pointed(reference, resource) for resource in resources]",

@@ -77,8 +77,7 @@ class _Rewriting:
         rest = {keyword: value for keyword, value in part.items() if keyword != "oneOf"}
         if "anyOf" not in rest:
             return {**rest, "anyOf": branches}
-        conjuncts = rest.get("allOf") if isinstance(rest.get("allOf"), list) else []
-        return {**rest, "allOf": [*conjuncts, {"anyOf": branches}]}
+        return _with_conjuncts(rest, [{"anyOf": branches}])
 
 
 # -- integers: the library reads numbers as doubles, and integers then as 64 bits
@@ -135,14 +134,24 @@ def _without_spent_patterns(schema: Schema, begins: Begins) -> Schema:
         return schema
     names = [*dict.fromkeys([*properties, *required(schema)])]
     spent = {pattern for pattern in patterns if _adds_no_name(pattern, names, begins)}
-    properties = dict(properties)
-    for pattern in spent:
-        for name in names:
-            if begins(_only_names(pattern), f"{{{_quoted(name)}:null"):
-                parts = [properties[name]] if name in properties else []
-                properties[name] = {"allOf": [*parts, patterns[pattern]]}
+    if not spent:
+        return schema
+    matches = [
+        {"properties": {name: patterns[pattern]}}
+        for pattern in patterns
+        for name in names
+        if pattern in spent and begins(_only_names(pattern), f"{{{_quoted(name)}:null")
+    ]
+    listed = {name: properties.get(name, {}) for part in matches for name in part["properties"]}
     rest = {pattern: value for pattern, value in patterns.items() if pattern not in spent}
-    return {**schema, "properties": properties, "patternProperties": rest} if spent else schema
+    changed = {**schema, "properties": {**properties, **listed}, "patternProperties": rest}
+    return _with_conjuncts(changed, matches)  # references may lead to the properties
+
+
+def _with_conjuncts(schema: Schema, conjuncts: Sequence[Schema]) -> Schema:
+    """The schema with more of ``allOf``."""
+    present = schema.get("allOf")
+    return {**schema, "allOf": [*(present if isinstance(present, list) else []), *conjuncts]}
 
 
 def _adds_no_name(pattern: str, names: Sequence[str], begins: Begins) -> bool:

@@ -197,6 +197,18 @@ def test_no_comma_follows_where_a_pattern_matches_listed_names_only(name: str) -
     assert not any("," in text for text in after)
 
 
+def test_a_pattern_holds_for_the_names_that_match_and_not_where_they_are_referred_to() -> None:
+    schema = {
+        "properties": {"a": {"type": "integer"}, "b": {"$ref": "#/properties/a"}},
+        "type": "object",
+        "required": ["a", "b"],
+        "additionalProperties": False,
+        "patternProperties": {"^a$": {"maximum": 5}},
+    }
+    assert accepts({"json": schema}, '{"a":4,"b":9}')
+    assert not accepts({"json": schema}, '{"a":9,"b":4}')
+
+
 def test_white_space_between_two_tokens_of_json_is_bounded() -> None:
     """An output that takes white space wherever it may, as small models do, still ends."""
     schema = {

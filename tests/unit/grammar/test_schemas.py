@@ -161,8 +161,8 @@ def test_a_reference_in_a_resource_of_its_own_tells_nothing(keyword: str) -> Non
     """The inner root allows what the outer one does not."""
     both = {"type": "object", "required": ["kind"]}
     inner = {keyword: "urn:inner", "$ref": "#/$defs/kind", "$defs": {"kind": {"const": "cat"}}}
-    dog = {**both, "properties": {"kind": inner}}
-    root = {"oneOf": [CAT, dog], "$defs": {"kind": {"const": "dog"}}}
+    dog: dict[str, Any] = {**both, "properties": {"kind": inner}}
+    root: dict[str, Any] = {"oneOf": [CAT, dog], "$defs": {"kind": {"const": "dog"}}}
     with pytest.raises(SchemaError, match=r"^oneOf: "):
         enforceable(root)
     dog["properties"]["kind"] = {"allOf": [{"$ref": "#/$defs/t/$defs/kind"}]}
