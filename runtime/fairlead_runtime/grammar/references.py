@@ -25,7 +25,7 @@ _NOWHERE: Schema = {}  # the root of schemas whose references may begin at sever
 
 def schema_roots(document: Schema) -> dict[int, Schema]:
     """By the ``id()`` of each object that is used as a schema, the schema that its references begin
-    at; an empty one where that is not known.
+    at; an empty one where that is not known. ``document``: no object lies at two places of it.
     """
     roots = {id(schema): root for schema, root in _known(document, document)}
     resources = [document, *(part for part in _objects(document) if _has_id(part))]
@@ -46,7 +46,8 @@ def _known(schema: Any, root: Schema) -> Iterator[tuple[Schema, Schema]]:
     if not isinstance(schema, dict):
         return
     if schema is not root and _has_id(schema):
-        root = schema if "$id" in schema else _NOWHERE  # ``id`` is a keyword of draft 4 alone
+        # ``id`` is a keyword of draft 4 alone, and a mark is no more than an anchor in some drafts.
+        root = _NOWHERE if str(schema.get("$id", "#")).startswith("#") else schema
     yield schema, root
     for keyword, value in schema.items():
         if keyword in _MAPS and isinstance(value, dict):
