@@ -58,9 +58,15 @@ MASKED: tuple[dict[str, Any], ...] = (
     {"temperature": 0.9, "top_p": 0.9, **AFTER_PAIRS, "min_tokens": 9, "n": 2},
     {"temperature": 0.8, "frequency_penalty": 0.5, **AFTER_PAIRS, "logprobs": 3},
 )
+# The first has too long a list for the device and ends before the others, which go on there.
+PENALIZED: tuple[dict[str, Any], ...] = (
+    {"temperature": 1.0, "allowed_token_ids": (*range(40, 90),), "max_tokens": 9},
+    {"temperature": 0.0, "frequency_penalty": 1.5, "max_tokens": 20},
+    {"temperature": 0.0, "presence_penalty": 1.5, "max_tokens": 20},
+)
 
 
-def requests(*more: dict[str, Any]) -> list[Request]:
+def requests(*asked: dict[str, Any]) -> list[Request]:
     return [
         Request(
             f"{i}",
@@ -70,7 +76,7 @@ def requests(*more: dict[str, Any]) -> list[Request]:
             seed=i,
             eos_ids=EOS,
         )
-        for i, params in enumerate((*PARAMS, *more))
+        for i, params in enumerate(asked)
     ]
 
 
@@ -113,7 +119,9 @@ def texts(
 
 def some_of(asked: str) -> list[Request]:
     """Requests by the words of a test's parameter."""
-    some = requests(*MASKED) if "with masks" in asked else requests()
+    if "penalized" in asked:
+        return requests(*PENALIZED)
+    some = requests(*PARAMS, *(MASKED if "with masks" in asked else ()))
     if asked == "without log-probabilities":
         return [request for request in some if request.params.logprobs is None]
     return some[:PLAIN] if asked == "plain" else some
@@ -137,6 +145,7 @@ def general_texts(asked: str) -> dict[tuple[str, int], Any]:
         ("resident", SETTING, "all, and some with masks"),
         ("graphs", SETTING, "all, and some with masks"),
         ("resident", replace(SETTING, listed=25), "all, and some by the host"),
+        ("resident", replace(SETTING, listed=25), "penalized, and some by the host"),
         # A list that is full, and one that becomes so.
         ("graphs", replace(SETTING, listed=25), "all, and some by the host"),
         ("triton resident", SETTING, "all"),
@@ -183,7 +192,7 @@ def test_a_failed_step_leaves_nothing_wrong(kernels: str) -> None:
 @pytest.mark.parametrize("chunk", [4096, 19])
 def test_each_of_two_steps_in_flight_keeps_its_own_tokens(kernels: str, chunk: int) -> None:
     """Of decodes, or of decodes beside a part of a prompt."""
-    asked, setting = requests(), replace(SETTING, chunk=chunk)
+    asked, setting = requests(*PARAMS), replace(SETTING, chunk=chunk)
     want = general_texts("all")
     engine = rig("llama", kernels)
     scheduler = Scheduler(setting.limits(len(engine.groups)), engine.groups, b"rig")
@@ -282,7 +291,7 @@ def test_graphs_are_captured_at_start_and_then_only_replayed() -> None:
     recorder: Any = steps._graphs._recorder
     engine = rig("llama", "graphs")
     scheduler = Scheduler(SETTING.limits(len(engine.groups)), engine.groups, b"rig")
-    for request in requests()[:PLAIN]:
+    for request in requests(*PARAMS[:PLAIN]):
         scheduler.add(request)
     while scheduler.has_work:
         work = scheduler.commit(scheduler.plan())
@@ -327,7 +336,7 @@ def test_a_failing_capture_ends_capturing_and_no_step(monkeypatch: pytest.Monkey
     def refuse(self: TapeRecorder, step: Callable[[], object]) -> Tape:
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    asked = requests()
+    asked = requests(*PARAMS)
     want = texts(rig("llama", "resident"), asked)
     monkeypatch.setattr(TapeRecorder, "record", refuse)
     assert texts(rig("llama", "graphs"), asked).keys() == want.keys()
@@ -360,7 +369,7 @@ def test_decodes_alone_take_this_way_and_others_do_not(monkeypatch: pytest.Monke
         return run(self, rows, *how)
 
     monkeypatch.setattr(DecodeSteps, "run", spy)
-    asked = requests()[:3]
+    asked = requests(*PARAMS[:3])
     texts(rig("llama", "resident"), asked)
     assert seen == [3] * 11 + [2, 1]
     texts(rig("llama", "flashinfer"), asked)
@@ -393,7 +402,7 @@ def test_one_row_that_is_not_finite_fails_alone(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(DecodeSteps, "_forward", spoiled)
     scheduler = Scheduler(SETTING.limits(len(engine.groups)), engine.groups, b"rig")
-    for request in requests()[:3]:
+    for request in requests(*PARAMS[:3]):
         scheduler.add(request)
     for _ in range(2):
         work = scheduler.commit(scheduler.plan())
