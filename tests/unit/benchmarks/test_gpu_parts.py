@@ -266,6 +266,20 @@ def test_a_side_that_fails_at_one_case_drops_no_other(
     assert asked.theirs.count("closed") == 1 + 3
 
 
+def test_the_longest_kernels_are_those_of_most_time_however_often_they_ran(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ran = {"often": [1000] * 3, "long": [5000], "short": [1000]}
+    events = [
+        SimpleNamespace(name=name, time_range=SimpleNamespace(elapsed_us=lambda us=us: us))
+        for name, times in ran.items()
+        for us in times
+    ]
+    monkeypatch.setattr(bounds, "computed", lambda *_: events)
+    kernels = bounds.longest(torch.device("cpu"), lambda: None, 2)
+    assert kernels == [bounds.Kernel("long", 5.0, 1), bounds.Kernel("often", 3.0, 3)]
+
+
 def test_ours_only_starts_one_engine_and_lists_its_longest_kernels(
     tmp_path: Path, asked: Asked
 ) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fairlead_kernels.formats.quantize import quantize
+from fairlead_runtime.device.conversion import recognize_layer
 from fairlead_runtime.device.model.rank_group import RankGroup
 from fairlead_runtime.device.ranks import shards
 from fairlead_runtime.models import loading
@@ -122,6 +123,18 @@ def test_stored_weights_stay_in_their_file_until_a_rank_takes_its_part(
     monkeypatch.setattr(StoredLinear, "quantized", spy)
     shards.shard(loaded.model, loaded.shape, Alone(0, 2), CPU)
     assert len(before) == 7 * 3
+
+
+def test_a_whole_stored_layer_is_recognized_by_what_it_computes_with(tmp_path: Path) -> None:
+    saved = tiny.save(tiny.build("qwen2"), tmp_path / "model")
+    quantized, _ = publish(saved, tmp_path, *awq())
+    loaded = loading.load(quantized, config=EngineConfig(tensor_parallel=2))
+    stored: Any = loaded.model.model.layers[0].self_attn.q_proj
+    assert isinstance(stored, StoredLinear)
+    (weight,), bias = recognize_layer._weights_of(stored)
+    assert torch.equal(weight.dequantize(), stored.quantized().weight.dequantize())
+    assert bias is not None
+    assert torch.equal(bias, stored.bias)
 
 
 def test_a_whole_model_computes_with_rounded_weights_for_a_while() -> None:
