@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from fairlead_kernels.formats.quantize import FP8, quantize
@@ -146,6 +146,22 @@ cuts = st.lists(st.integers(1, 40), min_size=1, max_size=3)
     softcap=st.sampled_from([None, None, 2.0]),
     sinks=st.booleans(),
     seed=st.integers(0, 2**31),
+)
+# The first key that a window leaves lies in another place of a tile for each of these chunks.
+@example(
+    before=70,
+    chunks=[1, 2, 30],
+    others=[],
+    block_size=16,
+    window=40,
+    group=2,
+    kv=1,
+    dim=16,
+    dtype=torch.float32,
+    fp8=False,
+    softcap=None,
+    sinks=False,
+    seed=0,
 )
 def test_a_query_attends_as_defined_and_alike_in_any_step_and_chunk(
     before: int,
