@@ -88,9 +88,9 @@ CACHE_TOLERANCE = {torch.float32: 0.02, torch.float16: 0.1, torch.bfloat16: 0.3}
 # that it cannot hold by 0.96.
 CACHE_ROUNDING = 0.7
 # TOLERANCE in float32 where products round what they multiply to 16 bits, a root mean square over
-# tokens: SmolLM2 differs by 0.002 to 0.007 with ten draws of random tokens, tiny random models by
-# less than 0.001.
-ROUNDED_TOLERANCE = 0.005
+# tokens: SmolLM2 and Gemma 3 270M differ by 0.002 to 0.007 with ten draws of random tokens, tiny
+# random models by less than 0.001.
+ROUNDED_TOLERANCE = 0.02
 # What people write: of random tokens alone nobody could tell what a rounded model loses. As many of
 # its tokens as SCORED are predicted from all before them.
 TEXT = (
