@@ -220,6 +220,7 @@ class Guides:
         self._fillers = _pool(threads)
         self._cached: OrderedDict[str, tuple[Guide, int]] = OrderedDict()
         self._cached_bytes = 0
+        self._json_texts: dict[str, LLMatcher] = {}  # of JSON_TEXT, by the mark before it
 
     def prepare(self, outputs: StructuredOutputs, done: Callable[[Guide | Failure], None]) -> None:
         """Compile on another thread, then call ``done`` there with a guide to ``fork`` for each
@@ -248,8 +249,9 @@ class Guides:
             self._cached.move_to_end(key)
             return self._cached[key][0]
         end, is_json = outputs.reasoning_end, outputs.kind in ("json", "json_object")
-        grammars = [outputs, JSON_TEXT.after_reasoning(end)] if is_json else [outputs]
-        matchers = [compile_matcher(self._tokenizer, grammar) for grammar in grammars]
+        matchers = [compile_matcher(self._tokenizer, outputs)]
+        if is_json:
+            matchers.append(self._json_text(end))
         reasoning = ReasoningEnd(self._tokenizer, end) if end else None
         guide = Guide(matchers, fill(matchers, self._words), self._eos, reasoning)
         self._cached[key] = guide, outputs.compiled_bytes
@@ -258,6 +260,13 @@ class Guides:
             _, (_, size) = self._cached.popitem(last=False)
             self._cached_bytes -= size
         return guide
+
+    def _json_text(self, end: str) -> LLMatcher:
+        """A matcher of JSON_TEXT behind the mark, compiled once: it takes longer than most schemas."""
+        if end not in self._json_texts:
+            grammar = JSON_TEXT.after_reasoning(end)
+            self._json_texts[end] = compile_matcher(self._tokenizer, grammar)
+        return self._json_texts[end].deep_copy()
 
     def masks(self, sequences: abc.Sequence[Sequence]) -> PendingMasks:
         """Start the masks of sequences that have a guide."""
