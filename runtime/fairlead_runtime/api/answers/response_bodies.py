@@ -378,10 +378,10 @@ class _EventShape:
         *,
         ids: bytes = b"",
     ) -> bytes:
-        before = self._prefix(index) + self._opening + orjson.dumps(text)
+        value = self._opening + orjson.dumps(text)
         if logprobs == b"null" and not finish and not ids and self._running is None:
-            return before + self._plain
-        return before + self._closing + self._after(logprobs, finish, ids)
+            return self._prefix(index) + value + self._plain
+        return self.raw(index, value + self._closing, logprobs, finish, ids=ids)
 
     def raw(
         self,
@@ -394,7 +394,12 @@ class _EventShape:
         beside: bytes = b"",
     ) -> bytes:
         """``ids``: further members of the choice; ``beside``: of the event."""
-        return self._prefix(index) + value + self._after(logprobs, finish, ids, beside)
+        ending = finish or b'"finish_reason":null,"stop_reason":null'
+        tail = self._tail
+        if self._running is not None:
+            tail = b',"usage":' + orjson.dumps(self._running.counts()) + b"}\n\n"
+        after = b',"logprobs":' + logprobs + b"," + ending + ids + b"}]" + beside + tail
+        return self._prefix(index) + value + after
 
     def ending(self, usage: Usage) -> bytes:
         if not self._usage:
@@ -408,13 +413,6 @@ class _EventShape:
             prefix = self._head + b',"choices":[{"index":%d,"%s":' % (index, self._field)
             self._prefixes[index] = prefix
         return prefix
-
-    def _after(self, logprobs: bytes, finish: bytes, ids: bytes, beside: bytes = b"") -> bytes:
-        ending = finish or b'"finish_reason":null,"stop_reason":null'
-        tail = self._tail
-        if self._running is not None:
-            tail = b',"usage":' + orjson.dumps(self._running.counts()) + b"}\n\n"
-        return b',"logprobs":' + logprobs + b"," + ending + ids + b"}]" + beside + tail
 
 
 def error_events(error: ApiError) -> bytes:
