@@ -384,15 +384,15 @@ BUGS = (
     PackageBug(
         "a resource may not name the image of pods with accelerators",
         "fairlead_operator.resource.settings:Settings.allows_image",
-        "{self.runtime_image, self.accelerator_image}",
-        "{self.runtime_image}",
+        "{self.image_for(0), self.image_for(1)}",
+        "{self.image_for(0)}",
         ("unit/operator/test_edges.py",),
     ),
     PackageBug(
         "without an image for accelerators an empty name is allowed",
-        "fairlead_operator.resource.settings:Settings.allows_image",
-        ' - {""}',
-        "",
+        "fairlead_operator.resource.settings:Settings.image_for",
+        "return image or self.runtime_image",
+        "return image if accelerators else self.runtime_image",
         ("unit/operator/test_edges.py",),
     ),
     PackageBug(

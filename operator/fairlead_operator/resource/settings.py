@@ -121,7 +121,7 @@ class Settings:
         names = _names(image)
         return (
             not image
-            or not ({self.runtime_image, self.accelerator_image} - {""}).isdisjoint(names)
+            or not {self.image_for(0), self.image_for(1)}.isdisjoint(names)
             or any(_matches(self.allowed_images, name) for name in names)
         )
 
