@@ -95,7 +95,6 @@ class Fusion:
     stored: torch.dtype = torch.float32  # their weights
     head: str = ""
     head_reason: str = ""
-    rounds: bool = False  # whether their products round what they multiply by these
     products: PackedProducts = field(default_factory=PackedProducts)
 
     def __str__(self) -> str:
@@ -239,8 +238,7 @@ def _fuse_layers(
     stored = {layer.layer.qkv.data.dtype for layer in fused} or {model.heads.dtype}
     smallest = min(stored, key=lambda dtype: dtype.itemsize)
     around = sum(layer.unfused_mlp is not None for layer in fused)
-    rounds = any(layer.rounding for layer in fused)
-    return Fusion(len(fused) - around, total, reason, around, smallest, rounds=rounds), runs
+    return Fusion(len(fused) - around, total, reason, around, smallest), runs
 
 
 def _fuse_ends(
