@@ -1406,8 +1406,8 @@ BUGS = (
     PackageBug(
         "an output of a schema need not be JSON that every reader takes",
         "fairlead_runtime.grammar.guides:Guides.compile",
-        "if is_json else [outputs]",
-        "if False else [outputs]",
+        "        if is_json:\n",
+        "        if False:\n",
         ("unit/grammar/test_guides.py",),
     ),
     PackageBug(
