@@ -262,7 +262,7 @@ class Guides:
         return guide
 
     def _json_text(self, end: str) -> LLMatcher:
-        """A matcher of JSON_TEXT behind the mark, compiled once: it takes longer than most schemas."""
+        """A matcher of JSON_TEXT behind the mark; compiling it takes longer than most schemas."""
         if end not in self._json_texts:
             grammar = JSON_TEXT.after_reasoning(end)
             self._json_texts[end] = compile_matcher(self._tokenizer, grammar)
