@@ -101,14 +101,19 @@ class Pair:
         self._send({"model": model, "kernels": kernels, "odd": odd})
 
     def prepare(
-        self, folder: Path, quantization: str = "none", *, on_gpu: dict[str, bool] | None = None
+        self,
+        folder: Path,
+        quantization: str = "none",
+        dtype: str = "auto",
+        *,
+        on_gpu: dict[str, bool] | None = None,
     ) -> None:
         """Let rank 1 load the model in this folder and prepare its part, as this process must; with
         ``on_gpu`` on the operations of GPUs, as ``pick_on_gpu`` takes them with these arguments;
         among them ``package``, for 4-bit products of the stand-in of a package.
         """
-        message = {"folder": str(folder), "quantization": quantization, "on_gpu": on_gpu}
-        self._send(message)
+        settings = {"quantization": quantization, "dtype": dtype, "on_gpu": on_gpu}
+        self._send({"folder": str(folder), **settings})
 
     def allocate(self, **cache: int) -> None:
         """Let rank 1 allocate an empty cache."""
@@ -147,11 +152,12 @@ def pick_on_gpu(
     return BackendChoice(attention, TorchOperations(fp8=fp8))
 
 
-def load(folder: str | Path, quantization: str = "none") -> loading.LoadedModel:
+def load(
+    folder: str | Path, quantization: str = "none", dtype: str = "auto"
+) -> loading.LoadedModel:
     """As a rank of two does."""
-    return loading.load(
-        folder, config=EngineConfig(tensor_parallel=2, quantization=cast("Any", quantization))
-    )
+    settings: dict[str, Any] = {"quantization": quantization, "dtype": dtype}
+    return loading.load(folder, config=EngineConfig(tensor_parallel=2, **settings))
 
 
 @functools.cache
@@ -195,7 +201,7 @@ def _follow(connection: socket.socket, store: int) -> NoReturn:
                     package = (on_gpu or {}).get("package")
                     products = humming_standin.int4_products if package else int4_products
                     replaced.int4_products = products
-                    loaded = load(message["folder"], quantization)
+                    loaded = load(message["folder"], quantization, message["dtype"])
                     with contextlib.suppress(ConfigError):
                         served, _ = selftest.prepare_rank(
                             loaded, ranks, CPU, quantization=quantization

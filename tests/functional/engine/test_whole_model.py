@@ -234,6 +234,17 @@ def test_a_row_that_is_not_finite_fails_alone(tmp_path: Any) -> None:
         assert [results[i].outputs[0].token_ids for i in (0, 2)] == [healthy[0], healthy[2]]
 
 
+def test_the_head_takes_the_sampling_rows_of_layers_that_run_one_by_one() -> None:
+    """As they do beside attention that is not of the C++ kernels."""
+    model = paged("llama")
+    _, operations = kernels_of(model)
+    expected = selftest.Expected.of(model, 512)
+    fuse(model, operations)
+    assert model.full_pass is not None
+    attention = pick(model.heads, model.kinds, model.device, "torch").attention
+    assert selftest.check(model, attention, expected, 1e-4).delta < 1e-4
+
+
 def test_an_embedding_of_quantized_rows_dequantizes_them() -> None:
     rounded, ids = quantize(torch.randn(11, 6)), torch.tensor([[3, 10, 0]])
     found = QuantizedEmbedding(rounded, 2.0)(ids)

@@ -2,23 +2,19 @@
 whole model in one call, whatever random tokens the start compares on.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
 import pytest
-import torch
 
-from fairlead_runtime.device.conversion import recognize_ends
-from fairlead_runtime.device.model.paged_model import PagedModel
 from fairlead_runtime.device.proof import selftest
 from fairlead_runtime.models import loading
 from fairlead_runtime.settings.engine_config import EngineConfig
 from support.full import LONG_FORM
 from support.real_weights import GEMMA, SMOLLM2, Published
+from support.token_draws import DRAWS, draw
 
 # The first run on a machine fetches 330 MB and converts them.
 pytestmark = pytest.mark.timeout(1800)
-DRAWS = range(10 if LONG_FORM else 1)
 
 
 class Start(NamedTuple):
@@ -62,19 +58,6 @@ MORE_STARTS = {
 }
 if LONG_FORM:
     STARTS |= MORE_STARTS
-
-
-def draw(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """Let the start compare on other random tokens than every start does."""
-    positions_of, seeded = recognize_ends.random_tokens, np.random.default_rng
-
-    def random_tokens(model: PagedModel, *, seed: int) -> Any:
-        generator = torch.Generator().manual_seed(seed + 1000 * number)
-        ids = torch.randint(model.vocabulary, (recognize_ends.TOKENS,), generator=generator)
-        return ids.to(model.device), positions_of(model, seed=seed)[1]
-
-    monkeypatch.setattr(recognize_ends, "random_tokens", random_tokens)
-    monkeypatch.setattr(np.random, "default_rng", lambda seed=0: seeded(seed + 1000 * number))
 
 
 @pytest.mark.parametrize("number", DRAWS)

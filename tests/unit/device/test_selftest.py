@@ -256,9 +256,19 @@ def test_with_an_fp8_cache_some_tokens_may_move_as_far_as_they_like_and_most_may
         assert expected.difference(model, ours) == math.inf
 
 
+def test_what_float32_does_to_a_model_is_measured_on_it(model: PagedModel) -> None:
+    expected = selftest.Expected.of(model, 512)
+    assert 0 < expected.reference_error < selftest.TOLERANCE[torch.float32] / 10
+    assert selftest.Expected.of(model, 512, judged=False).reference_error == 0
+    attention = pick(model.heads, model.kinds, model.device, "torch").attention
+    result = selftest.check(model, attention, expected)
+    assert result.tolerance == selftest.TOLERANCE[torch.float32]
+    moved = replace(expected, reference_error=0.1)
+    assert selftest.check(model, attention, moved).tolerance == 0.1 * selftest.REFERENCE_FACTOR
+
+
 def test_what_float32_does_to_an_fp8_cache_is_allowed() -> None:
     model = with_fp8_cache()
-    assert selftest.Expected.of(model, 512).reference_error == 0
     expected = selftest.Expected.of(model, 512, fp8_cache=True)
     assert 0 < expected.reference_error < selftest.CACHE_TOLERANCE[torch.float32]
     attention = pick(model.heads, model.kinds, model.device, "torch").attention
