@@ -37,6 +37,9 @@ class Outcome:
     finishes: dict[tuple[str, int], FinishReason] = field(default_factory=dict)
 
 
+RESERVATIONS = 4
+
+
 class Flight(NamedTuple):
     """A committed step that the device has computed, and the scheduler has not been told of."""
 
@@ -58,8 +61,7 @@ class ScenarioRun:
         self.device = Device(groups, scenario.limits.block_size)
         self.outcome = Outcome()
         self.ended: set[int] = set()
-        self.victim: Sequence | None = None  # blocks admissions until it fits or a sequence ends
-        self.blocked_since: dict[int, int] = {}  # step in which a sequence first lacked blocks
+        self.blocked_since: dict[int, int] = {}  # step in which blocks were first reserved
         self.aborts: list[Arrival] = []  # to abort while the next step is on the device
         self.by_id = {a.request.id: a for a in scenario.arrivals}
 
@@ -256,7 +258,6 @@ class ScenarioRun:
         self._check_passed_over(plan)
         self._check_computed_once(plan)
         self._check_reservation(plan)
-        self._check_victim_fits(plan)
         self._check_margin(plan)
 
     def _check_prompts(self, plan: Plan) -> None:
@@ -303,7 +304,7 @@ class ScenarioRun:
 
     def _check_passed_over(self, plan: Plan) -> None:
         """A sequence starts before an older one only if that one waits for tokens that a running
-        one computes, or if it or one before it lacks blocks.
+        one computes, or if it or one before it has a reservation.
         """
         if not plan.admitted or self.scenario.limits.policy == "fair":
             return
@@ -312,7 +313,7 @@ class ScenarioRun:
         for sequence in self.scheduler.live():
             if sequence.tables or sequence.id in started or self._place(sequence) > last:
                 continue
-            lacks = plan.blocked and self._place(plan.blocked) <= self._place(sequence)
+            lacks = plan.blocked and self._place(plan.blocked[0]) <= self._place(sequence)
             if not lacks and not self._waits(sequence, plan):
                 raise RunError(f"sequence {sequence.id} is passed over without a reason")
 
@@ -363,38 +364,16 @@ class ScenarioRun:
     def _check_reservation(self, plan: Plan) -> None:
         """Recount, where no blocks are shared by content, who must start and who must not."""
         limits = self.scenario.limits
-        if plan.blocked is not None:
-            self.blocked_since.setdefault(plan.blocked.id, plan.step)
+        for sequence in plan.blocked:
+            self.blocked_since.setdefault(sequence.id, plan.step)
         for admission in plan.admitted:
             self.blocked_since.pop(admission.sequence.id, None)
         if limits.allow_block_sharing or limits.policy == "fair" or plan.preempted:
             return
-        if plan.admitted or self.victim is None:
-            Recount(self, plan).run()
-
-    def _check_victim_fits(self, plan: Plan) -> None:
-        """Recount whether the victim fits, where it is simple: one full group, nothing shared."""
-        cache, limits, victim = self.scheduler.state.cache, self.scenario.limits, self.victim
-        if plan.admitted and victim is not None and not limits.allow_block_sharing:
-            size = limits.block_size
-            started = {a.sequence.id for a in plan.admitted}
-            need = min(-(-len(victim.tokens) // size) + 1, -(-(victim.limit - 1) // size))
-            for row in plan.rows:
-                if row.sequence.id not in started:
-                    need += -(-(row.start + row.count) // size) - -(-row.start // size)
-            if (
-                self.scenario.windows == (None,)
-                and victim.request.params.n == 1
-                and need > cache.pool.available
-            ):
-                raise RunError(f"{started} started although victim {victim.id} does not fit again")
-        if plan.admitted:
-            self.victim = None
-        if plan.preempted:
-            self.victim = plan.preempted[-1].sequence
+        Recount(self, plan).run()
 
     def _check_margin(self, plan: Plan) -> None:
-        """Recount: the rest of each admitted prompt fits beside all rows and the margin."""
+        """Recount: what all prompts that are computed lack fits beside all rows and the margin."""
         cache, limits = self.scheduler.state.cache, self.scenario.limits
         if not plan.admitted or any(g.window is not None for g in cache.groups):
             return
@@ -414,9 +393,12 @@ class ScenarioRun:
                 new += cache.units_held(admission.sequence)
             elif admission.start % limits.block_size:
                 new += 1
-        row = plan.rows[-1]
-        rest = -(-len(last.sequence.tokens) // limits.block_size) - -(
-            -(row.start + row.count) // limits.block_size
+        done = {row.sequence.id: row.start + row.count for row in plan.rows}
+        prompts = [s for s in self._staying() if not _is_decode(s)] + [last.sequence]
+        rest = sum(
+            -(-s.length // limits.block_size)
+            - -(-done.get(s.id, s.planned_length) // limits.block_size)
+            for s in prompts
         )
         left = cache.pool.units - len(used) - new - rest
         if left < limits.safety_margin * cache.pool.units:
@@ -455,7 +437,6 @@ class ScenarioRun:
         if sequence.id in self.ended:
             raise RunError(f"sequence {sequence.id} ended twice")
         self.ended.add(sequence.id)
-        self.victim = None
         self.outcome.finishes[sequence.request.id, sequence.choice] = reason
 
     def _check_at_rest(self) -> None:
@@ -492,50 +473,84 @@ def _same_tokens(one: Sequence, other: Sequence, end: int) -> bool:
     )
 
 
+class Entry(NamedTuple):
+    """A sequence with a reservation."""
+
+    sequence: Sequence
+    need: int
+    steps: int  # that it takes once it has started
+
+
 class Recount:
     """The admissions of one step, decided again sequence by sequence without shared content."""
 
     def __init__(self, run: ScenarioRun, plan: Plan) -> None:
         self.run_, self.plan, self.limits = run, plan, run.scenario.limits
         self.cache = run.scheduler.state.cache
-        started = {a.sequence.id: a for a in plan.admitted}
-        self.started = started
-        own = [row for row in plan.rows if row.sequence.id not in started]
-        self.rows = len(own)
-        self.tokens = self.limits.max_batch_tokens - sum(row.count for row in own)
-        self.free = self.cache.pool.available - sum(
-            self.cache.units(row.start, row.start + row.count) for row in own
-        )
+        self.reserve = math.ceil(self.limits.safety_margin * self.cache.pool.units)
+        self.started = {a.sequence.id: a for a in plan.admitted}
+        own = [row for row in plan.rows if row.sequence.id not in self.started]
+        self.counts = {row.sequence: row.count for row in own}
+        decodes = [row for row in own if _is_decode(row.sequence)]
+        self.runs = len(own)
         self.holders, self.slots = list(run.scheduler.running), run.slots
+        self.prefills = [s for s in run._staying() if not _is_decode(s)]
         # Places of those that end or have ended in flight, whose blocks are not free yet.
         ended, staying = run.scheduler.state.ended, run._staying()
         self.early = len(ended) + len(self.holders) - len(staying)
-        self._bound_prompts(own)
-        self.head: tuple[Sequence, int] | None = None
-        self.spare_given: tuple[int, int] | None = None  # spare at a shadow step, and its step
+        self.free = self.cache.pool.available
+        self.free -= sum(self.cache.units(row.start, row.start + 1) for row in decodes)
+        self.tokens = self._prompt_tokens(decodes)
+        self._serve_prefills()
+        self.entries: list[Entry] = []
 
-    def _bound_prompts(self, own: list[Row]) -> None:
-        """What running prompts leave of the bound on those beside decodes."""
-        prompts = [row for row in own if not _is_decode(row.sequence)]
-        decodes = len(own) - len(prompts)
+    def _prompt_tokens(self, decodes: list[Row]) -> int:
+        """The tokens of this step for prompts, running and starting ones."""
         self.bound = self.limits.prefill_beside_decodes
         if not self.bound or self.limits.policy == "prefill_first":
             self.bound = self.limits.max_batch_tokens
-        if not decodes:
-            return
-        reserve = math.ceil(self.limits.safety_margin * self.cache.pool.units)
-        prefills = [s for s in self.holders if not _is_decode(s)]
-        room = self.cache.pool.available - reserve
-        room -= sum(self.cache.units(r.start, r.start + 1) for r in own if r not in prompts)
-        room -= sum(self.cache.growth(s, s.planned_length) for s in prefills)
-        count = len(prefills)
+        tokens = self.limits.max_batch_tokens - len(decodes)
+        if not decodes or self.limits.policy == "prefill_first":
+            return tokens
+        room = self.free - self.reserve
+        room -= sum(self.cache.growth(s, s.planned_length) for s in self.prefills)
+        count = len(self.prefills)
         for sequence in self._in_order()[: self.run_.slots]:
             room -= self.cache.growth(sequence, 0)
             count += room >= 0
             if room < 0:
                 break
-        most = self.bound * max(count, decodes) // decodes
-        self.tokens = min(self.tokens, most - sum(row.count for row in prompts))
+        return min(tokens, self.bound * max(count, len(decodes)) // len(decodes))
+
+    def _for_others(self, tokens: int) -> int:
+        if self.limits.policy == "prefill_first" or tokens < 2:
+            return 0
+        block = self.limits.block_size
+        return min(tokens - 1, max(math.ceil(tokens / 4), block * (tokens >= 2 * block)))
+
+    def _serve_prefills(self) -> None:
+        """What running prompts lack once older ones have three quarters of the tokens, and those
+        that are short the rest of them.
+        """
+        size, self.lacks = self.tokens, {s: s.length - s.planned_length for s in self.prefills}
+        short = [s for s, count in self.lacks.items() if count <= size]
+        for share, served in (
+            (size - self._for_others(size), self.prefills),
+            (self._for_others(size), short),
+        ):
+            left = share
+            for sequence in served:
+                count = min(left, self.lacks[sequence])
+                left -= count
+                self.tokens -= count
+                self._compute(sequence, count)
+        self.lacks = {s: count for s, count in self.lacks.items() if count}
+        self.rest = sum(self.cache.growth(s, s.length - count) for s, count in self.lacks.items())
+
+    def _compute(self, sequence: Sequence, count: int) -> None:
+        end = sequence.length - self.lacks[sequence]
+        self.lacks[sequence] -= count
+        self.free -= self.cache.units(end, end + count)
 
     def _in_order(self) -> list[Sequence]:
         waiting = [s for s in self.run_.scheduler.live() if not s.tables]
@@ -543,11 +558,22 @@ class Recount:
 
     def run(self) -> None:
         for sequence in self._in_order():
-            if not self.tokens or self.slots <= (self.early if self.head else 0):
-                return
+            if not self.tokens or self.slots <= (self.early if self.entries else 0):
+                break
             self._one(sequence)
-        if self.plan.blocked is not (self.head and self.head[0]):
-            raise RunError(f"step {self.plan.step}: another sequence is the blocked head")
+        if self.plan.blocked != tuple(entry.sequence for entry in self.entries):
+            raise RunError(f"step {self.plan.step}: others have a reservation")
+        self._check_rest()
+
+    def _check_rest(self) -> None:
+        """What starts have left goes to the prompts with the fewest tokens left."""
+        for sequence in sorted(self.lacks, key=lambda s: self.lacks[s]):
+            count = min(self.tokens, self.lacks[sequence])
+            self.tokens -= count
+            self.lacks[sequence] -= count
+        for s in self.prefills:
+            if self.counts.get(s, 0) != s.length - s.planned_length - self.lacks.get(s, 0):
+                raise RunError(f"step {self.plan.step}: sequence {s.id} has another share")
 
     def _one(self, sequence: Sequence) -> None:
         shared = sequence.prompt_len - 1
@@ -563,13 +589,9 @@ class Recount:
                 self._expect(sequence, starts=False)
                 return
         need = taken + self.cache.growth(sequence, start)
-        reserve = math.ceil(self.limits.safety_margin * self.cache.pool.units)
-        room = self.free - (reserve if self.rows else 0)
-        if need > room:
-            self._expect(sequence, starts=False)
-            self.head = self.head or (sequence, need)
-            return
-        starts = self.head is None or self._leaves_the_head_its_due(sequence, need, start, room)
+        room = self.free - self.rest - (self.reserve if self.runs else 0)
+        steps = self._steps(sequence, start)
+        starts = need <= room and need + self._due(sequence, steps) <= room
         self._expect(sequence, starts=starts)
         if starts:
             count = min(self.tokens, len(sequence.tokens) - start)
@@ -577,52 +599,57 @@ class Recount:
             self.free -= taken + self.cache.units(start, start + count)
             self.holders.append(sequence)
             self.slots -= 1
-            self.rows += 1
+            self.runs += 1
+        elif len(self.entries) < RESERVATIONS:
+            self.entries.append(Entry(sequence, need, steps))
 
     def _expect(self, sequence: Sequence, *, starts: bool) -> None:
         if starts != (sequence.id in self.started):
             expected = "must" if starts else "must not"
             raise RunError(f"step {self.plan.step}: sequence {sequence.id} {expected} start")
 
-    def _leaves_the_head_its_due(
-        self, sequence: Sequence, need: int, start: int, room: int
-    ) -> bool:
-        assert self.head is not None
-        head, head_need = self.head
-        waited = self.plan.step - self.run_.blocked_since.get(head.id, self.plan.step)
-        if need <= room - head_need * min(waited, 16) // 16:
-            self.spare_given = None
-            return True
-        if self.spare_given is None:
-            self.spare_given = self._shadow(head_need)
-        spare, shadow = self.spare_given
+    def _steps(self, sequence: Sequence, start: int) -> int:
+        """Steps in which it certainly ends if it starts now."""
         steps = sequence.limit - len(sequence.tokens)
         rest = len(sequence.tokens) - start - self.tokens
-        budget = min(self.bound, self.limits.max_batch_tokens - len(self.holders))
-        while rest > 0:
-            rest, steps = rest - budget, steps + 1
-            if budget < 1 or steps > shadow:
-                steps = shadow + 1
-                break
-        if steps <= shadow:
-            return True
-        if self._most(sequence) <= spare:
-            self.spare_given = (spare - self._most(sequence), shadow)
-            return True
-        return False
+        return steps + (self._prompt_steps(rest) if rest > 0 else 0)
 
-    def _shadow(self, need: int) -> tuple[int, int]:
-        """Let every sequence run to its limit and look when the head fits."""
-        reserve = math.ceil(self.limits.safety_margin * self.cache.pool.units)
-        order = [(s.limit - len(s.tokens), self._most(s)) for s in self.holders]
-        order += [(0, self._most(s)) for s in self.run_.scheduler.state.ended.values()]
-        order.sort()
-        for i in range(1, len(order) + 1):
-            left = order[i:]
-            spare = self.cache.pool.units - sum(units for _, units in left) - need
-            if spare >= reserve:
-                return spare - reserve, order[i - 1][0]
-        return 0, order[-1][0]
+    def _prompt_steps(self, tokens: int) -> int:
+        budget = min(self.bound, self.limits.max_batch_tokens - len(self.holders))
+        most = max(1, budget - self._for_others(budget))
+        return math.ceil((tokens + sum(self.lacks.values())) / most)
+
+    def _due(self, sequence: Sequence, steps: int) -> int:
+        """What is reserved for those that the sequence might delay: it neither ends before such a
+        one can start, nor fits beside it then.
+        """
+        due, most = 0, self._most(sequence)
+        prompts = self._prompt_steps(0)
+        ends = [
+            (s.limit - len(s.tokens) + prompts * (s in self.lacks), self._most(s))
+            for s in self.holders
+        ]
+        ends += [(0, self._most(s)) for s in self.run_.scheduler.state.ended.values()]
+        for entry in self.entries:
+            at, spare = self._latest_start(entry, ends)
+            ends.append((at + entry.steps, self._most(entry.sequence)))
+            if steps > at and most > spare:
+                waited = self.plan.step - self.run_.blocked_since.get(
+                    entry.sequence.id, self.plan.step
+                )
+                share = 16 if entry.sequence.preemptions else min(waited, 16)
+                due += entry.need * share // 16
+        return due
+
+    def _latest_start(self, entry: Entry, ends: list[tuple[int, int]]) -> tuple[int, int]:
+        """The first moment at which it fits beside those that have not reached their limit, and the
+        units that are left then.
+        """
+        for at in sorted({step for step, _ in ends}):
+            left = self.cache.pool.units - sum(units for step, units in ends if step > at)
+            if left >= entry.need + self.reserve:
+                return at, left - entry.need - self.reserve
+        return max(step for step, _ in ends), 0
 
     def _most(self, sequence: Sequence) -> int:
         size, chunk = self.limits.block_size, self.limits.max_batch_tokens

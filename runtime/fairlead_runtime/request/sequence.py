@@ -338,7 +338,7 @@ class Sequence:
     limit: int = 0  # tokens at which it ends: prompt + max_tokens
     stops: frozenset[int] = frozenset()  # end-of-sequence and stop ids that end it
     seniors: int = 0  # sequences that were live at its arrival; they bound its preemptions
-    # the first step in which it was the next to start and lacked blocks; None once it starts
+    # the first step in which blocks were reserved for it; None once it starts
     blocked_since: int | None = None
     # what the sampler keeps from step to step; it follows from the tokens and parameters alone
     sampler_notes: Any = None

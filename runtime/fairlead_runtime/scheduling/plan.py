@@ -105,8 +105,9 @@ class Plan:
     rows: tuple[Row, ...]
     admitted: tuple[Admission, ...] = ()
     preempted: tuple[Preemption, ...] = ()
-    # the first waiting sequence that lacks blocks; its reservation grows from its first such step
-    blocked: Sequence | None = None
+    # the first waiting sequences that cannot start for want of blocks, in the policy's order; each
+    # one's reservation grows from its first step here
+    blocked: tuple[Sequence, ...] = ()
 
 
 @dataclass(slots=True)

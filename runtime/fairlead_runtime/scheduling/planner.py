@@ -20,11 +20,10 @@ from fairlead_runtime.scheduling.plan import (
     Row,
 )
 from fairlead_runtime.scheduling.policies import Fifo
+from fairlead_runtime.scheduling.reservations import RESERVATIONS, Claim, Hold, Reservations
 
-# Steps after which the whole need of a blocked sequence is reserved.
-ACCRUAL_STEPS = 16
-# One step passes over at most so many waiting sequences, and looks up the prefixes of at most so
-# many of their tokens.
+# One step passes over at most so many waiting sequences. Of those without a reservation it looks up
+# the prefixes of at most so many tokens, and always the first one's.
 PASSED_SEQUENCES = 256
 PASSED_TOKENS = 65_536
 
@@ -43,8 +42,6 @@ class State:
     # by id, those that ended in flight: they keep their blocks until the last launched step that
     # writes there is collected
     ended: dict[int, Sequence] = field(default_factory=dict)
-    # the last preempted one; no sequence starts until it fits again or a sequence ends
-    victim: Sequence | None = None
 
     @property
     def margin(self) -> int:
@@ -61,6 +58,15 @@ class State:
             return self.limits.max_batch_tokens
         return min(bound, self.limits.max_batch_tokens)
 
+    def share_of_others(self, tokens: int) -> int:
+        """Of a step's prompt tokens, those that the running prefills leave to starts and to shorter
+        prompts: a quarter, at least a block where two fit, never all.
+        """
+        if self.policy.prefills_first:
+            return 0
+        least = self.cache.block_size if tokens >= 2 * self.cache.block_size else 1
+        return max(0, min(tokens - 1, max(least, -(-tokens // 4))))
+
 
 def plan_step(state: State) -> Plan:
     """Decide one step. Equal states give equal plans."""
@@ -74,9 +80,10 @@ def plan_ahead(state: State) -> Plan | None:
     """
     draft = _drafted(state)
     copies = any(a.source is not AdmissionSource.PREFIX for a in draft.admitted)
-    if not draft.rows or draft.preempted or copies or draft.awaits_flight:
+    if draft.preempted or copies or draft.awaits_flight:
         return None
-    return draft.plan()
+    plan = draft.plan()
+    return plan if plan.rows else None
 
 
 def _drafted(state: State) -> "_Draft":
@@ -89,11 +96,16 @@ def _drafted(state: State) -> "_Draft":
             draft.early += 1
             continue
         (decodes if sequence.length - sequence.planned_length == 1 else prefills).append(sequence)
-    for sequences in (prefills, decodes) if state.policy.prefills_first else (decodes, prefills):
-        if sequences is prefills:
-            draft.bound_prefills(prefills)
-        draft.run(sequences)
+    if state.policy.prefills_first:
+        draft.run(prefills)
+        draft.run(decodes)
+    else:
+        draft.run(decodes)
+        draft.bound_prefills(prefills)
+        draft.run_prefills(prefills)
+    draft.cut_prompts(prefills)
     draft.admit()
+    draft.run(sorted(draft.cut, key=draft.cut.__getitem__))  # what is left, to the shortest
     return draft
 
 
@@ -119,14 +131,16 @@ class _Draft:
         self.early = len(state.ended)
         self.free = state.cache.pool.available
         self.host_free = len(state.cache.host.free)
-        self.rows: list[Row] = []
+        self.rows: dict[int, Row] = {}  # of running sequences, by id
+        self.starts: list[Row] = []
         self.admitted: list[Admission] = []
         self.preempted: list[Preemption] = []
-        # the first waiting sequence that lacks blocks; others start only beside its reservation
-        self.head: _Candidate | None = None
+        # the running prefills that the rows up to the starts do not end: the tokens that each lacks
+        self.cut: dict[Sequence, int] = {}
+        self.lacking = 0  # units for these tokens
+        self.reserved = Reservations(state.cache.pool.units - state.margin, self._holders)
         # whether one waits for tokens of which the steps in flight compute the last
         self.awaits_flight = False
-        self._shadow: tuple[int, int] | None = None
         self._preempted_ids: set[int] = set()
         # evictable units that planned admissions reference
         self._claimed_units: set[int] = set()
@@ -136,10 +150,10 @@ class _Draft:
     def plan(self) -> Plan:
         return Plan(
             self.state.step,
-            tuple(self.rows),
+            (*self.rows.values(), *self.starts),
             tuple(self.admitted),
             tuple(self.preempted),
-            None if self.head is None else self.head.admission.sequence,
+            tuple(self.reserved.sequences),
         )
 
     def bound_prefills(self, prefills: list[Sequence]) -> None:
@@ -170,9 +184,20 @@ class _Draft:
             count += 1
         return count
 
+    def run_prefills(self, prefills: list[Sequence]) -> None:
+        """Add rows for running prefills: most of the tokens in the policy's order, then the share
+        of others to those that one step can compute whole.
+        """
+        tokens = self.tokens
+        share = self.state.share_of_others(tokens)
+        self.tokens -= share
+        self.run(prefills)
+        self.tokens += share
+        self.run(s for s in prefills if s.length - s.planned_length <= tokens)
+
     def run(self, sequences: Iterable[Sequence]) -> None:
-        """Add a row for each running sequence while the token budget lasts. A sequence that lacks
-        blocks preempts the youngest.
+        """Add or lengthen a row for each running sequence while the token budget lasts. A sequence
+        that lacks blocks preempts the youngest.
         """
         for sequence in sequences:
             if not self.tokens:
@@ -180,17 +205,30 @@ class _Draft:
             if sequence.id in self._preempted_ids:
                 continue
             # A step in flight makes a sequence longer, whichever its token is.
-            start = sequence.planned_length
-            missing = sequence.length - start
+            start, done = sequence.planned_length, self._end_of_row(sequence)
+            missing = sequence.length - done
             count = min(missing, self.tokens)
-            need = self.cache.units(start, start + count)
+            end = done + count
+            need = self.cache.units(done, end)
             while need > self.free:
                 if self._preempt_youngest() is sequence:
                     break
             else:
                 self.free -= need
                 self.tokens -= count
-                self.rows.append(Row(sequence, start, count, count == missing))
+                self.rows[sequence.id] = Row(sequence, start, end - start, count == missing)
+
+    def _end_of_row(self, sequence: Sequence) -> int:
+        """The tokens of a running sequence that are computed after this step."""
+        row = self.rows.get(sequence.id)
+        return sequence.planned_length if row is None else row.start + row.count
+
+    def cut_prompts(self, prefills: list[Sequence]) -> None:
+        """Note what the running prefills still lack: what starts now leaves these blocks free."""
+        running = [s for s in prefills if s.id not in self._preempted_ids]
+        lengths = {s: s.length - self._end_of_row(s) for s in running}
+        self.cut = {s: count for s, count in lengths.items() if count}
+        self.lacking = sum(self.cache.growth(s, s.length - n) for s, n in self.cut.items())
 
     def _preempt_youngest(self) -> Sequence:
         """Preempt the sequence that the policy ranks last. The first one keeps running, so every
@@ -198,12 +236,9 @@ class _Draft:
         """
         candidates = [s for s in self.state.running if s.id not in self._preempted_ids]
         victim = max(candidates, key=self.state.policy.rank)
-        for row in self.rows:
-            if row.sequence is victim:
-                self.rows.remove(row)
-                self.tokens += row.count
-                self.free += self.cache.units(row.start, row.start + row.count)
-                break
+        if (row := self.rows.pop(victim.id, None)) is not None:
+            self.tokens += row.count
+            self.free += self.cache.units(row.start, row.start + row.count)
         self.free += self.cache.units_freed(victim, self._released_refs)
         units = self.cache.units_held(victim)
         offload = 0 < units <= self.host_free
@@ -217,32 +252,26 @@ class _Draft:
         """Start waiting sequences in the policy's order.
 
         Two kinds are passed over and keep their place: a sequence whose next tokens a running
-        sequence is computing, and one that lacks blocks. Beside the first that lacks blocks, the
-        head, others start under the rules of ``_may_start``, and in no place whose blocks are still
-        to come: the head may start there in the next step.
+        sequence is computing, and one that lacks blocks. The first ones that lack blocks have
+        reservations, beside which others start, and in no place whose blocks are still to come: the
+        first of them may start there in the next step.
 
-        If tokens remain, every running prefill ends in this step, so all remaining free blocks are
-        available to new prompts. A sequence takes its blocks chunk by chunk, but is admitted only
-        when its whole prompt fits.
+        A sequence takes its blocks chunk by chunk, but is admitted only when its whole prompt fits
+        beside what the prompts that are being computed still lack.
         """
         state = self.state
         if self.preempted or not self.tokens:
             return
-        if state.victim is not None and self._candidate(state.victim).need > self._room:
-            return
         computing = {self.cache.next_block(s, s.computed) for s in state.running if _prefills(s)}
         blocked: set[int] = set()
+        cached: dict[int, int] = {}
         passed, tokens = 0, PASSED_TOKENS
-        for sequence in state.policy.candidates(blocked):
-            if (
-                not self.tokens
-                or passed == PASSED_SEQUENCES
-                or self.slots <= (self.early if self.head is not None else 0)
-                or (self.head is not None and self._room < len(self.cache.groups))
-            ):
+        for sequence in state.policy.candidates(blocked, cached):
+            if self._ends_admission(passed):
                 return
             passed += 1
-            if self._waits_for_sibling(sequence) or (passed > 1 and len(sequence.tokens) > tokens):
+            unseen = len(sequence.tokens) > tokens and tokens < PASSED_TOKENS
+            if unseen or self._waits_for_sibling(sequence):
                 continue
             candidate = self._candidate(sequence)
             start = candidate.admission.start
@@ -250,22 +279,41 @@ class _Draft:
                 tokens -= len(sequence.tokens)
             elif self._may_start(candidate):
                 self._start(candidate)
+                cached[sequence.id] = start
                 if candidate.admission.source is AdmissionSource.PREFIX:
                     computing.add(self.cache.next_block(sequence, start))
                 passed -= 1
             else:
-                tokens -= len(sequence.tokens)
                 blocked.add(sequence.id)
-                self.head = self.head or candidate
+                if len(self.reserved) < RESERVATIONS:
+                    self.reserved.add(sequence, self._claim(candidate), state.step)
+                else:
+                    tokens -= len(sequence.tokens)
+
+    def _ends_admission(self, passed: int) -> bool:
+        places = self.slots - (self.early if self.reserved else 0)
+        full = len(self.reserved) == RESERVATIONS and self._room < len(self.cache.groups)
+        return not self.tokens or passed == PASSED_SEQUENCES or places <= 0 or full
 
     @property
     def _room(self) -> int:
-        """Free units beyond the margin, which does not apply when nothing runs."""
-        return self.free - (self.state.margin if self.rows else 0)
+        """Free units beyond those that running prompts lack, and beyond the margin, which does not
+        apply when nothing runs.
+        """
+        runs = self.rows or self.starts
+        return self.free - self.lacking - (self.state.margin if runs else 0)
+
+    def _may_start(self, candidate: _Candidate) -> bool:
+        """Whether its blocks are free and it leaves every reservation its due."""
+        if candidate.need > self._room:
+            return False
+        return not self.reserved or self.reserved.leave(self._claim(candidate), self._room)
 
     def _start(self, candidate: _Candidate) -> None:
         admission = candidate.admission
         sequence, start = admission.sequence, admission.start
+        if self.reserved:
+            self.reserved.start(self._claim(candidate))
         missing = len(sequence.tokens) - start
         count = min(missing, self.tokens)
         self.slots -= 1
@@ -273,7 +321,7 @@ class _Draft:
         self.free -= candidate.start_units + self.cache.units(start, start + count)
         self._claimed_units.update(candidate.claimed)
         self.admitted.append(admission)
-        self.rows.append(Row(sequence, start, count, count == missing))
+        self.starts.append(Row(sequence, start, count, count == missing))
 
     def _candidate(self, sequence: Sequence) -> _Candidate:
         claimed: list[int] = []
@@ -347,67 +395,32 @@ class _Draft:
         block = self.cache.next_block(sequence, leader.planned_length, keep=1)
         return block is None or block != self.cache.next_block(leader, leader.planned_length)
 
-    # -- sequences that start before one that lacks blocks
+    # -- what a sequence takes beside those with reservations
 
-    def _may_start(self, candidate: _Candidate) -> bool:
-        """Whether its blocks are free and, behind a head, whether it leaves the head its due.
+    def _claim(self, candidate: _Candidate) -> Claim:
+        sequence, start = candidate.admission.sequence, candidate.admission.start
+        rest = len(sequence.tokens) - start - self.tokens
+        steps = self._prompt_steps(rest) if rest > 0 else 0
+        steps += sequence.limit - len(sequence.tokens)
+        return Claim(candidate.need, self.cache.most_units(sequence), steps)
 
-        One of three must hold: it fits beside what is reserved for the head by now, it certainly
-        ends before the head can start, or it fits beside the head even then (EASY backfilling).
+    def _prompt_steps(self, tokens: int) -> int:
+        """Steps after which so many tokens are computed, and all that running prefills lack."""
+        decodes = len(self.state.running) + len(self.admitted)
+        budget = min(self.state.limits.max_batch_tokens - decodes, self.state.prefill_bound)
+        budget = max(1, budget - self.state.share_of_others(budget))
+        return math.ceil((sum(self.cut.values()) + tokens) / budget)
+
+    def _holders(self) -> list[Hold]:
+        """Of each sequence that holds blocks: the steps after which it has certainly ended, and the
+        most units that it holds.
         """
-        if candidate.need > self._room:
-            return False
-        if self.head is None:
-            return True
-        if candidate.need <= self._room - self._reserved(self.head):
-            self._shadow = None
-            return True
-        if self._shadow is None:
-            self._shadow = self._head_start(self.head.need)
-        steps, spare = self._shadow
-        sequence = candidate.admission.sequence
-        if self._steps_left(candidate.admission) <= steps:
-            return True
-        units = self.cache.most_units(sequence)
-        if units > spare:
-            return False
-        self._shadow = steps, spare - units
-        return True
-
-    def _reserved(self, head: _Candidate) -> int:
-        """Units reserved for the head: a share of its need that grows step by step."""
-        since = head.admission.sequence.blocked_since
-        waited = 0 if since is None else min(self.state.step - since, ACCRUAL_STEPS)
-        return head.need * waited // ACCRUAL_STEPS
-
-    def _head_start(self, need: int) -> tuple[int, int]:
-        """Steps after which the head fits at the latest, and the units that are then left beside
-        it: every sequence is taken to reach its limit, and to share no block.
-        """
+        prompts = self._prompt_steps(0)
         running = (*self.state.running, *(a.sequence for a in self.admitted))
-        holders = [(s.limit - len(s.tokens), self.cache.most_units(s)) for s in running]
-        holders += [(0, self.cache.most_units(s)) for s in self.state.ended.values()]
-        holders.sort()
-        room = self.cache.pool.units - self.state.margin - need
-        room -= sum(units for _, units in holders)
-        for steps, units in holders:
-            room += units
-            if room >= 0:
-                return steps, room
-        # It fits only without the margin, when nothing else runs.
-        return holders[-1][0], 0
-
-    def _steps_left(self, admission: Admission) -> float:
-        """Steps after which the sequence has certainly ended if it starts now."""
-        sequence = admission.sequence
-        rest = len(sequence.tokens) - admission.start - self.tokens
-        chunks = 0.0
-        if rest > 0:
-            decodes = len(self.state.running) + len(self.admitted)
-            budget = self.state.limits.max_batch_tokens - decodes
-            budget = min(budget, self.state.prefill_bound)
-            chunks = math.ceil(rest / budget) if budget > 0 else math.inf
-        return chunks + sequence.limit - len(sequence.tokens)
+        return [
+            (s.limit - len(s.tokens) + (prompts if s in self.cut else 0), self.cache.most_units(s))
+            for s in running
+        ] + [(0, self.cache.most_units(s)) for s in self.state.ended.values()]
 
 
 def _prefills(sequence: Sequence) -> bool:

@@ -5,12 +5,14 @@ Owns the waiting queue; reads no blocks and no budgets.
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
+from types import MappingProxyType
 
 from fairlead_runtime.request.sequence import Sequence
 from fairlead_runtime.settings.engine_config import SchedulerType
 
 Rank = tuple[int, ...]
+NOTHING: Mapping[int, int] = MappingProxyType({})
 
 
 class Fifo:
@@ -37,11 +39,15 @@ class Fifo:
             self._queue, sequence, bisect_left(self._queue, self.place(sequence), key=self.place)
         )
 
-    def candidates(self, blocked: Container[int] = ()) -> Iterator[Sequence]:  # noqa: ARG002 - Fair reads it
+    def candidates(
+        self,
+        blocked: Container[int] = (),  # noqa: ARG002 - Fair reads both
+        cached: Mapping[int, int] = NOTHING,  # noqa: ARG002
+    ) -> Iterator[Sequence]:
         """Waiting sequences in the order in which they may start, as if each one started.
 
-        The caller may add the id of the last one to ``blocked`` before it asks for the next one:
-        the sequence lacks blocks.
+        Before it asks for the next one the caller may add the id of the last one to ``blocked``:
+        the sequence lacks blocks; or to ``cached``, with the tokens that it found in the cache.
         """
         return iter(self._queue)
 
@@ -54,7 +60,7 @@ class Fifo:
         """The sequence has arrived; ``push`` follows."""
 
     def on_admission(self, sequence: Sequence) -> None:
-        """The sequence starts or resumes."""
+        """The sequence has started or resumed; ``computed`` counts the tokens that it found."""
 
     def on_tokens(self, sequences: Iterable[Sequence]) -> None:
         """Each of the sequences got one new token."""
@@ -80,10 +86,10 @@ class Fair(Fifo):
     """Fair sharing among tenants with equal weights: the Virtual Token Counter of Sheng et al.,
     OSDI 2024.
 
-    Each tenant has a counter of the service it received: 1 for a prompt token, charged when the
-    sequence starts, 2 for a generated token. The tenant with the smallest counter starts next, the
-    one with the largest is preempted first. When an idle tenant returns, its counter is raised to
-    the smallest of the other tenants, so that idle time earns no credit.
+    Each tenant has a counter of the service it received: 1 for a prompt token that was not cached,
+    charged when the sequence starts, 2 for a generated token. The tenant with the smallest counter
+    starts next, the one with the largest is preempted first. When an idle tenant returns, its
+    counter is raised to the smallest of the other tenants, so that idle time earns no credit.
     """
 
     prompt_cost, output_cost = 1, 2
@@ -107,7 +113,9 @@ class Fair(Fifo):
         if not queue:
             del self._queues[sequence.request.tenant]
 
-    def candidates(self, blocked: Container[int] = ()) -> Iterator[Sequence]:
+    def candidates(
+        self, blocked: Container[int] = (), cached: Mapping[int, int] = NOTHING
+    ) -> Iterator[Sequence]:
         """A tenant with a blocked sequence comes after all tenants without one."""
         heads = [
             (False, self._counters[tenant], queue[0].id, tenant, 0)
@@ -119,7 +127,7 @@ class Fair(Fifo):
             queue = self._queues[tenant]
             yield queue[at]
             last = last or queue[at].id in blocked
-            counter += self._start_cost(queue[at])
+            counter += self._start_cost(queue[at], cached.get(queue[at].id, 0))
             if at + 1 < len(queue):
                 heapq.heapreplace(heads, (last, counter, queue[at + 1].id, tenant, at + 1))
             else:
@@ -143,7 +151,8 @@ class Fair(Fifo):
         self._live[tenant] = self._live.get(tenant, 0) + 1
 
     def on_admission(self, sequence: Sequence) -> None:
-        self._counters[sequence.request.tenant] += self._start_cost(sequence)
+        cost = self._start_cost(sequence, sequence.computed)
+        self._counters[sequence.request.tenant] += cost
 
     def on_tokens(self, sequences: Iterable[Sequence]) -> None:
         for sequence in sequences:
@@ -157,13 +166,13 @@ class Fair(Fifo):
             if not self._live:
                 self._floor = max(self._floor, self._counters[tenant])
 
-    def _start_cost(self, sequence: Sequence) -> int:
-        """The charge for a prompt. Choices share their prompt and a preempted sequence has paid
-        already: each prompt is charged once.
+    def _start_cost(self, sequence: Sequence, cached: int) -> int:
+        """The charge for a prompt of which so many tokens are cached. Choices share their prompt
+        and a preempted sequence has paid already: each prompt is charged once.
         """
         if sequence.preemptions or sequence.choice:
             return 0
-        return self.prompt_cost * sequence.prompt_len
+        return self.prompt_cost * (sequence.prompt_len - cached)
 
 
 def _remove(queue: list[Sequence], sequence: Sequence, at: int) -> None:

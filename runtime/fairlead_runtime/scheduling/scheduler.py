@@ -161,8 +161,9 @@ class Scheduler:
             raise StepError(f"plan of step {plan.step} committed in step {self.state.step}")
         cache = self.state.cache
         work = Work(plan.step, list(plan.rows))
-        if plan.blocked is not None and plan.blocked.blocked_since is None:
-            plan.blocked.blocked_since = plan.step
+        for sequence in plan.blocked:
+            if sequence.blocked_since is None:
+                sequence.blocked_since = plan.step
         for preemption in plan.preempted:
             self._preempt(preemption, work)
         # Take references before new blocks: taking must not evict the blocks that are shared here.
@@ -274,7 +275,6 @@ class Scheduler:
         self._preempted_tokens += len(sequence.tokens)
         sequence.move_to(Status.PENDING)
         self.state.policy.push(sequence)
-        self.state.victim = sequence
         self._preemptions += 1
         self._offloads += offload
 
@@ -303,7 +303,6 @@ class Scheduler:
         insort(state.running, sequence, key=state.policy.place)
         decoding = sequence.generated and len(sequence.tokens) - start == 1
         sequence.move_to(Status.DECODING if decoding else Status.PREFILLING)
-        state.victim = None
 
     def _add_copies(self, admission: Admission, work: Work) -> None:
         if admission.source is AdmissionSource.RESTORE:
@@ -326,7 +325,7 @@ class Scheduler:
         failure: Failure | None = None,
     ) -> Finished:
         """End a sequence: release its blocks, take it out of its queue, set its final state. Every
-        end passes through here; it also lets sequences start again after a preemption.
+        end passes through here.
         """
         if sequence.status is Status.PENDING:
             self.state.policy.remove(sequence)
@@ -345,7 +344,6 @@ class Scheduler:
         if not siblings:
             del self.state.siblings[sequence.request.id]
         self.state.policy.on_end(sequence)
-        self.state.victim = None
         return Finished(sequence, reason, failure)
 
     def _release(self, sequence: Sequence) -> None:

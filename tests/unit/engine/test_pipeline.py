@@ -166,15 +166,17 @@ def test_a_request_that_arrives_starts_behind_the_step_in_flight() -> None:
 
 
 def test_blocks_are_copied_when_nothing_is_in_flight() -> None:
-    """The last block of a prompt, for another choice that a long prompt has kept from starting."""
+    """The last block of a prompt, for another choice that takes the place of one that ends."""
     engine, runner = launching(
-        request("two", prompt=10, max_tokens=9, n=2), request("c", prompt=40), max_batch_tokens=16
+        request("ends", prompt=5, max_tokens=3),
+        request("two", prompt=10, max_tokens=9, n=2),
+        max_requests=2,
     )
     for _ in range(3):
         engine.step()
     assert runner.log[-3:] == [("launch", 2), ("collect", 1), ("collect", 2)]
     engine.step()
-    assert engine.snapshot().scheduler.running == 3
+    assert engine.snapshot().scheduler.running == 2
     assert runner.log[-3:] == [("launch", 3), ("launch", 4), ("collect", 3)]
 
 

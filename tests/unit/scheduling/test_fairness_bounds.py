@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from fairlead_runtime.request.sequence import Request, SamplingParams, Sequence, Status
 from fairlead_runtime.scheduling import Limits, Plan, Result, Scheduler
-from fairlead_runtime.scheduling.planner import ACCRUAL_STEPS
+from fairlead_runtime.scheduling.reservations import ACCRUAL_STEPS
 from fairlead_runtime.settings.engine_config import SchedulerType
 from fairlead_runtime.sizing.groups import group_layers
 from support.full import LONG_FORM
@@ -90,7 +90,8 @@ class Run:
         # Steps that all prompts in the cache take at most, beside a decode of every request.
         self.beside = 0 if limits.policy == "prefill_first" else limits.prefill_beside_decodes
         tokens = limits.max_batch_tokens - limits.max_requests
-        self.prompt_steps = -(-CAPACITY // min(tokens, self.beside or tokens))
+        tokens = min(tokens, self.beside or tokens)
+        self.prompt_steps = -(-CAPACITY // (tokens - self.scheduler.state.share_of_others(tokens)))
         self.bound = ACCRUAL_STEPS + LONGEST + self.prompt_steps
         self.blocked: Counter[int] = Counter()  # steps as the head, by sequence
         self.stopped: Counter[tuple[int, int]] = Counter()  # by sequence and who stopped it
@@ -113,13 +114,11 @@ class Run:
             assert now < 20_000
 
     def _step(self) -> None:
-        victim = self.scheduler.state.victim
         plan = self.scheduler.plan()
         starting = {a.sequence.id for a in plan.admitted}
         waiting = [s for s in self.scheduler.waiting if s.id not in starting]
         self.count(plan, waiting)
-        if victim is None or plan.admitted:
-            self.check_nobody_else_stops(plan, waiting)
+        self.check_nobody_else_stops(plan, waiting)
         if self.limits.policy == "fair":
             self.check_tenants(plan, waiting)
         work = self.scheduler.commit(plan)
@@ -137,7 +136,7 @@ class Run:
         prompts = [r for r in plan.rows if r.start < r.sequence.prompt_len - 1]
         tokens_left = self.tokens_left(plan)
         decodes_stand = self.limits.policy == "prefill_first" and not tokens_left
-        head = plan.blocked
+        head = plan.blocked[0] if plan.blocked else None
         if head is not None and not (prompts and decodes_stand):
             self.blocked[head.id] += 1
             assert self.blocked[head.id] <= self.bound, f"{head.id} is not served in time"
@@ -168,7 +167,7 @@ class Run:
         another tenant that had less service. One that was blocked before is still so in a step
         whose starts leave no tokens to look at it.
         """
-        heads = [plan.blocked] if plan.blocked else [s for s in waiting if self.blocked[s.id]]
+        heads = plan.blocked[:1] or [s for s in waiting if self.blocked[s.id]]
         return any(self.is_more_urgent(a.sequence, h) for a in plan.admitted for h in heads)
 
     def is_more_urgent(self, started: Sequence, head: Sequence) -> bool:
@@ -184,7 +183,7 @@ class Run:
         """
         slots = self.limits.max_requests - len(self.scheduler.running) - len(plan.admitted)
         tokens_left = self.tokens_left(plan)
-        if plan.preempted or plan.blocked is not None or not slots or not tokens_left:
+        if plan.preempted or plan.blocked or not slots or not tokens_left:
             return
         running = [s for s in self.scheduler.running if s.status is Status.PREFILLING]
         computing = running + [a.sequence for a in plan.admitted]
@@ -199,12 +198,12 @@ class Run:
         """A tenant with a blocked request starts no later one while another tenant's first request
         of the same size waits.
         """
-        if plan.blocked is None or self.limits.allow_block_sharing:
+        if not plan.blocked or self.limits.allow_block_sharing:
             return
         firsts: dict[str, Sequence] = {}
         for sequence in waiting:
             firsts.setdefault(sequence.request.tenant, sequence)
-        head = plan.blocked
+        head = plan.blocked[0]
         for started in (a.sequence for a in plan.admitted):
             if started.request.tenant != head.request.tenant or started.id < head.id:
                 continue

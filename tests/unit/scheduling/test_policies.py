@@ -192,3 +192,26 @@ def test_backlogged_tenants_are_served_equally_whatever_their_request_sizes() ->
     assert values[-1] - values[0] <= 2 * 8 * (60 + 2 * 60), service
     assert values[0] > 2000, service
     assert all(b - a <= 1000 for a, b in pairwise(values)), service
+
+
+def test_a_tenant_is_not_charged_for_the_tokens_that_are_cached() -> None:
+    """Two tenants always have four requests waiting; one repeats a document of 1,600 tokens and
+    adds 50, the other sends 200 new ones. They share the computed tokens.
+    """
+    scheduler = Scheduler(Limits("fair", 256, 8, 0.0, 16, 4000, 8000), group_layers([None]))
+    document = tuple(range(1600))
+    computed = {"document": 0, "new": 0}
+    number = 0
+    for _ in range(150):
+        waiting = [s.request.tenant for s in scheduler.waiting]
+        for tenant in computed:
+            for _ in range(4 - waiting.count(tenant)):
+                number += 1
+                own = tuple(10_000 * number + i for i in range(50 if tenant == "document" else 200))
+                prompt = document + own if tenant == "document" else own
+                scheduler.add(Request(f"r{number}", prompt, SamplingParams(), 1, tenant=tenant))
+        work = scheduler.commit(scheduler.plan())
+        for row in work.rows:
+            computed[row.sequence.request.tenant] += row.count
+        scheduler.update(work, {row.sequence.id: Result(1) for row in work.rows if row.samples})
+    assert 0.7 < computed["document"] / computed["new"] < 1.4, computed

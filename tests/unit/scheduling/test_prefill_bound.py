@@ -1,6 +1,7 @@
 """Prompts beside decodes take a bounded number of tokens a step, more where more of them wait."""
 
 import dataclasses
+import math
 import zlib
 
 import pytest
@@ -104,7 +105,7 @@ def test_a_prompt_that_is_being_computed_counts_with_those_behind_it() -> None:
     assert counts(step(s)) == {"long": 16}
     for i in range(4):
         add(s, f"p{i}", 8)
-    assert counts(step(s)) == {"long": 40}, "five wait, two decode"
+    assert counts(step(s)) == {"long": 30, "p0": 8, "p1": 2}, "five wait, two decode"
 
 
 def test_choices_wait_for_their_prompt_as_requests_do() -> None:
@@ -177,12 +178,14 @@ def test_no_prompt_starves_beside_decodes_that_never_end(policy: str, bound: int
 
 
 @pytest.mark.parametrize(
-    ("bound", "output", "starts"), [(16, 15, True), (16, 16, False), (0, 20, True), (0, 21, False)]
+    ("bound", "output", "starts"), [(16, 13, True), (16, 14, False), (0, 20, True), (0, 21, False)]
 )
 def test_one_that_overtakes_a_blocked_request_ends_in_time_with_its_prompt_in_parts(
     bound: int, output: int, starts: bool
 ) -> None:
-    """20 steps are left until the blocked one can start; beside a decode the prompt takes six."""
+    """20 steps are left until the blocked one can start; beside a decode the prompt takes eight at
+    most: later ones may take a quarter of each step after the first.
+    """
     s = Scheduler(
         dataclasses.replace(LIMITS, num_blocks=100, prefill_beside_decodes=bound),
         group_layers([None]),
@@ -203,3 +206,95 @@ def test_one_that_overtakes_a_blocked_request_ends_in_time_with_its_prompt_in_pa
 def test_a_negative_bound_is_refused() -> None:
     with pytest.raises(ValueError, match="prefill_beside_decodes: must not be negative, not -1"):
         scheduler(0, prefill_beside_decodes=-1)
+
+
+# -- the share that long prompts leave
+
+
+def behind_long_prompts(
+    longs: int, shorts: list[int], decodes: int, **limits: object
+) -> tuple[Scheduler, list[int]]:
+    """The steps from the arrival of the short prompts to each one's first token, behind long ones
+    that are all being computed.
+    """
+    s = scheduler(
+        decodes,
+        block_size=16,
+        num_blocks=40_000,
+        max_model_len=200_000,
+        allow_block_sharing=False,
+        **limits,
+    )
+    for i in range(longs):
+        add(s, f"long{i}", 100_000)
+    for _ in range(longs + 1):
+        step(s)
+    assert len(s.running) == longs + decodes
+    for i, length in enumerate(shorts):
+        add(s, f"short{i}", length, output=2)
+    first: dict[str, int] = {}
+    for now in range(1, 1000):
+        plan = step(s)
+        done = {r.sequence.request.id for r in plan.rows if r.samples}
+        first |= {name: now for name in done if name not in first}
+        if all(f"short{i}" in first for i in range(len(shorts))):
+            break
+    return s, [first[f"short{i}"] for i in range(len(shorts))]
+
+
+@pytest.mark.parametrize("policy", BOUNDED)
+@pytest.mark.parametrize("longs", [1, 5])
+@pytest.mark.parametrize(("bound", "share"), [(0, 2044), (96, 24)])
+@pytest.mark.parametrize("shorts", [[50], [500, 20, 96, 1, 300]])
+def test_a_first_token_behind_long_prompts_comes_with_a_quarter_of_the_tokens(
+    policy: str, longs: int, bound: int, share: int, shorts: list[int]
+) -> None:
+    s, first = behind_long_prompts(
+        longs, shorts, 16, policy=policy, max_batch_tokens=8192, prefill_beside_decodes=bound
+    )
+    assert s.state.share_of_others(bound or 8192 - 16) == share
+    for steps in first:
+        before = sum(length for length, other in zip(shorts, first, strict=True) if other <= steps)
+        assert steps <= math.ceil(before / share) + 2, first
+
+
+def test_running_prompts_have_the_whole_step_where_nobody_waits() -> None:
+    s = scheduler(0, max_batch_tokens=64)
+    for name in ("a", "b"):
+        add(s, name, 300)
+    assert counts(step(s)) == {"a": 64}
+    assert counts(step(s)) == {"a": 48, "b": 16}
+    assert counts(step(s)) == {"a": 64}, "the rest goes to the one with the fewest tokens left"
+
+
+def test_the_share_goes_first_to_prompts_that_a_step_can_compute_whole() -> None:
+    s = scheduler(0, max_batch_tokens=64)
+    add(s, "long", 300)
+    step(s)
+    add(s, "short", 40)
+    add(s, "other", 8)
+    assert counts(step(s)) == {"long": 48, "short": 16}
+    assert counts(step(s)) == {"long": 48, "short": 16}
+    assert counts(step(s)) == {"long": 48, "short": 8, "other": 8}
+
+
+@pytest.mark.parametrize(("tokens", "share"), [(1, 0), (2, 1), (3, 1), (8, 4), (20, 5), (96, 24)])
+def test_the_share_is_a_quarter_and_at_least_a_block_where_two_fit(tokens: int, share: int) -> None:
+    assert scheduler(0).state.share_of_others(tokens) == share
+    assert scheduler(0, policy="prefill_first").state.share_of_others(tokens) == 0
+
+
+def test_what_starts_leaves_all_running_prompts_their_blocks() -> None:
+    """Three long prompts of 76 blocks each are being computed; 12 more blocks are free."""
+    s = scheduler(0, num_blocks=240, max_batch_tokens=64)
+    for i in range(3):
+        add(s, f"long{i}", 300)
+        step(s)
+    add(s, "large", 60)
+    add(s, "small", 8)
+    plan = step(s)
+    assert [a.sequence.request.id for a in plan.admitted] == ["small"]
+    assert [sequence.request.id for sequence in plan.blocked] == ["large"]
+    while s.has_work:
+        step(s)
+    assert s.stats().preemptions == 0

@@ -261,7 +261,7 @@ def test_an_empty_prompt_is_refused() -> None:
         scheduler().add(request("empty", (), 2))
 
 
-def test_a_full_cache_preempts_the_youngest_and_admits_nothing_until_it_fits_again() -> None:
+def test_a_full_cache_preempts_the_youngest_and_starts_nobody_who_would_delay_it() -> None:
     s = scheduler(num_blocks=6, allow_block_sharing=False)
     s.add(request("old", 8, 12))
     s.add(request("young", 8, 12))
@@ -281,17 +281,34 @@ def test_a_full_cache_preempts_the_youngest_and_admits_nothing_until_it_fits_aga
     assert not s.has_work
 
 
-def test_after_a_preemption_even_a_more_urgent_request_waits_until_one_ends() -> None:
+@pytest.mark.parametrize(("output", "starts"), [(6, True), (7, False)])
+def test_after_a_preemption_only_those_start_that_end_before_the_victim_can(
+    output: int, starts: bool
+) -> None:
+    """The old one has six tokens to go when it takes the last block; the young one then needs five
+    of six, and the late one takes two.
+    """
+    s = scheduler(num_blocks=6, allow_block_sharing=False)
+    old = s.add(request("old", 8, 12))[0]
+    s.add(request("young", 8, 12))
+    while not s.stats().preemptions:
+        step(s)
+    assert old.limit - len(old.tokens) == 6
+    s.add(request("late", 1, output))
+    assert [r[0] for r in shape(step(s)[0])] == ["old", "late"][: 1 + starts]
+    while old.status is not Status.FINISHED:
+        step(s)
+    assert "young" in [r[0] for r in shape(step(s)[0])], "not a step later"
+
+
+def test_after_a_preemption_a_more_urgent_request_starts_at_once() -> None:
     s = scheduler(policy="priority", num_blocks=6, allow_block_sharing=False)
-    old = s.add(request("old", 8, 12, priority=5))[0]
+    s.add(request("old", 8, 12, priority=5))
     s.add(request("young", 8, 12, priority=6))
     while not s.stats().preemptions:
         step(s)
-    s.add(request("urgent", 1, 1, priority=0))
-    while old.status is not Status.FINISHED:
-        plan, _, _ = step(s)
-        assert [r[0] for r in shape(plan)] == ["old"]
-    assert [r[0] for r in shape(step(s)[0])] == ["urgent", "young"]
+    s.add(request("urgent", 1, 8, priority=0))
+    assert [r[0] for r in shape(step(s)[0])] == ["old", "urgent"]
 
 
 def test_a_preempted_sequence_keeps_its_tokens_and_continues_after_them() -> None:
