@@ -23,6 +23,7 @@ OFFLOAD_SIZES = ("unit/sizing/test_offload_sizes.py",)
 FIELD_TESTS = ("functional/api/test_api_fields.py",)
 FORM_TESTS = ("unit/models/test_template_forms.py",)
 BOUND_TESTS = ("unit/scheduling/test_prefill_bound.py",)
+FAIRNESS_TESTS = ("unit/scheduling/test_fairness.py",)
 
 # A shorter way for prompts that are whole in a step, whose keys are at hand.
 UNROUNDED = """        super().__init__(cache, backend, groups, keep)
@@ -2832,8 +2833,8 @@ BUGS = (
     PackageBug(
         "a length does not grow while its step is in flight",
         "fairlead_runtime.scheduling.planner:_Draft.run",
-        "start = sequence.planned_length",
-        "start = sequence.computed",
+        "start, done = sequence.planned_length, ",
+        "start, done = sequence.computed, ",
         PIPELINE_TESTS,
         quick="test_each_call_brings_one_step_of_tokens",
     ),
@@ -2871,7 +2872,7 @@ BUGS = (
     PackageBug(
         "one prompt takes the whole step beside decodes",
         "fairlead_runtime.scheduling.planner:_drafted",
-        "        if sequences is prefills:\n            draft.bound_prefills(prefills)\n",
+        "        draft.bound_prefills(prefills)\n",
         "",
         BOUND_TESTS,
     ),
@@ -2898,10 +2899,87 @@ BUGS = (
     ),
     PackageBug(
         "one that overtakes is taken to compute its prompt in whole steps",
-        "fairlead_runtime.scheduling.planner:_Draft._steps_left",
-        "            budget = min(budget, self.state.prefill_bound)\n",
-        "",
+        "fairlead_runtime.scheduling.planner:_Draft._prompt_steps",
+        "min(self.state.limits.max_batch_tokens - decodes, self.state.prefill_bound)",
+        "self.state.limits.max_batch_tokens - decodes",
         BOUND_TESTS,
+    ),
+    PackageBug(
+        "running prompts leave the others no token",
+        "fairlead_runtime.scheduling.planner:_Draft.run_prefills",
+        "        self.tokens -= share\n",
+        "        share = 0\n",
+        BOUND_TESTS,
+    ),
+    PackageBug(
+        "long prompts take the others' share before they start",
+        "fairlead_runtime.scheduling.planner:_Draft.run_prefills",
+        "self.run(s for s in prefills if s.length - s.planned_length <= tokens)",
+        "self.run(prefills)",
+        BOUND_TESTS,
+    ),
+    PackageBug(
+        "a short prompt that has started waits for those that start",
+        "fairlead_runtime.scheduling.planner:_Draft.run_prefills",
+        "self.run(s for s in prefills if s.length - s.planned_length <= tokens)",
+        "pass",
+        BOUND_TESTS,
+    ),
+    PackageBug(
+        "tokens that no start takes are lost",
+        "fairlead_runtime.scheduling.planner:_drafted",
+        "    draft.run(sorted(draft.cut, key=draft.cut.__getitem__))",
+        "    pass",
+        BOUND_TESTS,
+    ),
+    PackageBug(
+        "what starts takes the blocks that running prompts lack",
+        "fairlead_runtime.scheduling.planner:_Draft._room",
+        "self.free - self.lacking - ",
+        "self.free - ",
+        BOUND_TESTS,
+    ),
+    PackageBug(
+        "a blocked request's own length closes the door for others",
+        "fairlead_runtime.scheduling.planner:_Draft.admit",
+        "                else:\n                    tokens -= len(sequence.tokens)\n",
+        "                tokens -= len(sequence.tokens)\n",
+        FAIRNESS_TESTS,
+    ),
+    PackageBug(
+        "after a preemption a younger one takes what the victim needs",
+        "fairlead_runtime.scheduling.reservations:Reservations.add",
+        "ACCRUAL_STEPS if sequence.preemptions else ",
+        "",
+        ("unit/scheduling/test_scheduler.py",),
+    ),
+    PackageBug(
+        "only the first reservation counts",
+        "fairlead_runtime.scheduling.planner:_Draft.admit",
+        "if len(self.reserved) < RESERVATIONS:",
+        "if not self.reserved:",
+        FAIRNESS_TESTS,
+    ),
+    PackageBug(
+        "a later reservation does not wait for an older one's end",
+        "fairlead_runtime.scheduling.reservations:Reservations._latest_starts",
+        "            insort(self._holders, (steps + claim.steps, claim.most))\n",
+        "",
+        FAIRNESS_TESTS,
+    ),
+    PackageBug(
+        "a tenant pays for cached tokens",
+        "fairlead_runtime.scheduling.policies:Fair.on_admission",
+        "self._start_cost(sequence, sequence.computed)",
+        "self._start_cost(sequence, 0)",
+        ("unit/scheduling/test_policies.py",),
+    ),
+    PackageBug(
+        "one start counts as a whole prompt in the order of the step",
+        "fairlead_runtime.scheduling.planner:_Draft.admit",
+        "                cached[sequence.id] = start\n",
+        "",
+        ("unit/scheduling/test_policies.py",),
     ),
     PackageBug(
         "the engine does not bound prompts beside decodes",
@@ -2964,16 +3042,16 @@ BUGS = (
     ),
     PackageBug(
         "blocks of those that ended in flight are nobody's for a large request",
-        "fairlead_runtime.scheduling.planner:_Draft._head_start",
-        "        holders += [(0, self.cache.most_units(s)) for s in self.state.ended.values()]\n",
+        "fairlead_runtime.scheduling.planner:_Draft._holders",
+        " + [(0, self.cache.most_units(s)) for s in self.state.ended.values()]",
         "",
         ("unit/scheduling/test_fairness.py",),
     ),
     PackageBug(
         "a sequence is preempted while it is in flight",
         "fairlead_runtime.scheduling.planner:plan_ahead",
-        "if not draft.rows or draft.preempted or copies",
-        "if not draft.rows or copies",
+        "if draft.preempted or copies",
+        "if copies",
         PIPELINE_TESTS,
     ),
     PackageBug(
