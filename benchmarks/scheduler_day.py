@@ -3,10 +3,10 @@
 The clock is the step: 172,800 steps of half a second are a day. Small requests come all the time,
 more of them at noon. In a day of ``bursts`` 32 at once share 512 tokens, and now and then one wants
 80 to 90 % of the cache. In a ``long`` day, with ten times the cache, documents have 66,000 to
-105,000 tokens, and reports answer with up to 10,000 and preempt each other. A tenth of the small
-ones asks for two choices. Answers end before max_tokens, as they do in practice. Small requests
-have priority 0, the others 1. It uses the scheduler's public interface only, so an older version
-can be measured with PYTHONPATH.
+105,000 tokens, and 24 reports at once grow by 4,000 each and preempt each other. A tenth of the
+small ones asks for two choices. Other answers end before max_tokens, as they do in practice. Small
+requests have priority 0, the others 1. It uses the scheduler's public interface only, so an older
+version can be measured with PYTHONPATH.
 
 Run: .venv/bin/python benchmarks/scheduler_day.py [--day long] [--policy fifo fair] [--seed 1]
     [--steps 172800] [--json FILE], and with the files of two versions: --draw BEFORE AFTER > FILE
@@ -69,10 +69,11 @@ def arrivals(
         if rng.random() < 0.1 * busy:
             add(step, "small", tokens(rng.randrange(30, 400)), 60, 256)
         if kind == "long":
-            if rng.random() < busy / 600:
+            if rng.random() < busy / 1500:
                 add(step, "document", own(rng.randrange(66_000, 105_000)), 80, 400)
-            if rng.random() < busy / 700:
-                add(step, "report", own(rng.randrange(4000, 8000)), 4000, 10_000)
+            if rng.random() < busy / 12_000:
+                for _ in range(24):
+                    add(step, "report", own(rng.randrange(2000, 6000)), 20_000, 4000)
             continue
         if rng.random() < busy / 800:
             shared = tokens(512)

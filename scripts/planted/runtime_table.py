@@ -2942,8 +2942,8 @@ BUGS = (
     PackageBug(
         "a blocked request's own length closes the door for others",
         "fairlead_runtime.scheduling.planner:_Draft.admit",
-        "                else:\n                    tokens -= len(sequence.tokens)\n",
-        "                tokens -= len(sequence.tokens)\n",
+        "            if length <= tokens:\n                tokens -= length\n",
+        "            if longer:\n                tokens -= len(sequence.tokens)\n",
         FAIRNESS_TESTS,
     ),
     PackageBug(

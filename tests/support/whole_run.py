@@ -630,8 +630,9 @@ class Recount:
             for s in self.holders
         ]
         ends += [(0, self._most(s)) for s in self.run_.scheduler.state.ended.values()]
+        at = 0
         for entry in self.entries:
-            at, spare = self._latest_start(entry, ends)
+            at, spare = self._latest_start(entry, ends, at)
             ends.append((at + entry.steps, self._most(entry.sequence)))
             if steps > at and most > spare:
                 waited = self.plan.step - self.run_.blocked_since.get(
@@ -641,15 +642,18 @@ class Recount:
                 due += entry.need * share // 16
         return due
 
-    def _latest_start(self, entry: Entry, ends: list[tuple[int, int]]) -> tuple[int, int]:
-        """The first moment at which it fits beside those that have not reached their limit, and the
-        units that are left then.
+    def _latest_start(
+        self, entry: Entry, ends: list[tuple[int, int]], earliest: int
+    ) -> tuple[int, int]:
+        """The first moment, when the older ones have started, at which it fits beside those that
+        have not reached their limit, and the units that are left then.
         """
-        for at in sorted({step for step, _ in ends}):
+        moments = {max(step, earliest) for step, _ in ends}
+        for at in sorted(moments):
             left = self.cache.pool.units - sum(units for step, units in ends if step > at)
             if left >= entry.need + self.reserve:
                 return at, left - entry.need - self.reserve
-        return max(step for step, _ in ends), 0
+        return max(moments), 0
 
     def _most(self, sequence: Sequence) -> int:
         size, chunk = self.limits.block_size, self.limits.max_batch_tokens

@@ -22,10 +22,11 @@ from fairlead_runtime.scheduling.plan import (
 from fairlead_runtime.scheduling.policies import Fifo
 from fairlead_runtime.scheduling.reservations import RESERVATIONS, Claim, Hold, Reservations
 
-# One step passes over at most so many waiting sequences. Of those without a reservation it looks up
-# the prefixes of at most so many tokens, and always the first one's.
+# One step passes over at most so many waiting sequences. Of those with more than SHORT tokens it
+# looks up the prefixes of at most so many tokens, and of as many longer ones as have a reservation.
 PASSED_SEQUENCES = 256
 PASSED_TOKENS = 65_536
+SHORT = 512
 
 
 @dataclass(slots=True)
@@ -265,30 +266,31 @@ class _Draft:
         computing = {self.cache.next_block(s, s.computed) for s in state.running if _prefills(s)}
         blocked: set[int] = set()
         cached: dict[int, int] = {}
-        passed, tokens = 0, PASSED_TOKENS
+        passed, tokens, longer = 0, PASSED_TOKENS, RESERVATIONS
         for sequence in state.policy.candidates(blocked, cached):
             if self._ends_admission(passed):
                 return
             passed += 1
-            unseen = len(sequence.tokens) > tokens and tokens < PASSED_TOKENS
-            if unseen or self._waits_for_sibling(sequence):
+            length = len(sequence.tokens) if len(sequence.tokens) > SHORT else 0
+            if self._waits_for_sibling(sequence) or (length > tokens and not longer):
                 continue
             candidate = self._candidate(sequence)
             start = candidate.admission.start
-            if self._waits_for_block(candidate.admission, computing):
-                tokens -= len(sequence.tokens)
-            elif self._may_start(candidate):
-                self._start(candidate)
-                cached[sequence.id] = start
-                if candidate.admission.source is AdmissionSource.PREFIX:
-                    computing.add(self.cache.next_block(sequence, start))
-                passed -= 1
-            else:
+            if not self._waits_for_block(candidate.admission, computing):
+                if self._may_start(candidate):
+                    self._start(candidate)
+                    cached[sequence.id] = start
+                    if candidate.admission.source is AdmissionSource.PREFIX:
+                        computing.add(self.cache.next_block(sequence, start))
+                    passed -= 1
+                    continue
                 blocked.add(sequence.id)
                 if len(self.reserved) < RESERVATIONS:
                     self.reserved.add(sequence, self._claim(candidate), state.step)
-                else:
-                    tokens -= len(sequence.tokens)
+            if length <= tokens:
+                tokens -= length
+            else:
+                longer -= 1
 
     def _ends_admission(self, passed: int) -> bool:
         places = self.slots - (self.early if self.reserved else 0)

@@ -84,18 +84,23 @@ class Reservations:
         if not self._starts:
             self._holders = sorted(self._running())
         for claim in self._claims[len(self._starts) :]:
-            steps, spare = self._latest_start(claim.need)
+            earliest = self._starts[-1][0] if self._starts else 0
+            steps, spare = self._latest_start(claim.need, earliest)
             self._starts.append((steps, spare))
             insort(self._holders, (steps + claim.steps, claim.most))
         return self._starts
 
-    def _latest_start(self, need: int) -> tuple[int, int]:
-        """Every holder is taken to reach its limit, and to share no block."""
+    def _latest_start(self, need: int, earliest: int) -> tuple[int, int]:
+        """Every holder is taken to reach its limit and to share no block, and entries to start in
+        their order.
+        """
         room = self._units - need - sum(units for _, units in self._holders)
         last = len(self._holders) - 1
-        for at, (steps, units) in enumerate(self._holders):
+        steps = earliest
+        for at, (end, units) in enumerate(self._holders):
             room += units
+            steps = max(end, earliest)
             if room >= 0 and (at == last or self._holders[at + 1][0] > steps):
                 return steps, room
         # It fits only without the margin, when nothing else runs.
-        return self._holders[-1][0], 0
+        return steps, 0

@@ -351,7 +351,9 @@ def waits(s: Scheduler, arrivals: dict[int, Request], steps_to_run: int) -> dict
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("heads", [(55_000,), (66_000,), (100_000,), (70_000, 60_000, 66_000)])
+@pytest.mark.parametrize(
+    "heads", [(55_000,), (66_000,), (100_000,), (66_000, *(100_000,) * 6, *(54_000,) * 6)]
+)
 def test_behind_a_blocked_head_of_any_length_small_requests_start(
     policy: str, heads: tuple[int, ...]
 ) -> None:
