@@ -561,7 +561,9 @@ class Recount:
             if not self.tokens or self.slots <= (self.early if self.entries else 0):
                 break
             self._one(sequence)
-        if self.plan.blocked != tuple(entry.sequence for entry in self.entries):
+        entries = [entry.sequence for entry in self.entries]
+        blocked = list(self.plan.blocked)  # where no block is left, the first is enough
+        if blocked != entries[: len(blocked)] or bool(blocked) != bool(entries):
             raise RunError(f"step {self.plan.step}: others have a reservation")
         self._check_rest()
 
@@ -600,7 +602,7 @@ class Recount:
             self.holders.append(sequence)
             self.slots -= 1
             self.runs += 1
-        elif len(self.entries) < RESERVATIONS:
+        elif not self.entries or (sequence.preemptions and len(self.entries) < RESERVATIONS):
             self.entries.append(Entry(sequence, need, steps))
 
     def _expect(self, sequence: Sequence, *, starts: bool) -> None:

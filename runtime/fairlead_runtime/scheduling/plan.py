@@ -105,8 +105,8 @@ class Plan:
     rows: tuple[Row, ...]
     admitted: tuple[Admission, ...] = ()
     preempted: tuple[Preemption, ...] = ()
-    # the first waiting sequences that cannot start for want of blocks, in the policy's order; each
-    # one's reservation grows from its first step here
+    # those with reservations, in the policy's order: the first that cannot start for want of
+    # blocks, whose reservation grows from its first such step, and preempted ones
     blocked: tuple[Sequence, ...] = ()
 
 

@@ -285,7 +285,9 @@ class _Draft:
                     passed -= 1
                     continue
                 blocked.add(sequence.id)
-                if len(self.reserved) < RESERVATIONS:
+                if not self.reserved or (
+                    sequence.preemptions and len(self.reserved) < RESERVATIONS
+                ):
                     self.reserved.add(sequence, self._claim(candidate), state.step)
             if length <= tokens:
                 tokens -= length
@@ -294,7 +296,7 @@ class _Draft:
 
     def _ends_admission(self, passed: int) -> bool:
         places = self.slots - (self.early if self.reserved else 0)
-        full = len(self.reserved) == RESERVATIONS and self._room < len(self.cache.groups)
+        full = bool(self.reserved) and self._room < len(self.cache.groups)
         return not self.tokens or passed == PASSED_SEQUENCES or places <= 0 or full
 
     @property

@@ -11,7 +11,7 @@ from fairlead_runtime.request.sequence import Sequence
 
 # Steps after which the whole need of a blocked sequence is reserved.
 ACCRUAL_STEPS = 16
-# The waiting sequences with a reservation, at most: each costs a step a walk over all that run.
+# The sequences with a reservation, at most: each costs a step a walk over all that run.
 RESERVATIONS = 4
 
 Hold = tuple[int, int]  # steps after which a sequence has certainly ended, and its most units
@@ -26,9 +26,9 @@ class Claim(NamedTuple):
 
 
 class Reservations:
-    """One step's list, in the policy's order: the first sequences that cannot start for want of
-    blocks. ``units`` are those of the cache beyond the margin; ``holders`` lists what runs, with
-    what starts in this step.
+    """One step's list, in the policy's order: the first sequence that cannot start for want of
+    blocks, the head, and the preempted ones that cannot. ``units`` are those of the cache beyond
+    the margin; ``holders`` lists what runs, with what starts in this step.
     """
 
     def __init__(self, units: int, holders: Callable[[], list[Hold]]) -> None:
