@@ -301,10 +301,24 @@ BUGS = (
     ),
     Bug(
         "nobody gets a reservation",
-        "fairlead_runtime.scheduling.planner:_Draft.admit",
-        "if len(self.reserved) < RESERVATIONS:",
-        "if False:",
+        "fairlead_runtime.scheduling.planner:_Draft._reserve",
+        "if not entries or (",
+        "if False and (",
         3,
+    ),
+    Bug(
+        "a preempted sequence behind a head gets no reservation",
+        "fairlead_runtime.scheduling.planner:_Draft._reserve",
+        "(sequence.preemptions and entries < RESERVATIONS)",
+        "False",
+        10_000,
+    ),
+    Bug(
+        "every blocked sequence is a head",
+        "fairlead_runtime.scheduling.planner:_Draft._reserve",
+        "(sequence.preemptions and entries < RESERVATIONS)",
+        "entries < RESERVATIONS",
+        10_000,
     ),
     Bug(
         "a reservation never grows",

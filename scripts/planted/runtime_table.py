@@ -2954,20 +2954,6 @@ BUGS = (
         ("unit/scheduling/test_scheduler.py",),
     ),
     PackageBug(
-        "only the first reservation counts",
-        "fairlead_runtime.scheduling.planner:_Draft.admit",
-        "if len(self.reserved) < RESERVATIONS:",
-        "if not self.reserved:",
-        FAIRNESS_TESTS,
-    ),
-    PackageBug(
-        "a later reservation does not wait for an older one's end",
-        "fairlead_runtime.scheduling.reservations:Reservations._latest_starts",
-        "            insort(self._holders, (steps + claim.steps, claim.most))\n",
-        "",
-        FAIRNESS_TESTS,
-    ),
-    PackageBug(
         "a tenant pays for cached tokens",
         "fairlead_runtime.scheduling.policies:Fair.on_admission",
         "self._start_cost(sequence, sequence.computed)",

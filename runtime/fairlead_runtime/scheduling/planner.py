@@ -285,14 +285,17 @@ class _Draft:
                     passed -= 1
                     continue
                 blocked.add(sequence.id)
-                if not self.reserved or (
-                    sequence.preemptions and len(self.reserved) < RESERVATIONS
-                ):
-                    self.reserved.add(sequence, self._claim(candidate), state.step)
+                self._reserve(candidate)
             if length <= tokens:
                 tokens -= length
             else:
                 longer -= 1
+
+    def _reserve(self, candidate: _Candidate) -> None:
+        """Keep blocks for the head, the first that cannot start, and for preempted sequences."""
+        sequence, entries = candidate.admission.sequence, len(self.reserved)
+        if not entries or (sequence.preemptions and entries < RESERVATIONS):
+            self.reserved.add(sequence, self._claim(candidate), self.state.step)
 
     def _ends_admission(self, passed: int) -> bool:
         places = self.slots - (self.early if self.reserved else 0)
