@@ -71,31 +71,31 @@ BUGS = (
     Bug(
         "a shared block is freed with its first owner",
         "fairlead_runtime.cache.blocks:BlockPool.release",
-        "self.refs[unit] -= 1",
-        "self.refs[unit] = 0",
+        "refs[unit] -= 1",
+        "refs[unit] = 0",
     ),
     Bug(
         "a hit takes no reference",
         "fairlead_runtime.cache.blocks:BlockPool.share",
-        "        self.refs[unit] += 1",
-        "        pass",
+        "            refs[unit] += 1",
+        "            pass",
     ),
     Bug(
         "a hit leaves the block evictable",
         "fairlead_runtime.cache.blocks:BlockPool.share",
-        "            del self.cached[unit]\n        self.refs[unit] += 1\n",
-        "        self.refs[unit] += 1\n",
+        "                del cached[unit]\n            refs[unit] += 1\n",
+        "            refs[unit] += 1\n",
     ),
     Bug(
         "an evicted block can still be found",
         "fairlead_runtime.cache.blocks:BlockPool.forget",
-        "del self._index[content[0]][content[1].digest]",
+        "del self._index[self._group[unit]][digest]",
         "pass",
     ),
     Bug(
         "equal content overwrites the index",
         "fairlead_runtime.cache.blocks:BlockPool.register",
-        " and block.digest not in self._index[group]",
+        " and digest not in self._index[group]",
         "",
     ),
     Bug(
@@ -107,8 +107,8 @@ BUGS = (
     Bug(
         "the parent is left out of the hash",
         "fairlead_runtime.cache.prefix:extend_chain",
-        "sha256(parent + packed)",
-        "sha256(packed)",
+        "sha256(parent + packed[at",
+        "sha256(packed[at",
     ),
     Bug(
         "a window hit ends one block too early",
@@ -174,7 +174,7 @@ BUGS = (
     Bug(
         "a fork takes no references",
         "fairlead_runtime.cache.paged:PagedCache.fork",
-        "            for unit in table[first:full]:\n                self.pool.share(unit)",
+        "            self.pool.share(table[first:full])",
         "            pass",
     ),
     Bug(

@@ -1484,8 +1484,8 @@ BUGS = (
     PackageBug(
         "a mask that waits behind a late one fails too",
         "fairlead_runtime.grammar.guides:PendingMasks._wait",
-        "if future.cancelled() or future.cancel():",
-        "if False:",
+        "elif sequence.id not in behind:",
+        "else:",
         ("unit/grammar/test_guides.py",),
     ),
     PackageBug(
@@ -1936,7 +1936,7 @@ BUGS = (
     ),
     PackageBug(
         "who has ended may hold blocks for ever",
-        "fairlead_runtime.scheduling.invariants:_check_references",
+        "fairlead_runtime.scheduling.invariants:_check_sequences",
         "if not sequence.steps_in_flight or sequence.status not in FINAL:",
         "if False:",
         ("unit/scheduling/test_invariants.py",),
@@ -3080,8 +3080,8 @@ BUGS = (
     PackageBug(
         "a recording loses the kinds of failures",
         "fairlead_runtime.recording.record:RecordedScheduler.update",
-        "[i, *r.failure]",
-        "[i, r.failure.message]",
+        "[e.sequence.id, *e.failure]",
+        "[e.sequence.id, e.failure.message]",
         ("unit/scheduling/test_recording.py",),
     ),
     PackageBug(

@@ -199,6 +199,12 @@ class ScenarioRun:
                 )
                 if len(table) - table.count(NULL) != -(-done // size) - freed_blocks:
                     raise RunError(f"sequence {sequence.id} holds {table} after {done} tokens")
+        for sequence in self.scheduler.live():
+            tables = sequence.tables or sequence.host
+            if self.scheduler.state.cache.units_held(sequence) != sum(
+                len(table) - table.count(NULL) for table in tables
+            ):
+                raise RunError(f"sequence {sequence.id} holds other units than {tables}")
 
     def _abort(self, arrival: Arrival) -> None:
         for event in self.scheduler.abort(arrival.request.id, arrival.abort_choice):

@@ -4,13 +4,16 @@
     cached      has content with a hash, no reference   taken next, least recently used first
     referenced  in the tables of ``refs[unit]`` sequences
 
-Owns reference counts and the content index. Knows no sequence, position or tensor.
+Owns reference counts and the content index. Knows no sequence, position or tensor. Keeps nothing of
+a unit that the garbage collector would walk over: there may be a million.
 """
 
+import itertools
+from array import array
 from collections import OrderedDict
 from collections.abc import Iterable
-
-from fairlead_runtime.request.sequence import BlockHash
+from functools import partial
+from operator import is_not
 
 
 class PoolError(RuntimeError):
@@ -23,11 +26,15 @@ class BlockPool:
     def __init__(self, units: int, groups: int) -> None:
         self.units = units
         self.refs = [0] * units
-        self.content: list[tuple[int, BlockHash] | None] = [None] * units
+        self.content: list[bytes | None] = [None] * units  # the digest of what it has
+        # 1 where a unit was taken, shared, released or freed since the last check began
+        self.moved = bytearray(units)
+        self.version = 0  # of the index: equal versions find the same units
         self.free = list(range(units - 1, -1, -1))  # a stack: low ids first
         # least recently used first; removal is O(1)
         self.cached: OrderedDict[int, None] = OrderedDict()
         self._index: list[dict[bytes, int]] = [{} for _ in range(groups)]
+        self._group = array("H", bytes(2 * units))  # of the content
 
     @property
     def available(self) -> int:
@@ -43,48 +50,66 @@ class BlockPool:
             if not self.free:
                 self.forget(next(iter(self.cached)))
             unit = self.free.pop()
-            self.refs[unit] = 1
+            self.refs[unit] = self.moved[unit] = 1
             units.append(unit)
         return units
 
     def forget(self, unit: int) -> None:
         """Remove a unit's content from the index; an unreferenced unit becomes free."""
-        content = self.content[unit]
-        if content is not None:
-            del self._index[content[0]][content[1].digest]
+        digest = self.content[unit]
+        if digest is not None:
+            del self._index[self._group[unit]][digest]
             self.content[unit] = None
+            self.version += 1
         if unit in self.cached:
             del self.cached[unit]
             self.free.append(unit)
+            self.moved[unit] = 1
 
-    def share(self, unit: int) -> None:
-        """Add a reference to a unit that is referenced or cached."""
-        if self.refs[unit] == 0:
-            if unit not in self.cached:
-                raise PoolError(f"unit {unit} is free: it has no content to share")
-            del self.cached[unit]
-        self.refs[unit] += 1
+    def share(self, units: Iterable[int]) -> None:
+        """Add a reference to each unit; all are referenced or cached."""
+        refs, cached, moved = self.refs, self.cached, self.moved
+        for unit in units:
+            if not refs[unit]:
+                if unit not in cached:
+                    raise PoolError(f"unit {unit} is free: it has no content to share")
+                del cached[unit]
+            refs[unit] += 1
+            moved[unit] = 1
 
     def release(self, units: Iterable[int]) -> None:
         """Drop one reference to each. Pass tail blocks first, so that prefixes are evicted last."""
+        refs, content, moved = self.refs, self.content, self.moved
         for unit in units:
-            if self.refs[unit] < 1:
+            if refs[unit] < 1:
                 raise PoolError(f"unit {unit} was released twice")
-            self.refs[unit] -= 1
-            if self.refs[unit] == 0:
-                if self.content[unit] is None:
+            refs[unit] -= 1
+            moved[unit] = 1
+            if not refs[unit]:
+                if content[unit] is None:
                     self.free.append(unit)
                 else:
                     self.cached[unit] = None
 
-    def register(self, unit: int, group: int, block: BlockHash) -> None:
+    def register(self, unit: int, group: int, digest: bytes) -> None:
         """Add a unit's content to the index, unless another unit has equal content: tables are
         append-only, so both units stay.
         """
-        if self.content[unit] is None and block.digest not in self._index[group]:
-            self._index[group][block.digest] = unit
-            self.content[unit] = (group, block)
+        if self.content[unit] is None and digest not in self._index[group]:
+            self._index[group][digest] = unit
+            self.content[unit], self._group[unit] = digest, group
+            self.version += 1
 
     def find(self, group: int, digest: bytes) -> int | None:
         """The unit that holds this content, referenced or cached."""
         return self._index[group].get(digest)
+
+    def find_leading(self, group: int, digests: Iterable[bytes]) -> list[int]:
+        """The units that hold these contents, up to the first that none holds."""
+        units = map(self._index[group].get, digests)
+        return list(itertools.takewhile(partial(is_not, None), units))  # type: ignore[arg-type]
+
+    def is_indexed(self, unit: int) -> bool:
+        """Whether a unit with content is found by it."""
+        digest = self.content[unit]
+        return digest is not None and self.find(self._group[unit], digest) == unit

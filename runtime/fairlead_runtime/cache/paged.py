@@ -8,24 +8,28 @@ Owns every change to tables, to the pool and to host units. Counting methods cha
 others raise when the pool lacks what a plan counted on. Does not decide which sequences run.
 """
 
+import itertools
 from collections import abc
 from collections.abc import Iterable
 from typing import NamedTuple
 
 from fairlead_runtime.cache.blocks import BlockPool, PoolError
 from fairlead_runtime.cache.offload import HostPool
-from fairlead_runtime.cache.prefix import extend_chain, link, longest_hit, root
-from fairlead_runtime.request.sequence import BlockHash, Sequence
+from fairlead_runtime.cache.prefix import extend_chain, longest_hit, root
+from fairlead_runtime.request.sequence import Request, Sequence
 from fairlead_runtime.sizing.groups import NULL, LayerGroup
 
 Pairs = list[tuple[int, int]]
 
 
 class Hit(NamedTuple):
-    """A cached prefix of ``tokens`` tokens, with one table per group."""
+    """A cached prefix of ``tokens`` tokens, with one table per group. It counts as long as the
+    pool has this ``version``.
+    """
 
     tokens: int
     tables: list[list[int]]
+    version: int
 
 
 class PagedCache:
@@ -82,7 +86,10 @@ class PagedCache:
 
     def units_held(self, sequence: Sequence) -> int:
         """Units in the sequence's tables, on the device or in host memory."""
-        return sum(len(t) - t.count(NULL) for t in (sequence.host or sequence.tables))
+        return sum(
+            len(table) - group.first_block(sequence.computed, self.block_size)
+            for group, table in zip(self.groups, sequence.host or sequence.tables, strict=False)
+        )
 
     def units_freed(self, sequence: Sequence, dropped: dict[int, int]) -> int:
         """Units that become available when the sequence is released. ``dropped`` counts, by unit,
@@ -99,14 +106,14 @@ class PagedCache:
         for a sequence that must compute its prompt's logits.
         """
         if not self.sharing or sequence.scores_prompt:
-            return Hit(0, [[] for _ in self.groups])
+            return Hit(0, [[] for _ in self.groups], self.pool.version)
         # Extending the hash chain here does not change a decision: the hashes of tokens never
         # change. The last token is left out: its keys are written only when the next is predicted.
         until = len(sequence.tokens) - 1
         self._extend_hashes(sequence, until)
         hashes = sequence.hashes[: until // self.block_size]
         tables = longest_hit(self.pool, self.groups, self.block_size, hashes)
-        return Hit(len(tables[0]) * self.block_size, tables)
+        return Hit(len(tables[0]) * self.block_size, tables, self.pool.version)
 
     def next_block(self, sequence: Sequence, start: int, *, keep: int = 0) -> bytes | None:
         """The hash of the block that holds token ``start``. None when the sequence, without its
@@ -132,13 +139,22 @@ class PagedCache:
             for group, table in zip(self.groups, sibling.tables, strict=True)
         )
 
+    def prompt_hashes(self, request: Request) -> list[bytes]:
+        """The digests of the prompt's full blocks; none when blocks are not shared. Reads what
+        never changes: any thread may call it.
+        """
+        hashes: list[bytes] = []
+        if self.sharing:
+            start = root(self.identity, request.salt)
+            extend_chain(hashes, request.prompt, start, self.block_size, len(request.prompt))
+        return hashes
+
     # -- changing
 
     def adopt(self, sequence: Sequence, hit: Hit) -> None:
         """Start with a cached prefix: add a reference to each of its units."""
-        for unit in _units_of(hit.tables):
-            self.pool.share(unit)
-        sequence.tables = hit.tables
+        self.pool.share(_units_of(hit.tables))
+        sequence.tables = [table[:] for table in hit.tables]
         sequence.computed = hit.tokens
         sequence.registered = hit.tokens // self.block_size
 
@@ -153,8 +169,7 @@ class PagedCache:
         for group, table in zip(self.groups, sibling.tables, strict=True):
             first = group.first_block(tokens, self.block_size)
             sequence.tables.append([NULL] * first + table[first:full])
-            for unit in table[first:full]:
-                self.pool.share(unit)
+            self.pool.share(table[first:full])
         sequence.computed = tokens
         sequence.registered = full
         if len(sequence.hashes) < full:
@@ -206,11 +221,12 @@ class PagedCache:
         full = computed // self.block_size
         if self.sharing and sequence.registered < full:
             self._extend_hashes(sequence, computed)
-            for i in range(sequence.registered, full):
-                block = self._block(sequence, i)
-                for index, table in enumerate(sequence.tables):
-                    if table[i] != NULL:
-                        self.pool.register(table[i], index, block)
+            digests = sequence.hashes[sequence.registered : full]
+            for index, table in enumerate(sequence.tables):
+                units = table[sequence.registered : full]
+                for unit, digest in zip(units, digests, strict=True):
+                    if unit != NULL:
+                        self.pool.register(unit, index, digest)
             sequence.registered = full
         for group in self._windowed:
             table = sequence.tables[group.index]
@@ -238,18 +254,14 @@ class PagedCache:
     def _release_tables(self, sequence: Sequence) -> None:
         # Release tails first, over all groups together: the pool evicts in this order, so prefixes
         # stay longest.
-        for entries in zip(*(reversed(table) for table in sequence.tables), strict=True):
-            self.pool.release(unit for unit in entries if unit != NULL)
+        tails = zip(*(reversed(table) for table in sequence.tables), strict=True)
+        units = itertools.chain.from_iterable(tails)
+        self.pool.release([unit for unit in units if unit != NULL])
 
     def _extend_hashes(self, sequence: Sequence, until: int) -> None:
         if len(sequence.hashes) < until // self.block_size:
             start = root(self.identity, sequence.request.salt)
             extend_chain(sequence.hashes, sequence.tokens, start, self.block_size, until)
-
-    def _block(self, sequence: Sequence, index: int) -> BlockHash:
-        start = root(self.identity, sequence.request.salt)
-        parent, packed = link(sequence.hashes, sequence.tokens, start, self.block_size, index)
-        return BlockHash(sequence.hashes[index], parent, packed)
 
 
 def _units_of(tables: Iterable[list[int]]) -> Iterable[int]:

@@ -23,23 +23,20 @@ def root(identity: bytes, salt: bytes) -> bytes:
 def extend_chain(
     hashes: list[bytes], tokens: Sequence[int], start: bytes, block_size: int, until: int
 ) -> None:
-    """Append the missing digests of the full blocks of ``tokens[:until]``. A sequence keeps digests
-    only, since they may be those of a million tokens; the rest of a BlockHash follows from them.
-    """
-    for index in range(len(hashes), until // block_size):
-        parent, packed = link(hashes, tokens, start, block_size, index)
-        hashes.append(hashlib.sha256(parent + packed).digest())
+    """Append the missing digests of the full blocks of ``tokens[:until]``."""
+    parent, size = hashes[-1] if hashes else start, 8 * block_size
+    packed = pack(tokens[len(hashes) * block_size : until // block_size * block_size])
+    for at in range(0, len(packed), size):
+        parent = hashlib.sha256(parent + packed[at : at + size]).digest()
+        hashes.append(parent)
 
 
-def link(
-    hashes: Sequence[bytes], tokens: Sequence[int], start: bytes, block_size: int, index: int
-) -> tuple[bytes, bytes]:
-    """The bytes that the digest of block ``index`` covers: its parent, and its tokens in 8 bytes
-    each.
-    """
-    at = index * block_size
-    packed = array("q", tokens[at : at + block_size]).tobytes()
-    return hashes[index - 1] if index else start, packed
+def pack(tokens: Sequence[int]) -> bytes:
+    """Token ids, which are below 2**31, in 8 bytes each."""
+    # A loop over a million ids would take 30 ms.
+    packed = bytearray(8 * len(tokens))
+    memoryview(packed).cast("i")[::2] = memoryview(array("i", tokens))
+    return bytes(packed)
 
 
 def longest_hit(
@@ -61,8 +58,7 @@ def longest_hit(
     tables: list[list[int]] = []
     for group in groups:
         first = group.first_block(length * block_size, block_size)
-        units = [pool.find(group.index, digest) for digest in hashes[first:length]]
-        tables.append([NULL] * first + [unit for unit in units if unit is not None])
+        tables.append([NULL] * first + pool.find_leading(group.index, hashes[first:length]))
     return tables
 
 
@@ -71,10 +67,7 @@ def _longest_group_hit(
 ) -> int:
     """The longest hit of one group that is no longer than ``length`` blocks."""
     if group.window is None:
-        for i in range(length):
-            if pool.find(group.index, hashes[i]) is None:
-                return i
-        return length
+        return len(pool.find_leading(group.index, hashes[:length]))
     end = at = length  # blocks at..end-1 are cached
     while end and at > group.first_block(end * block_size, block_size):
         at -= 1

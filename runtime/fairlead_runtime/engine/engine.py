@@ -103,7 +103,7 @@ class Engine:
 
     def submit(self, request: Request, *, bounded: bool = True) -> None:
         """Queue a request. Raises QueueFull or EngineDead. Canaries pass ``bounded`` False."""
-        self._inbox.add(request, bounded=bounded)
+        self._inbox.add(request, self._scheduler.prompt_hashes, bounded=bounded)
 
     def abort(
         self, request_id: str, choice: int | None = None, error: ServiceError | None = None
@@ -197,8 +197,8 @@ class Engine:
     def _drain_inbox(self) -> None:
         while (message := self._inbox.take()) is not None:
             match message:
-                case Add(request, arrived, bounded):
-                    self._add(request, arrived, has_timeout=bounded)
+                case Add():
+                    self._add(message)
                 case Abort():
                     self._abort(message)
                 case Prepared(request, outcome):
@@ -206,11 +206,12 @@ class Engine:
                 case Inspect(look, answer):
                     self._contain(answer, self._contain(look))
 
-    def _add(self, request: Request, arrived: float, *, has_timeout: bool) -> None:
-        self._live[request.id] = LiveRequest(request, arrived, set(range(request.params.n)))
-        self._contain(self._observer.arrived, request, arrived)
-        if has_timeout:  # a canary has none: its sender limits how long it waits
-            self._waiting_since[request.id] = arrived
+    def _add(self, add: Add) -> None:
+        request, choices = add.request, set(range(add.request.params.n))
+        self._live[request.id] = LiveRequest(request, add.arrived, choices, add.hashes)
+        self._contain(self._observer.arrived, request, add.arrived)
+        if add.bounded:  # a canary has no timeout: its sender limits how long it waits
+            self._waiting_since[request.id] = add.arrived
             self._waiting_tokens += len(request.prompt)
         outputs = request.params.guided
         if outputs is None:
@@ -237,8 +238,10 @@ class Engine:
             sequence.guide = outcome.fork()
 
     def _schedule(self, request: Request) -> None:
+        live = self._live[request.id]
+        hashes, live.hashes = live.hashes, []
         try:
-            self._live[request.id].sequences = self._scheduler.add(request)
+            live.sequences = self._scheduler.add(request, hashes)
         except RequestError as error:
             self._end_request(request.id, FinishReason.ERROR, Failure(str(error)))
 

@@ -63,6 +63,7 @@ class Guide(Protocol):
 class Add:
     request: Request
     arrived: float  # seconds on the engine's clock
+    hashes: list[bytes]  # of its prompt's blocks
     bounded: bool = True  # counts towards max_queue; a canary does not
 
 
@@ -128,16 +129,29 @@ class Inbox:
 
     # -- any thread
 
-    def add(self, request: Request, *, bounded: bool) -> None:
-        """Raises QueueFull or, once closed, EngineDead. Canaries pass ``bounded`` False."""
+    def add(
+        self, request: Request, hash_prompt: Callable[[Request], list[bytes]], *, bounded: bool
+    ) -> None:
+        """Raises QueueFull or, once closed, EngineDead. Canaries pass ``bounded`` False.
+
+        The prompt of a request that may wait is hashed here: a long one would stall the engine's
+        thread.
+        """
         with self._wake:
-            if self._closed:
-                raise EngineDead(self._closed)
+            self._check_open()
             if bounded and (message := self._refusal(len(request.prompt))):
                 raise QueueFull(message, self.retry_after())
             self._arriving += bounded
             self._arriving_tokens += len(request.prompt) if bounded else 0
-            self.post(Add(request, self._now(), bounded))
+            arrived = self._now()
+        hashes = hash_prompt(request)
+        with self._wake:
+            self._check_open()
+            self.post(Add(request, arrived, hashes, bounded))
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineDead(self._closed)
 
     def post(self, message: Message) -> None:
         with self._wake:

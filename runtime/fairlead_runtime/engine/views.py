@@ -4,14 +4,13 @@ Reads sequences between two steps, in the engine thread; shows no prompt and no 
 """
 
 from collections import abc
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from fairlead_runtime.outputs import RequestView
 from fairlead_runtime.request.sequence import FINAL, Request, Sequence, Status
 from fairlead_runtime.scheduling.admission import most_needed, room
 from fairlead_runtime.scheduling.planner import State
-from fairlead_runtime.sizing.groups import NULL
 
 
 @dataclass(slots=True)
@@ -21,6 +20,7 @@ class LiveRequest:
     request: Request
     arrived: float  # seconds on the engine's clock
     open: set[int]  # choices without a finish reason
+    hashes: list[bytes] = field(default_factory=list)  # of its prompt's blocks, until it is queued
     sequences: tuple[Sequence, ...] = ()
     cached: int = 0  # prompt tokens that its first step found in the prefix cache
     started: float = 0.0  # when its first step began, on the engine's clock
@@ -52,9 +52,7 @@ def _view(live: LiveRequest, queue: _Queue, now: float) -> RequestView:
         prompt_tokens=len(request.prompt),
         generated_tokens=tuple(sequence.generated for sequence in sequences),
         max_tokens=request.max_tokens,
-        blocks=sum(
-            unit != NULL for sequence in sequences for table in sequence.tables for unit in table
-        ),
+        blocks=sum(queue.state.cache.units_held(s) for s in sequences if s.tables),
         preemptions=sum(sequence.preemptions for sequence in sequences),
         waits_for=_reason(sequences, queue),
         computed_tokens=max((sequence.computed for sequence in sequences), default=0),

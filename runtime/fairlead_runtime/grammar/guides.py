@@ -10,7 +10,7 @@ only what a ``checker`` has accepted.
 import copy
 import logging
 import threading
-from collections import OrderedDict, abc
+from collections import OrderedDict, abc, deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import TracebackType
@@ -144,6 +144,41 @@ class Masks(NamedTuple):
 NO_MASKS = Masks({}, {})
 
 
+class _Round:
+    """Masks made by all threads, each of which takes the next sequence when it has made one: a
+    sequence costs no task of its own.
+    """
+
+    def __init__(self, guides: "Guides", sequences: abc.Sequence[Sequence]) -> None:
+        self._rest = deque(sequences)
+        self._made: dict[int, Array | GrammarError] = {}
+        self._tasks = guides.start(self._make, len(sequences))
+
+    def _make(self) -> None:
+        """One thread's part."""
+        while (sequence := self._next()) is not None:
+            try:
+                self._made[sequence.id] = sequence.guide.mask(sequence)
+            except GrammarError as error:
+                self._made[sequence.id] = error
+
+    def _next(self) -> Sequence | None:
+        try:
+            return self._rest.popleft()
+        except IndexError:
+            return None
+
+    def wait(self) -> tuple[Mapping[int, Array | GrammarError], abc.Sequence[Sequence]]:
+        """What is made after at most MASK_SECONDS, by sequence id, and the sequences that no thread
+        has begun by then.
+        """
+        done, late = wait(self._tasks, timeout=MASK_SECONDS)
+        for task in done:
+            task.result()  # raises what is no fault of a grammar
+        rest = list(iter(self._next, None)) if late else []
+        return self._made.copy(), rest
+
+
 class PendingMasks:
     """Masks that are being made. As a context it ends when no thread works on them any more, or
     they were given up.
@@ -152,7 +187,7 @@ class PendingMasks:
     def __init__(self, guides: "Guides", sequences: abc.Sequence[Sequence]) -> None:
         self._guides = guides
         self._sequences = sequences
-        self._futures = {s.id: guides.start(s) for s in sequences}
+        self._round = _Round(guides, sequences)
         self._masks: Masks | None = None
 
     def result(self) -> Masks:
@@ -164,29 +199,22 @@ class PendingMasks:
     def _wait(self) -> Masks:
         words: dict[int, Array] = {}
         failed: dict[int, Failure] = {}
-        futures = self._futures
-        while futures:
-            done, late = wait(futures.values(), timeout=MASK_SECONDS)
+        sequences = self._sequences
+        while sequences:
+            made, rest = self._round.wait()
+            behind = {sequence.id for sequence in rest}
+            late = {sequence.id for sequence in sequences} - made.keys() - behind
+            for sequence in sequences:
+                outcome = made.get(sequence.id)
+                if isinstance(outcome, np.ndarray):
+                    words[sequence.id] = outcome
+                elif sequence.id not in behind:
+                    failed[sequence.id] = _failure(sequence, outcome)
             if late:
                 self._guides.replace_threads()
-            again: dict[int, Future[Array]] = {}
-            for sequence in self._sequences:
-                future = futures.get(sequence.id)
-                if future is None:
-                    continue
-                if future.cancelled() or future.cancel():
-                    # It waited behind the one that is late.
-                    again[sequence.id] = self._guides.start(sequence)
-                elif future in done:
-                    try:
-                        words[sequence.id] = future.result()
-                    except GrammarError as error:
-                        log.warning("no mask of a grammar: %s", error, extra=_named(sequence))
-                        failed[sequence.id] = Failure(TOO_COMPLEX, FailureKind.GRAMMAR)
-                else:
-                    log.warning("the mask of a grammar is late", extra=_named(sequence))
-                    failed[sequence.id] = Failure(TOO_COMPLEX, FailureKind.GRAMMAR)
-            futures = again
+            if rest:
+                self._round = _Round(self._guides, rest)
+            sequences = rest
         return Masks(words, failed)
 
     def __enter__(self) -> Self:
@@ -199,6 +227,15 @@ class PendingMasks:
         trace: TracebackType | None,
     ) -> None:
         self.result()
+
+
+def _failure(sequence: Sequence, error: GrammarError | None) -> Failure:
+    """The failure of a sequence of which there is no mask; without an error it is late."""
+    if error is None:
+        log.warning("the mask of a grammar is late", extra=_named(sequence))
+    else:
+        log.warning("no mask of a grammar: %s", error, extra=_named(sequence))
+    return Failure(TOO_COMPLEX, FailureKind.GRAMMAR)
 
 
 def _named(sequence: Sequence) -> dict[str, str]:
@@ -272,8 +309,9 @@ class Guides:
         """Start the masks of sequences that have a guide."""
         return PendingMasks(self, sequences)
 
-    def start(self, sequence: Sequence) -> "Future[Array]":
-        return self._fillers.submit(sequence.guide.mask, sequence)
+    def start(self, fill_masks: Callable[[], None], rows: int) -> "list[Future[None]]":
+        """Call the function in every thread that fills masks, in no more than there are rows."""
+        return [self._fillers.submit(fill_masks) for _ in range(min(self._threads, rows))]
 
     def replace_threads(self) -> None:
         """Leave the threads that fill masks to what they do, and go on with others."""

@@ -1,15 +1,19 @@
 """The file of a run: requests, plans and sampled tokens, one JSON object per line.
 
-    {"fairlead_record": 1, "limits": …, "groups": …, "identity": …}     the first line
+    {"fairlead_record": 2, "limits": …, "groups": …, "identity": …}     the first line
     {"add": request, "sequences": ids}
     {"abort": [request id, choice]}
-    {"fail": [sequence id, message, kind]}                              the kind may be absent
-    {"plan": canonical plan, "held": units by row, "free": n, "cached": n, "waiting": ids,
-     "t": seconds}
+    {"fail": [sequence id, message, kind]}
+    {"plan": canonical plan, "free": n, "cached": n, "t": seconds}
     {"launch": step}                     the device has it; its update may come after the next plan
     {"recall": step}                     what was launched before this step is computed again
-    {"update": step, "ran": ids, "tokens": [[sequence id, token]],
-     "errors": [[id, message, kind]], "ended": ids, "t": seconds}
+    {"update": step, "tokens": tokens, "left_out": ids, "errors": [[id, message, kind]],
+     "ended": ids, "t": seconds}
+
+``tokens`` are those of the plan's rows that sample, in order, without the rows that were left out,
+failed, or were of sequences that had ended. The three lists behind them are absent where empty. Who
+waits and which units a row holds follow from the lines before: a step writes what it changes, not
+the queue.
 
 Owns the format, its writer and its reader. A write error stops the recording, never the run.
 """
@@ -24,11 +28,20 @@ from pathlib import Path
 from typing import Any
 
 from fairlead_runtime.request.sequence import Failure, Request, SamplingParams, Sequence
-from fairlead_runtime.scheduling.plan import Event, Finished, Limits, Plan, Result, Work
+from fairlead_runtime.scheduling.plan import (
+    Event,
+    Finished,
+    Limits,
+    Plan,
+    Result,
+    Row,
+    Token,
+    Work,
+)
 from fairlead_runtime.scheduling.scheduler import Scheduler
 from fairlead_runtime.sizing.groups import LayerGroup
 
-VERSION = 1
+VERSION = 2
 log = logging.getLogger(__name__)
 
 Line = dict[str, Any]
@@ -45,10 +58,12 @@ def encode(value: object) -> str:
 
 def canonical(plan: Plan) -> str:
     """The canonical JSON of a plan. Equal plans of equal runs give equal bytes."""
-    return encode(
+    # As texts the rows, of which a step has many, take half the time.
+    rows = ",".join(
+        [f"[{s.id},{start},{count},{samples:d}]" for s, start, count, samples in plan.rows]
+    )
+    changes = encode(
         {
-            "step": plan.step,
-            "rows": [[r.sequence.id, r.start, r.count, int(r.samples)] for r in plan.rows],
             "admitted": [
                 [a.sequence.id, a.source.value, a.start, a.sibling.id if a.sibling else None]
                 for a in plan.admitted
@@ -56,6 +71,7 @@ def canonical(plan: Plan) -> str:
             "preempted": [[p.sequence.id, int(p.offload)] for p in plan.preempted],
         }
     )
+    return f'{{"step":{plan.step},"rows":[{rows}],{changes[1:]}'
 
 
 class RecordedScheduler(Scheduler):
@@ -77,6 +93,7 @@ class RecordedScheduler(Scheduler):
     ) -> None:
         super().__init__(limits, groups, identity)
         self._clock = clock
+        self._planned: dict[int, tuple[Row, ...]] = {}  # of the steps without an update
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         # Line buffering: the file of a killed process has every step except the one it was in.
         self._file: Any = os.fdopen(descriptor, "w", buffering=1, encoding="ascii")
@@ -84,8 +101,8 @@ class RecordedScheduler(Scheduler):
         header = {"fairlead_record": VERSION, "limits": dataclasses.asdict(limits), "groups": shape}
         self._write(encode(header | {"identity": identity.hex()}))
 
-    def add(self, request: Request) -> tuple[Sequence, ...]:
-        sequences = super().add(request)
+    def add(self, request: Request, hashes: list[bytes] | None = None) -> tuple[Sequence, ...]:
+        sequences = super().add(request, hashes)
         self._write(encode({"add": _request_line(request), "sequences": [s.id for s in sequences]}))
         return sequences
 
@@ -103,13 +120,9 @@ class RecordedScheduler(Scheduler):
 
     def commit(self, plan: Plan) -> Work:
         work = super().commit(plan)
-        cache = self.state.cache
-        state = {
-            "held": [cache.units_held(row.sequence) for row in plan.rows],
-            "free": len(cache.pool.free),
-            "cached": len(cache.pool.cached),
-            "waiting": [s.id for s in self.waiting],
-        }
+        self._planned[plan.step] = plan.rows
+        pool = self.state.cache.pool
+        state = {"free": len(pool.free), "cached": len(pool.cached)}
         self._write(f'{{"plan":{canonical(plan)},{encode(state | self._time())[1:]}')
         return work
 
@@ -123,16 +136,21 @@ class RecordedScheduler(Scheduler):
 
     def update(self, work: Work, results: Mapping[int, Result]) -> list[Event]:
         ran = [row.sequence.id for row in work.rows if row.sequence.tables]
-        living = {row.sequence.id for row in work.living().rows}
         events = super().update(work, results)
-        sampled = {row.sequence.id for row in work.rows if row.samples}
-        answers = [(i, results[i]) for i in ran if i in results and i in living]
-        line: Line = {"update": work.step, "ran": ran}
-        line["tokens"] = [[i, r.token] for i, r in answers if i in sampled and r.failure is None]
-        line["errors"] = [[i, *r.failure] for i, r in answers if r.failure is not None]
-        line["ended"] = [
-            e.sequence.id for e in events if isinstance(e, Finished) or e.finish is not None
-        ]
+        planned = self._planned.pop(work.step, ())
+        changes = {
+            "left_out": []
+            if len(ran) == len(planned)
+            else sorted({row.sequence.id for row in planned} - {*ran}),
+            "errors": [
+                [e.sequence.id, *e.failure] for e in events if isinstance(e, Finished) and e.failure
+            ],
+            "ended": [
+                e.sequence.id for e in events if isinstance(e, Finished) or e.finish is not None
+            ],
+        }
+        line: Line = {"update": work.step, "tokens": [e.token for e in events if type(e) is Token]}
+        line |= {name: ids for name, ids in changes.items() if ids}
         self._write(encode(line | self._time()))
         return events
 
@@ -168,7 +186,8 @@ class Recording:
         version = header.get("fairlead_record") if isinstance(header, dict) else None
         if version != VERSION:
             raise RecordError(
-                f"{path}: its first line has format {version}; this version reads format {VERSION}"
+                f"{path}: its first line has format {version}; this version reads format "
+                f"{VERSION}: read it with the version of Fairlead that wrote it"
             )
         try:
             self.limits = Limits(**header["limits"])

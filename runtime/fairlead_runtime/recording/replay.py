@@ -74,15 +74,19 @@ def _apply(scheduler: Scheduler, line: Line, works: dict[int, Work]) -> None:
     elif "recall" in line:
         scheduler.recall()
     elif "update" in line:
-        work = works.pop(line["update"], Work(0))
-        ran = set(line["ran"])
-        results = {i: Result(token) for i, token in line["tokens"]}
-        results |= {i: Result(0, failure=_failure(*failure)) for i, *failure in line["errors"]}
-        scheduler.update(work.subset(row for row in work.rows if row.sequence.id in ran), results)
+        work, left_out = works.pop(line["update"]), set(line.get("left_out", ()))
+        work = work.subset(row for row in work.rows if row.sequence.id not in left_out)
+        failed = {i: _failure(*failure) for i, *failure in line.get("errors", ())}
+        scheduler.update(work, _results(work, line["tokens"], failed))
     else:
         raise RecordError(f"unknown kind of line, with the keys {sorted(line)}")
 
 
-def _failure(message: str, kind: str = FailureKind.INTERNAL) -> Failure:
-    """The failure of a line; earlier versions wrote no kind."""
+def _results(work: Work, tokens: list[int], failed: dict[int, Failure]) -> dict[int, Result]:
+    rows = [row for row in work.living().rows if row.samples and row.sequence.id not in failed]
+    results = {row.sequence.id: Result(token) for row, token in zip(rows, tokens, strict=True)}
+    return results | {i: Result(0, failure=failure) for i, failure in failed.items()}
+
+
+def _failure(message: str, kind: str) -> Failure:
     return Failure(message, FailureKind(kind))

@@ -1,7 +1,7 @@
 """Show a recording step by step, as text or as trace events for Perfetto and chrome://tracing.
 
-Owns the two renderings. Only reads the file and never runs a scheduler, so it also shows runs of
-other versions.
+Owns the two renderings, and what a line leaves to the lines before it: who waits, and which units a
+row holds. Only reads the file and never runs a scheduler, so it also shows runs of other versions.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from fairlead_runtime.recording.record import Line, RecordError, Recording
 from fairlead_runtime.recording.words import Words
+from fairlead_runtime.sizing.arithmetic import ceil_div
 
 STEP_SECONDS = 1e-3  # length of a step when the recording has no times
 PROCESS = 1
@@ -25,7 +26,10 @@ class _TracedSequence:
     limit: int
     tokens: int
     ids: list[int]  # prompt and generated
+    place: tuple[int, int]  # in the queue
     slot: int | None = None  # while it runs: the lowest slot that was free at its start
+    waits: bool = True
+    computed: int = 0
 
 
 class RowView(NamedTuple):
@@ -63,7 +67,7 @@ class StepView:
     step: int
     rows: list[RowView]
     preempted: list[tuple[str, int, bool]]  # name, slot, to host memory
-    waiting: list[str]
+    waiting: list[str]  # in order of arrival; under `priority` lower numbers first
     free: int
     cached: int
     # requests that arrived or ended since the previous step
@@ -76,7 +80,7 @@ class StepView:
 
 def steps(recording: Recording) -> Iterator[StepView]:
     """The steps of the recording. Raises RecordError when a line does not fit the run."""
-    reader = _TraceReader()
+    reader = _TraceReader(recording)
     try:
         for line in recording.lines():
             view = reader.take(line)
@@ -88,12 +92,14 @@ def steps(recording: Recording) -> Iterator[StepView]:
 
 
 class _TraceReader:
-    def __init__(self) -> None:
+    def __init__(self, recording: Recording) -> None:
+        self.limits, self.groups = recording.limits, recording.groups
         self.sequences: dict[int, _TracedSequence] = {}
         self.slots: list[int | None] = []  # sequence id by slot
         self.notes: list[str] = []
         self.short_names: dict[str, str] = {}  # by long request id
         self.views: dict[int, StepView] = {}  # committed steps before their updates
+        self.planned: dict[int, list[list[int]]] = {}  # the rows of these
         self.launched: set[int] = set()  # those of them that the device has
         self.leaving: list[int] = []  # whose last token the newest step samples
         self.step = 0
@@ -106,13 +112,16 @@ class _TraceReader:
         elif "abort" in line:
             full, choice = line["abort"]
             name = self.short_names.get(full, full)
-            self._remove(name if choice is None else f"{name}/{choice}", "aborted")
+            label = f"{name}/{choice}"  # of one of several choices
+            labels = {sequence.name for sequence in self.sequences.values()}
+            self._remove(label if label in labels else name, "aborted")
         elif "fail" in line:
             self._remove(self.sequences[line["fail"][0]].name, f"failed: {line['fail'][1]}")
         elif "plan" in line:
             lost = [step for step in self.views if step not in self.launched]
             unfinished = self.views.pop(lost[0]) if lost else None
             view = self._plan(line)
+            self.planned[view.step] = line["plan"]["rows"]
             self.views[view.step] = view
             return unfinished  # a step without an update
         elif "launch" in line:
@@ -130,10 +139,12 @@ class _TraceReader:
         if len(full) > LONGEST_NAME:
             name = f"#{len(self.short_names)}"
             self.short_names[full] = name
+        urgent = self.limits.policy == "priority"
         for choice, i in enumerate(line["sequences"]):
             label = name if n == 1 else f"{name}/{choice}"
+            place = (request["priority"] if urgent else 0, i)
             self.sequences[i] = _TracedSequence(
-                label, prompt, prompt + request["max_tokens"], prompt, list(ids)
+                label, prompt, prompt + request["max_tokens"], prompt, list(ids), place
             )
         full_name = f" = {full}" if name != full else ""
         self.notes.append(
@@ -152,6 +163,7 @@ class _TraceReader:
         self.step = plan["step"]
         preempted = []
         for i, offload in plan["preempted"]:
+            self.sequences[i].waits = True
             preempted.append((self.sequences[i].name, self._free_slot(i), bool(offload)))
         for i in self.leaving:  # who starts may take their places
             if i in self.sequences:
@@ -159,18 +171,15 @@ class _TraceReader:
         how: dict[int, str] = {}
         for i, source, start, sibling in plan["admitted"]:
             self._take_slot(i)
+            self.sequences[i].waits, self.sequences[i].computed = False, start
             fork = f"fork of {self.sequences[sibling].name}" if source == "fork" else ""
             how[i] = fork or (
                 "restored" if source == "restore" else f"prefix {start}" if start else "starts"
             )
-        rows = [
-            self._row(row, units, how.get(row[0], ""))
-            for row, units in zip(plan["rows"], line["held"], strict=True)
-        ]
-        waiting = [self.sequences[i].name for i in line["waiting"]]
-        view = StepView(
-            self.step, rows, preempted, waiting, line["free"], line["cached"], self.notes
-        )
+        rows = [self._row(row, how.get(row[0], "")) for row in plan["rows"]]
+        waiting = sorted((s for s in self.sequences.values() if s.waits), key=lambda s: s.place)
+        names = [sequence.name for sequence in waiting]
+        view = StepView(self.step, rows, preempted, names, line["free"], line["cached"], self.notes)
         self.leaving = [
             i
             for i, start, count, samples in plan["rows"]
@@ -181,10 +190,13 @@ class _TraceReader:
         self.notes = []
         return view
 
-    def _row(self, planned: list[int], units: int, how: str) -> RowView:
+    def _row(self, planned: list[int], how: str) -> RowView:
         i, start, count, samples = planned
         sequence = self.sequences[i]
         decode = count == 1 and start >= sequence.prompt
+        size = self.limits.block_size
+        first_blocks = (group.first_block(sequence.computed, size) for group in self.groups)
+        units = sum(ceil_div(start + count, size) - first for first in first_blocks)
         slot = -1 if sequence.slot is None else sequence.slot
         return RowView(
             sequence.name,
@@ -205,12 +217,18 @@ class _TraceReader:
         # The device computes one step after another.
         view.begin = max(view.begin, min(self.ended, view.end))
         self.ended = view.end
-        for i, message, *_ in line["errors"]:
+        failed = {i: message for i, message, _ in line.get("errors", ())}
+        for i, message in failed.items():
             view.errors.append(f"{self.sequences[i].name}: {message}")
-        for i, token in line["tokens"]:
-            self.sequences[i].tokens += 1
-            self.sequences[i].ids.append(token)
-        for i in line["ended"]:
+        seen = self.sequences.keys() - failed.keys() - {*line.get("left_out", ())}
+        rows = [row for row in self.planned.pop(view.step) if row[0] in seen]
+        for i, start, count, _ in rows:
+            self.sequences[i].computed = start + count
+        sampled = [self.sequences[i] for i, _, _, samples in rows if samples]
+        for sequence, token in zip(sampled, line["tokens"], strict=True):
+            sequence.tokens += 1
+            sequence.ids.append(token)
+        for i in line.get("ended", ()):
             self._free_slot(i)
             sequence = self.sequences.pop(i)
             view.ended.append((sequence.name, sequence.ids[sequence.prompt :]))

@@ -303,14 +303,6 @@ class Request:
             object.__setattr__(self, "prompt", pack_ids(self.prompt))
 
 
-class BlockHash(NamedTuple):
-    """One full block in the hash chain: ``digest`` is sha256(``parent`` + ``tokens``)."""
-
-    digest: bytes
-    parent: bytes
-    tokens: bytes  # the block's token ids, 8 bytes each
-
-
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Sequence:
     """One choice of a request. The scheduler orders sequences, a sequence holds blocks, and a batch
@@ -318,7 +310,7 @@ class Sequence:
 
     ``tokens`` is prompt + generated; ``computed`` counts the leading tokens whose keys and values
     are in the cache; a token is sampled when ``computed`` reaches ``len(tokens)``. Until they
-    start, the choices of a request share its prompt.
+    start, the choices of a request share its prompt and the digests of its blocks.
     """
 
     id: int  # unique within a scheduler, in order of arrival

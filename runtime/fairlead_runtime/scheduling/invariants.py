@@ -1,21 +1,26 @@
 """The invariants that hold between any two steps, as checks: I1 to I14, as far as the scheduler's
 state shows them. Between two steps one may be in flight: launched, and not collected.
 
-Reads everything, changes nothing. The caller checks I8 and the events of I9; I9's state is checked
-here.
+Reads everything; changes only which units count as moved. The caller checks I8 and the events of
+I9; I9's state is checked here.
 """
 
-import hashlib
+import itertools
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Literal
 
-from fairlead_runtime.cache.prefix import root
-from fairlead_runtime.request.sequence import FINAL, BlockHash, Sequence, Status
+from fairlead_runtime.cache.paged import PagedCache
+from fairlead_runtime.cache.prefix import extend_chain, root
+from fairlead_runtime.request.sequence import FINAL, Sequence, Status
 from fairlead_runtime.scheduling.planner import State, plan_step
 from fairlead_runtime.sizing.groups import NULL
 
-UNITS_PER_PART = 256
+# Entries of tables and lists in one part: a millisecond or two. A digest takes as long as 32.
+ENTRIES_PER_PART = 16_384
+ENTRIES_PER_DIGEST = 32
 
 
 class InvariantViolation(RuntimeError):  # noqa: N818 - it reports a state, not a failed call
@@ -32,18 +37,11 @@ def checks(state: State, live: Mapping[int, Sequence]) -> Iterator[None]:
     Yields between parts that are short beside a step. Steps may run there: each part reads the
     state of its own moment, and the sequences are those that are live at the first part.
     """
-    _check_pool(state)
-    yield
-    _check_references(state, live)
-    yield
-    _check_queues(state, live)
-    yield
-    for first in range(0, state.cache.pool.units, UNITS_PER_PART):
-        _check_content(state, first)
-        yield
-    for number in list(live):
-        if (sequence := live.get(number)) is not None:
-            _check_sequence(state, sequence)
+    entries = 0
+    for count in itertools.chain(_check_units(state, live), _check_sequences(state, live)):
+        entries += count
+        if entries >= ENTRIES_PER_PART:
+            entries = 0
             yield
     in_flight = state.ended or any(sequence.steps_in_flight for sequence in live.values())
     if live and not in_flight and not plan_step(state).rows:
@@ -52,8 +50,100 @@ def checks(state: State, live: Mapping[int, Sequence]) -> Iterator[None]:
         )
 
 
+# -- units: each check yields how many entries it has looked at
+
+
+def _check_units(state: State, live: Mapping[int, Sequence]) -> Iterator[int]:
+    """Check that each unit is free, cached, or named by as many table entries as it has references.
+
+    These are counted while steps run. Whatever holds a unit that is not moved meanwhile holds it
+    all the time, so it is counted once; moved units are left out.
+    """
+    cache = state.cache
+    pool, host = cache.pool, cache.host
+    holders = (*live.values(), *state.ended.values())
+    for moving in (pool, host):
+        moving.moved = bytearray(moving.units)
+    named, free = array("i", bytes(4 * pool.units)), array("i", bytes(4 * pool.units))
+    on_host = array("i", bytes(4 * host.units))
+    for sequence in holders:
+        for group in range(len(cache.groups)):
+            yield from _count(named, partial(_table, sequence, "tables", group))
+            yield from _count(on_host, partial(_table, sequence, "host", group))
+    yield from _count(free, lambda: pool.free)
+    yield from _count(on_host, lambda: host.free)
+    for unit in range(pool.units):
+        _check_content(cache, unit)
+        if not pool.moved[unit]:
+            _check_references(cache, unit, named[unit], free[unit])
+        yield 4
+    for unit in range(host.units):
+        if on_host[unit] != 1 and not host.moved[unit]:
+            raise InvariantViolation("I1", "a host unit is lost, or two sequences hold it")
+        yield 1
+
+
+def _table(sequence: Sequence, where: Literal["tables", "host"], group: int) -> list[int]:
+    tables = sequence.tables if where == "tables" else sequence.host
+    return tables[group] if tables else []
+
+
+def _count(counts: "array[int]", entries: Callable[[], list[int]]) -> Iterator[int]:
+    """Count a list's entries by unit; it may change between two parts."""
+    first = 0
+    while part := entries()[first : first + ENTRIES_PER_PART]:
+        for unit in part:
+            if unit != NULL:
+                counts[unit] += 1
+        first += len(part)
+        yield len(part)
+
+
+def _check_references(cache: PagedCache, unit: int, named: int, free: int) -> None:
+    references = cache.pool.refs[unit]
+    if named != references:
+        raise InvariantViolation(
+            "I2", f"unit {unit} has {references} references, and tables name it {named} times"
+        )
+    places = free + (unit in cache.pool.cached)
+    if not places and not references:
+        raise InvariantViolation("I1", f"unit {unit} is neither free, cached nor referenced")
+    if places != (not references):
+        raise InvariantViolation("I3", f"unit {unit} is free or cached twice, or in use as well")
+
+
+def _check_content(cache: PagedCache, unit: int) -> None:
+    pool = cache.pool
+    if pool.content[unit] is None:
+        if unit in pool.cached:
+            raise InvariantViolation("I3", f"unit {unit} is cached without content")
+    elif not pool.is_indexed(unit) or (pool.refs[unit] == 0 and unit not in pool.cached):
+        raise InvariantViolation(
+            "I10", f"unit {unit} has content that is not in the index or cannot be evicted"
+        )
+
+
+# -- sequences
+
+
+def _check_sequences(state: State, live: Mapping[int, Sequence]) -> Iterator[int]:
+    _check_queues(state, live)
+    yield ENTRIES_PER_PART
+    for sequence in state.ended.values():
+        if not sequence.steps_in_flight or sequence.status not in FINAL:
+            raise InvariantViolation(
+                "I14", f"sequence {sequence.id} holds blocks after its end, with no step in flight"
+            )
+    for number in list(live):
+        if (sequence := live.get(number)) is not None:
+            yield _check_sequence(state, sequence)
+            yield from _check_hashes(state.cache, sequence)
+
+
 def _check_queues(state: State, live: Mapping[int, Sequence]) -> None:
     waiting = list(state.policy.candidates())
+    if not live and (state.siblings or state.running or waiting):
+        raise InvariantViolation("I11", "no sequence is live, but one is queued or has siblings")
     queued = Counter([s.id for s in state.running] + [s.id for s in waiting])
     if queued != Counter(live.keys()):
         raise InvariantViolation("I7", f"queues hold {dict(queued)}, live are {sorted(live)}")
@@ -77,62 +167,7 @@ def _check_queues(state: State, live: Mapping[int, Sequence]) -> None:
             )
 
 
-def _check_pool(state: State) -> None:
-    pool = state.cache.pool
-    referenced = {unit for unit, refs in enumerate(pool.refs) if refs}
-    free, cached = set(pool.free), set(pool.cached)
-    if len(pool.free) + len(pool.cached) + len(referenced) != pool.units:
-        counts = f"{len(pool.free)} free + {len(pool.cached)} cached + {len(referenced)} referenced"
-        raise InvariantViolation("I1", f"{counts} do not add up to {pool.units}")
-    if len(free) != len(pool.free) or free & referenced or cached & referenced or free & cached:
-        raise InvariantViolation("I3", "a unit is in the free list twice, or free and in use")
-
-
-def _check_references(state: State, live: Mapping[int, Sequence]) -> None:
-    pool, host = state.cache.pool, state.cache.host
-    referenced = {unit for unit, refs in enumerate(pool.refs) if refs}
-    holders = (*live.values(), *state.ended.values())
-    counted = Counter(u for s in holders for table in s.tables for u in table if u != NULL)
-    if counted != Counter({unit: pool.refs[unit] for unit in referenced}):
-        raise InvariantViolation("I2", "the reference counts differ from the block tables")
-    on_host = [u for s in live.values() for table in s.host for u in table if u != NULL]
-    if sorted(on_host + host.free) != list(range(host.units)):
-        raise InvariantViolation("I1", "a host unit is lost, or two sequences hold it")
-    for sequence in state.ended.values():
-        if not sequence.steps_in_flight or sequence.status not in FINAL:
-            raise InvariantViolation(
-                "I14", f"sequence {sequence.id} holds blocks after its end, with no step in flight"
-            )
-    leak = referenced and not state.ended
-    if not live and (leak or state.siblings or state.running or len(state.policy)):
-        raise InvariantViolation(
-            "I11", f"no sequence is live, but {len(referenced)} units are held"
-        )
-
-
-def _check_content(state: State, first: int) -> None:
-    """Check the content of UNITS_PER_PART units."""
-    pool = state.cache.pool
-    for unit in range(first, min(first + UNITS_PER_PART, pool.units)):
-        content = pool.content[unit]
-        if content is None:
-            if unit in pool.cached:
-                raise InvariantViolation("I3", f"unit {unit} is cached without content")
-            continue
-        group, block = content
-        if hashlib.sha256(block.parent + block.tokens).digest() != block.digest:
-            raise InvariantViolation(
-                "I10", f"the digest of unit {unit} is not the hash of its content"
-            )
-        if pool.find(group, block.digest) != unit or (
-            pool.refs[unit] == 0 and unit not in pool.cached
-        ):
-            raise InvariantViolation(
-                "I10", f"unit {unit} has content that is not in the index or cannot be evicted"
-            )
-
-
-def _check_sequence(state: State, sequence: Sequence) -> None:
+def _check_sequence(state: State, sequence: Sequence) -> int:
     if not 0 <= sequence.computed < len(sequence.tokens):
         raise InvariantViolation(
             "I6",
@@ -146,22 +181,20 @@ def _check_sequence(state: State, sequence: Sequence) -> None:
     ):
         text = f"{sequence.preemptions} times with {sequence.seniors} seniors"
         raise InvariantViolation("I13", f"sequence {sequence.id} was preempted {text}")
-    if sequence.tables:
-        _check_tables(state, sequence, sequence.tables)
-        _check_hashes(state, sequence)
-    elif sequence.host:
-        _check_tables(state, sequence, sequence.host)
+    tables = sequence.tables or sequence.host
+    if tables:
+        _check_tables(state.cache, sequence, tables)
+    return 64 + sum(map(len, tables))
 
 
-def _check_tables(state: State, sequence: Sequence, tables: list[list[int]]) -> None:
-    cache = state.cache
+def _check_tables(cache: PagedCache, sequence: Sequence, tables: list[list[int]]) -> None:
     for group, table in zip(cache.groups, tables, strict=True):
         if len(table) != cache.blocks(sequence.planned_length):
             computed, ahead = sequence.computed, sequence.computed_in_flight
             text = f"{len(table)} blocks for {computed} tokens and {ahead} in flight"
             raise InvariantViolation("I5", f"sequence {sequence.id}, group {group.index}: {text}")
         first = group.first_block(sequence.computed, cache.block_size)
-        if any((unit == NULL) != (i < first) for i, unit in enumerate(table)):
+        if table[:first].count(NULL) != first or NULL in table[first:]:
             raise InvariantViolation(
                 "I5", f"sequence {sequence.id}, group {group.index}: window from {first}"
             )
@@ -173,18 +206,20 @@ def _check_tables(state: State, sequence: Sequence, tables: list[list[int]]) -> 
                     )
 
 
-def _check_hashes(state: State, sequence: Sequence) -> None:
-    """Check that each hash of a sequence covers its own tokens, from the first token on."""
-    cache = state.cache
-    size, parent = cache.block_size, root(cache.identity, sequence.request.salt)
-    for i in range(sequence.registered if cache.sharing else 0):
-        packed = array("q", sequence.tokens[i * size : (i + 1) * size]).tobytes()
-        stamp = BlockHash(hashlib.sha256(parent + packed).digest(), parent, packed)
-        if sequence.hashes[i] != stamp.digest:
-            raise InvariantViolation("I10", f"sequence {sequence.id}: hash {i} covers other tokens")
-        parent = stamp.digest
-        for group, table in enumerate(sequence.tables):
-            if table[i] != NULL and cache.pool.content[table[i]] not in (None, (group, stamp)):
-                raise InvariantViolation(
-                    "I10", f"sequence {sequence.id}: block {i} holds other content"
-                )
+def _check_hashes(cache: PagedCache, sequence: Sequence) -> Iterator[int]:
+    """Check that each digest of a sequence covers its own tokens, from the first token on."""
+    size, step = cache.block_size, max(1, ENTRIES_PER_PART // ENTRIES_PER_DIGEST)
+    start, first = root(cache.identity, sequence.request.salt), 0
+    while cache.sharing and first < (end := min(first + step, sequence.registered)):
+        before, expected = sequence.hashes[:first], sequence.hashes[first:end]
+        extend_chain(before, sequence.tokens, start, size, end * size)
+        for i, digest in enumerate(before[first:], start=first):
+            if digest != expected[i - first]:
+                text = f"sequence {sequence.id}: hash {i} covers other tokens"
+                raise InvariantViolation("I10", text)
+            for table in sequence.tables:
+                if table[i] != NULL and cache.pool.content[table[i]] not in (None, digest):
+                    text = f"sequence {sequence.id}: block {i} holds other content"
+                    raise InvariantViolation("I10", text)
+        yield ENTRIES_PER_DIGEST * (end - first)
+        first = end

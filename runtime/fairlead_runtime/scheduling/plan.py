@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
+from fairlead_runtime.cache.paged import Hit
 from fairlead_runtime.request.logprobs import TokenLogprobs
 from fairlead_runtime.request.sequence import FINAL, Failure, FinishReason, Sequence
 from fairlead_runtime.settings.engine_config import EngineConfig, SchedulerType
@@ -90,6 +91,7 @@ class Admission(NamedTuple):
     source: AdmissionSource
     start: int  # tokens whose keys and values are in the cache already
     sibling: Sequence | None  # the sequence whose blocks a FORK shares
+    hit: Hit | None = None  # of a PREFIX
 
 
 class Preemption(NamedTuple):
@@ -99,7 +101,9 @@ class Preemption(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The decisions for one step. They are made on counts; a plan names no block id."""
+    """The decisions for one step. They are made on counts; a plan names no block id but those of
+    its hits, which commit looks up again where the cache has changed since.
+    """
 
     step: int
     rows: tuple[Row, ...]

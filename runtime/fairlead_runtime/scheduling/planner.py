@@ -342,7 +342,7 @@ class _Draft:
             start_units = len(self.cache.groups) if shared % self.cache.block_size else 0
         else:
             hit = self.cache.hit(sequence)
-            admission = Admission(sequence, AdmissionSource.PREFIX, hit.tokens, None)
+            admission = Admission(sequence, AdmissionSource.PREFIX, hit.tokens, None, hit)
             claimed = [u for u in self.cache.evictable(hit) if u not in self._claimed_units]
             start_units = len(claimed)
         need = start_units + self.cache.growth(sequence, admission.start)

@@ -90,8 +90,14 @@ class Scheduler:
 
     # -- requests
 
-    def add(self, request: Request) -> tuple[Sequence, ...]:
-        """Queue a request, one sequence per choice. Raises RequestError when it can never run."""
+    def prompt_hashes(self, request: Request) -> list[bytes]:
+        """The digests of its prompt's blocks, for ``add``. Any thread may call it."""
+        return self.state.cache.prompt_hashes(request)
+
+    def add(self, request: Request, hashes: list[bytes] | None = None) -> tuple[Sequence, ...]:
+        """Queue a request, one sequence per choice. ``hashes``: its ``prompt_hashes``, which are
+        made when it is planned where they are not given. Raises RequestError when it can never run.
+        """
         if message := refusal(self.limits, len(request.prompt), request.max_tokens):
             raise RequestError("max_tokens" if request.prompt else "prompt", message)
         if request.id in self.state.siblings:
@@ -102,6 +108,7 @@ class Scheduler:
         stops = frozenset(params.stop_token_ids) | (request.eos_ids if eos_stops else frozenset())
         siblings: list[Sequence] = []
         prompt = cast("array[int]", request.prompt)  # of all choices until they start
+        hashes = [] if hashes is None else hashes  # the same
         self.state.siblings[request.id] = siblings
         for choice in range(params.n):
             sequence = Sequence(
@@ -109,6 +116,7 @@ class Scheduler:
                 request,
                 choice,
                 prompt,
+                hashes=hashes,
                 limit=len(request.prompt) + request.max_tokens,
                 stops=stops,
                 seniors=len(self._live),
@@ -279,17 +287,18 @@ class Scheduler:
         self._offloads += offload
 
     def _start(self, admission: Admission) -> None:
-        sequence, source, start, sibling = admission
+        sequence, source, start, sibling, hit = admission
         state = self.state
         sequence.blocked_since = None
         if sequence.preemptions:
             self._preempted_tokens -= len(sequence.tokens)
         else:
-            sequence.tokens = sequence.tokens[:]
+            sequence.tokens, sequence.hashes = sequence.tokens[:], sequence.hashes[:]
         if source is AdmissionSource.FORK and sibling is not None:
             state.cache.fork(sequence, sibling, start)
         elif source is AdmissionSource.PREFIX:
-            hit = state.cache.hit(sequence)
+            if hit is None or hit.version != state.cache.pool.version:
+                hit = state.cache.hit(sequence)
             if hit.tokens != start:
                 raise StepError(
                     f"sequence {sequence.id}: {hit.tokens} tokens cached, {start} planned"

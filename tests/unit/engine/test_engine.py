@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from fairlead_runtime.cache import paged
 from fairlead_runtime.engine.engine import FAULT_BUDGET
 from fairlead_runtime.engine.observer import Observer, canary
 from fairlead_runtime.engine.progress import (
@@ -464,6 +465,24 @@ def test_a_violated_invariant_is_counted_and_ends_nothing(monkeypatch: pytest.Mo
     assert engine.counters.invariant_violations > 0
 
 
+def test_the_engine_hashes_no_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who submits it does; the same digests are found again."""
+    engine = rig()
+    engine.submit(request("a", 40, 2))
+    engine.submit(request("b", 40, 2, n=2))
+    hash_blocks = paged.extend_chain
+    blocks: list[int] = []
+
+    def counted(hashes: list[bytes], *arguments: Any) -> None:
+        before = len(hashes)
+        hash_blocks(hashes, *arguments)
+        blocks.append(len(hashes) - before)
+
+    monkeypatch.setattr(paged, "extend_chain", counted)
+    run(engine)
+    assert sum(blocks) == 0
+
+
 class BrokenObserver(Observer):
     """Every method raises."""
 
@@ -508,7 +527,7 @@ def test_a_check_of_the_invariants_runs_in_parts_between_steps(
 ) -> None:
     """Each step runs at most one part, and the whole check comes to its end."""
     monkeypatch.setattr("fairlead_runtime.engine.engine.CHECK_EVERY", 1)
-    monkeypatch.setattr("fairlead_runtime.scheduling.invariants.UNITS_PER_PART", 8)
+    monkeypatch.setattr("fairlead_runtime.scheduling.invariants.ENTRIES_PER_PART", 128)
     starts, parts, ends = [0], [0], [0]
     whole = Scheduler.checks
 

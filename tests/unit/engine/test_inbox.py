@@ -1,8 +1,11 @@
 """The engine's queue: what may wait, and how it is counted."""
 
+import threading
+from contextlib import suppress
+
 import pytest
 
-from fairlead_runtime.engine.inbox import Inbox
+from fairlead_runtime.engine.inbox import Add, Inbox
 from fairlead_runtime.engine.progress import StepProgress
 from fairlead_runtime.outputs import EngineDead, QueueFull
 from fairlead_runtime.request.sequence import Request, SamplingParams
@@ -21,7 +24,7 @@ class Queue:
         request = Request(
             str(self.made), (0,) * tokens, SamplingParams(), max_tokens=1, seed=self.made
         )
-        self.inbox.add(request, bounded=bounded)
+        self.inbox.add(request, lambda _: [], bounded=bounded)
 
     def after_step(self, **more: object) -> None:
         state = {
@@ -46,6 +49,41 @@ def test_as_many_wait_as_may_besides_those_that_start() -> None:
         queue.add()  # taken out, and without a step yet
     queue.after_step(free_slots=1)
     queue.add()
+
+
+def test_a_prompt_is_hashed_by_its_sender_and_only_where_it_may_wait() -> None:
+    queue = Queue(max_queue=1, free_slots=0)
+    senders: list[int] = []
+
+    def hash_prompt(_: Request) -> list[bytes]:
+        senders.append(threading.get_ident())
+        return [b"digest"]
+
+    def send() -> None:
+        request = Request("r", (0,), SamplingParams(), max_tokens=1)
+        with suppress(QueueFull):
+            queue.inbox.add(request, hash_prompt, bounded=True)
+
+    threads = [threading.Thread(target=send) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+        thread.join()
+    assert senders == [threads[0].ident]
+    message = queue.inbox.take()
+    assert isinstance(message, Add)
+    assert message.hashes == [b"digest"]
+
+
+def test_a_request_whose_engine_gives_up_while_it_is_hashed_is_refused() -> None:
+    queue = Queue(max_queue=1, free_slots=0)
+
+    def hash_prompt(_: Request) -> list[bytes]:
+        assert queue.inbox.close("it gave up") == []
+        return []
+
+    request = Request("r", (0,), SamplingParams(), max_tokens=1)
+    with pytest.raises(EngineDead, match="it gave up"):
+        queue.inbox.add(request, hash_prompt, bounded=True)
 
 
 def test_a_canary_passes_a_full_queue_and_takes_no_place_in_it() -> None:

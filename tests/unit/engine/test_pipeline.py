@@ -366,7 +366,7 @@ def test_the_prefix_cache_gets_nothing_from_dead_rows() -> None:
             engine.submit(one)
         run(engine)
         contents = engine._scheduler.state.cache.pool.content
-        found.append({content[1] for content in contents if content is not None})
+        found.append({digest for digest in contents if digest is not None})
         if isinstance(runner, LaunchingRunner):
             assert len(runner.launched) > engine.counters.generated_tokens, "no row was dead"
     assert found[0] == found[1]

@@ -414,6 +414,32 @@ def test_a_late_mask_fails_its_own_sequence_and_none_that_waits_behind_it(
     stuck.release.set()
 
 
+def test_masks_cost_a_task_for_each_thread_and_none_for_each_sequence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    guides, first = Guides(facts(), threads=2), guide({"regex": "ab"})
+    sequences = [sequence() for _ in range(50)]
+    for i, of in enumerate(sequences):
+        of.id, of.guide = i, first.fork()
+    tasks: list[object] = []
+    submit = guides._fillers.submit
+
+    def counted(task: Any) -> Any:
+        tasks.append(task)
+        return submit(task)
+
+    monkeypatch.setattr(guides._fillers, "submit", counted)
+    with guides.masks(sequences) as pending:
+        words, failed = pending.result()
+    assert (len(tasks), sorted(words), failed) == (2, list(range(50)), {})
+
+
+def test_a_fault_that_is_not_of_a_grammar_is_one_of_the_step() -> None:
+    guides, of = Guides(facts()), sequence()
+    with pytest.raises(AttributeError), guides.masks([of]) as pending:  # it has no guide
+        pending.result()
+
+
 def test_a_grammar_that_exceeds_a_limit_while_it_runs_fails_its_sequence() -> None:
     guides, of = Guides(facts()), sequence()
     of.guide = guides.compile(StructuredOutputs.of(EXPONENTIAL)).fork()

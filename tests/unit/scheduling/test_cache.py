@@ -1,6 +1,9 @@
 """Blocks, hashes, groups and tables by example, and the pool against a model of dictionaries."""
 
 import dataclasses
+import gc
+import hashlib
+import sys
 
 import pytest
 from hypothesis import settings
@@ -11,13 +14,13 @@ from fairlead_runtime.cache.blocks import BlockPool, PoolError
 from fairlead_runtime.cache.offload import HostPool
 from fairlead_runtime.cache.paged import PagedCache
 from fairlead_runtime.cache.prefix import extend_chain, longest_hit, root
-from fairlead_runtime.request.sequence import BlockHash, Request, SamplingParams, Sequence
+from fairlead_runtime.request.sequence import Request, SamplingParams, Sequence
 from fairlead_runtime.sizing.groups import NULL, LayerGroup, group_layers, layers_per_unit
 from support.full import LONG_FORM
 
 
-def block(i: int) -> BlockHash:
-    return BlockHash(bytes([i]), b"", b"")
+def block(i: int) -> bytes:
+    return bytes([i])
 
 
 # -- groups
@@ -75,11 +78,11 @@ def test_free_blocks_are_taken_before_cached_ones_and_those_least_recently_used_
         pool.register(unit, 0, block(i))
     pool.release((c, b, a, d))
     assert pool.available == 4
-    pool.share(c)
+    pool.share((c,))
     pool.release((c,))  # used again: evicted last
     assert pool.take(1) == [d]
     assert pool.take(2) == [b, a]
-    assert [pool.find(0, block(i).digest) for i in range(3)] == [None, None, c]
+    assert [pool.find(0, block(i)) for i in range(3)] == [None, None, c]
 
 
 def test_the_pool_raises_and_takes_nothing_when_it_has_too_few_units() -> None:
@@ -89,7 +92,7 @@ def test_the_pool_raises_and_takes_nothing_when_it_has_too_few_units() -> None:
         pool.take(3)
     assert pool.available == 2
     with pytest.raises(PoolError, match="free: it has no content"):
-        pool.share(2)
+        pool.share((2,))
     with pytest.raises(PoolError, match="released twice"):
         pool.release((0, 0))
     host = HostPool(1)
@@ -102,7 +105,7 @@ def test_equal_digests_of_two_groups_are_two_contents() -> None:
     a, b = pool.take(2)
     pool.register(a, 0, block(1))
     pool.register(b, 1, block(1))
-    assert (pool.find(0, block(1).digest), pool.find(1, block(1).digest)) == (a, b)
+    assert (pool.find(0, block(1)), pool.find(1, block(1))) == (a, b)
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -146,7 +149,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def share(self, data: st.DataObject) -> None:
         unit = data.draw(st.sampled_from(sorted([*self.refs, *self.idle])))
-        self.pool.share(unit)
+        self.pool.share((unit,))
         self.refs[unit] = self.refs.get(unit, 0) + 1
         if unit in self.idle:
             self.idle.remove(unit)
@@ -158,7 +161,7 @@ class PoolMachine(RuleBasedStateMachine):
         names = sorted(self.content.values())
         name = data.draw(st.sampled_from(names)) if again and names else self.names
         self.names += 1
-        self.pool.register(unit, 0, BlockHash(str(name).encode(), b"", b""))
+        self.pool.register(unit, 0, str(name).encode())
         if unit not in self.content and name not in names:
             self.content[unit] = name
 
@@ -213,6 +216,28 @@ def test_a_digest_stands_for_all_tokens_so_far_the_salt_and_the_model() -> None:
     assert root(b"ab", b"c") != root(b"a", b"bc")
 
 
+def test_a_digest_is_that_of_its_parent_and_of_its_tokens_in_eight_bytes_each() -> None:
+    tokens = [0, 1, 2**31 - 1, 300, 5, 6, 7, 8]
+    parent, expected = root(b"m", b"salt"), []
+    for at in (0, 4):
+        packed = b"".join(token.to_bytes(8, sys.byteorder) for token in tokens[at : at + 4])
+        parent = hashlib.sha256(parent + packed).digest()
+        expected.append(parent)
+    assert chain(tokens, salt=b"salt") == expected
+    request = Request("r", tokens, SamplingParams(), 1, salt=b"salt")
+    assert make_cache().prompt_hashes(request) == expected
+
+
+def test_a_unit_with_content_has_nothing_that_the_garbage_collector_walks_over() -> None:
+    cache = make_cache(blocks=2000)
+    gc.collect()
+    before = len(gc.get_objects())
+    cache.release(compute(cache, make_sequence(6000), 5999))
+    gc.collect()
+    assert len(cache.pool.cached) == 1499
+    assert len(gc.get_objects()) - before < 100
+
+
 def test_a_chain_grows_by_the_full_blocks_it_lacks() -> None:
     hashes: list[bytes] = []
     tokens = list(range(12))
@@ -225,7 +250,7 @@ def test_a_chain_grows_by_the_full_blocks_it_lacks() -> None:
 def add_cached_blocks(pool: BlockPool, group: int, hashes: list[bytes], present: list[int]) -> None:
     for i in present:
         unit = pool.take(1)[0]
-        pool.register(unit, group, BlockHash(hashes[i], b"", b""))
+        pool.register(unit, group, hashes[i])
         pool.release((unit,))
 
 

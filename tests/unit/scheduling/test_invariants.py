@@ -1,10 +1,15 @@
 """What the checks between two steps say of states that must not be, with a step in flight."""
 
+from collections.abc import Callable, Iterator
+
 import pytest
 
 from fairlead_runtime.request.sequence import Sequence, Status
+from fairlead_runtime.scheduling import invariants
 from fairlead_runtime.scheduling.invariants import InvariantViolation
+from fairlead_runtime.scheduling.plan import Result
 from fairlead_runtime.scheduling.scheduler import Scheduler
+from support import whole_run
 from support.fake_engine import FULL, limits, request
 
 
@@ -47,3 +52,93 @@ def test_no_more_sequences_run_than_may() -> None:
     scheduler.state.limits = limits(max_requests=1)
     with pytest.raises(InvariantViolation, match=r"I7.*2 sequences run, more than max_requests"):
         scheduler.check()
+
+
+class InParts(Scheduler):
+    """Checks one small part after each step, as the engine does."""
+
+    parts: Iterator[None] | None = None
+    rounds = 0
+
+    def check(self) -> None:
+        self.parts = self.parts or self.checks()
+        try:
+            next(self.parts)
+        except StopIteration:
+            self.parts = None
+            InParts.rounds += 1
+
+
+def test_a_check_between_whose_parts_steps_run_finds_no_fault_in_a_sound_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(invariants, "ENTRIES_PER_PART", 16)
+    monkeypatch.setattr(InParts, "rounds", 0)
+    for seed in range(10):
+        for ahead in (False, True):
+            whole_run.run(whole_run.draw(seed), InParts, ahead=ahead)
+    assert InParts.rounds > 20
+
+
+def decoding(blocks: int = 64) -> Scheduler:
+    """A sequence that decodes for long, and one that has ended and left its blocks cached."""
+    scheduler = Scheduler(limits(max_requests=2, num_blocks=blocks, max_model_len=1024), FULL)
+    for name, prompt, output in (("decodes", 40, 200), ("ended", 41, 1)):
+        scheduler.add(request(name, prompt, output))
+    while len(scheduler.running) + len(scheduler.waiting) > 1:
+        step(scheduler)
+    return scheduler
+
+
+def step(scheduler: Scheduler) -> None:
+    work = scheduler.commit(scheduler.plan())
+    scheduler.update(work, {row.sequence.id: Result(5) for row in work.rows if row.samples})
+
+
+def check_between_steps(scheduler: Scheduler) -> None:
+    for _ in scheduler.checks():
+        step(scheduler)
+
+
+def no_content(scheduler: Scheduler) -> None:
+    unit = next(iter(scheduler.state.cache.pool.cached))
+    scheduler.state.cache.pool.content[unit] = None
+
+
+def other_content(scheduler: Scheduler) -> None:
+    pool, (sequence,) = scheduler.state.cache.pool, scheduler.running
+    pool.forget(sequence.tables[0][0])
+    pool.register(sequence.tables[0][0], 0, b"other")
+
+
+FAULTS: dict[str, Callable[[Scheduler], object]] = {
+    "I1: unit 63 is neither free, cached nor referenced": lambda s: s.state.cache.pool.free.remove(
+        63
+    ),
+    "I2: unit 0 has 2 references, and tables name it 1 times": lambda s: (
+        s.state.cache.pool.refs.__setitem__(0, 2)
+    ),
+    "I3: unit 63 is free or cached twice": lambda s: s.state.cache.pool.free.insert(0, 63),
+    "I3: unit .* is cached without content": no_content,
+    "I10: sequence 0: hash 0 covers other tokens": lambda s: s.running[0].hashes.__setitem__(
+        0, bytes(32)
+    ),
+    "I10: sequence 0: block 0 holds other content": other_content,
+}
+
+
+@pytest.mark.parametrize("message", FAULTS)
+def test_a_fault_is_found_while_steps_run_between_the_parts(
+    message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(invariants, "ENTRIES_PER_PART", 16)
+    scheduler = decoding()
+    FAULTS[message](scheduler)
+    with pytest.raises(InvariantViolation, match=message):
+        check_between_steps(scheduler)
+
+
+def test_no_part_of_a_check_grows_with_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(invariants, "ENTRIES_PER_PART", 256)
+    small, large = (sum(1 for _ in decoding(blocks).checks()) for blocks in (64, 4096))
+    assert large - small >= (1 + 4) * (4096 - 64) / 256 - 1

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
+from fairlead_runtime.cache import paged
 from fairlead_runtime.request.sequence import (
     Failure,
     FinishReason,
@@ -484,6 +485,38 @@ def test_a_window_group_needs_only_its_window_for_a_prefix_hit() -> None:
     s.add(request("b", prompt, 2))
     plan, _, _ = step(s)
     assert shape(plan) == [("b", 20, 1, True)]
+
+
+@pytest.mark.parametrize(("changed", "looks"), [(False, 1), (True, 2)])
+def test_commit_looks_a_prefix_up_again_only_where_the_cache_has_changed_since_the_plan(
+    changed: bool, looks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    s = scheduler()
+    prompt = tuple(range(21))
+    s.add(request("a", prompt, 2))
+    finish_all(s)
+    sequence = s.add(request("b", prompt, 2))[0]
+    calls, find = [], paged.longest_hit
+    monkeypatch.setattr(paged, "longest_hit", lambda *a: calls.append(1) or find(*a))  # type: ignore[func-returns-value]
+    plan = s.plan()
+    assert (plan.admitted[0].start, len(calls)) == (20, 1)
+    if changed:
+        s.state.cache.pool.register(s.state.cache.pool.free[0], 0, b"other")
+    s.commit(plan)
+    assert len(calls) == looks
+    assert len(sequence.tables[0]) == 6
+
+
+def test_a_hit_that_is_gone_at_its_commit_is_refused() -> None:
+    s = scheduler()
+    prompt = tuple(range(21))
+    s.add(request("a", prompt, 2))
+    finish_all(s)
+    s.add(request("b", prompt, 2))
+    plan = s.plan()
+    s.state.cache.pool.take(s.state.cache.pool.available)
+    with pytest.raises(StepError, match="0 tokens cached, 20 planned"):
+        s.commit(plan)
 
 
 def test_the_statistics_of_a_step_count_rows_tokens_and_units() -> None:

@@ -1,0 +1,129 @@
+"""Processor time that long contexts and large caches take from the engine's thread, in
+milliseconds: a prompt that is wholly cached, and the three walks over half a million blocks.
+
+    prompt       a cached prompt, of all its parts: ``submit`` runs in the sender's thread
+    invariants   the longest part of one check; a step runs between two parts
+    collection   a full garbage collection
+    page         the views of /debug/requests
+    map          the copy of /debug/cache
+
+Measures processor time of the thread, so that other processes on the machine do not count.
+
+Targets: prompt 10, each of the others 10. Run: .venv/bin/python benchmarks/long_context.py
+"""
+
+import argparse
+import gc
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+
+from fairlead_runtime.engine.cache_map import CacheCopy
+from fairlead_runtime.engine.views import LiveRequest, request_views
+from fairlead_runtime.request.sequence import Request, SamplingParams, pack_ids
+from fairlead_runtime.scheduling import Limits, Result, Scheduler
+from fairlead_runtime.sizing.groups import group_layers
+
+PROMPT, BLOCK = 131_072, 16
+SIZES = ((256, 8_192), (256, 32_768), (1_024, 8_192))
+PARTS = ("submit", "plan", "commit", "update", "release")
+
+
+def milliseconds(call: Callable[[], object]) -> float:
+    began = time.thread_time()
+    call()
+    return (time.thread_time() - began) * 1e3
+
+
+def scheduler(rows: int, tokens: int) -> Scheduler:
+    """Room for so many sequences of so many tokens each, and an eighth more."""
+    blocks = rows * (tokens // BLOCK + 2) * 9 // 8
+    return Scheduler(Limits("fifo", 1 << 30, rows, 0.0, BLOCK, blocks, 1 << 30), group_layers([None]))
+
+
+def ids(number: int, tokens: int) -> "list[int]":
+    return list(range(number * tokens, (number + 1) * tokens))
+
+
+def step(engine: Scheduler, token: int = 7) -> None:
+    work = engine.commit(engine.plan())
+    engine.update(work, {row.sequence.id: Result(token) for row in work.rows if row.samples})
+
+
+def cached_prompt(rounds: int) -> Iterator[tuple[float, ...]]:
+    """By round the milliseconds of PARTS; the first prompt only fills the cache."""
+    engine, prompt = scheduler(2, PROMPT), pack_ids(ids(0, PROMPT))
+    gc.freeze()
+    for number in range(rounds + 1):
+        request = Request(f"r{number}", prompt, SamplingParams(max_tokens=2), 2)
+        t0 = time.thread_time()
+        hash_prompt = getattr(engine, "prompt_hashes", None)
+        more = () if hash_prompt is None else (hash_prompt(request),)
+        t1 = time.thread_time()
+        engine.add(request, *more)
+        plan = engine.plan()
+        t2 = time.thread_time()
+        work = engine.commit(plan)
+        t3 = time.thread_time()
+        engine.update(work, {row.sequence.id: Result(7) for row in work.rows})
+        t4 = time.thread_time()
+        engine.abort(request.id)
+        t5 = time.thread_time()
+        if number:
+            if work.rows[0].count > BLOCK:
+                raise SystemExit("the prompt is not cached")
+            yield tuple((b - a) * 1e3 for a, b in itertools.pairwise((t0, t1, t2, t3, t4, t5)))
+
+
+def walks(rows: int, tokens: int, rounds: int) -> dict[str, list[float]]:
+    """The milliseconds of each walk, with ``rows`` sequences that share nothing."""
+    engine = scheduler(rows, tokens)
+    gc.collect()
+    gc.freeze()
+    live = []
+    for number in range(rows):
+        request = Request(f"r{number}", ids(number, tokens), SamplingParams(max_tokens=64), 64)
+        live.append(LiveRequest(request, 0.0, {0}, sequences=engine.add(request)))
+    while engine.waiting:
+        step(engine)
+    step(engine)
+    gc.collect()
+    state, times = engine.state, dict[str, list[float]]()
+    for _ in range(rounds):
+        parts = engine.checks()
+        check = [milliseconds(lambda: next(parts, None)) for _ in range(count_parts(engine))]
+        for name, value in (
+            ("invariants", max(check)),
+            ("collection", milliseconds(gc.collect)),
+            ("page", milliseconds(lambda: request_views(live, state, 1.0))),
+            ("map", milliseconds(lambda: CacheCopy.of(engine, 0))),
+        ):
+            times.setdefault(name, []).append(value)
+    return times
+
+
+def count_parts(engine: Scheduler) -> int:
+    return 1 + sum(1 for _ in engine.checks())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--sizes", type=int, default=len(SIZES), help="how many of the walks' sizes")
+    options = parser.parse_args()
+    times = list(zip(*cached_prompt(options.rounds), strict=True))
+    for name, values in zip(PARTS, times, strict=True):
+        show(f"{PROMPT} cached tokens: {name}", values)
+    show("  of the engine's thread in all", [sum(parts) for parts in zip(*times[1:], strict=True)])
+    for rows, tokens in SIZES[: options.sizes]:
+        for name, values in walks(rows, tokens, options.rounds).items():
+            show(f"{rows} x {tokens}: {name}", values)
+
+
+def show(name: str, values: "list[float] | tuple[float, ...]") -> None:
+    print(f"{name:<40} {statistics.median(values):8.2f} ({min(values):.2f} .. {max(values):.2f}) ms")
+
+
+if __name__ == "__main__":
+    main()
