@@ -18,6 +18,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from fairlead_runtime.engine.cache_map import CacheCopy
 from fairlead_runtime.engine.views import LiveRequest, request_views
@@ -39,7 +40,9 @@ def milliseconds(call: Callable[[], object]) -> float:
 def scheduler(rows: int, tokens: int) -> Scheduler:
     """Room for so many sequences of so many tokens each, and an eighth more."""
     blocks = rows * (tokens // BLOCK + 2) * 9 // 8
-    return Scheduler(Limits("fifo", 1 << 30, rows, 0.0, BLOCK, blocks, 1 << 30), group_layers([None]))
+    return Scheduler(
+        Limits("fifo", 1 << 30, rows, 0.0, BLOCK, blocks, 1 << 30), group_layers([None])
+    )
 
 
 def ids(number: int, tokens: int) -> "list[int]":
@@ -92,7 +95,7 @@ def walks(rows: int, tokens: int, rounds: int) -> dict[str, list[float]]:
     state, times = engine.state, dict[str, list[float]]()
     for _ in range(rounds):
         parts = engine.checks()
-        check = [milliseconds(lambda: next(parts, None)) for _ in range(count_parts(engine))]
+        check = [milliseconds(partial(next, parts, None)) for _ in range(count_parts(engine))]
         for name, value in (
             ("invariants", max(check)),
             ("collection", milliseconds(gc.collect)),
@@ -110,7 +113,9 @@ def count_parts(engine: Scheduler) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--sizes", type=int, default=len(SIZES), help="how many of the walks' sizes")
+    parser.add_argument(
+        "--sizes", type=int, default=len(SIZES), help="how many of the walks' sizes"
+    )
     options = parser.parse_args()
     times = list(zip(*cached_prompt(options.rounds), strict=True))
     for name, values in zip(PARTS, times, strict=True):
@@ -122,7 +127,9 @@ def main() -> None:
 
 
 def show(name: str, values: "list[float] | tuple[float, ...]") -> None:
-    print(f"{name:<40} {statistics.median(values):8.2f} ({min(values):.2f} .. {max(values):.2f}) ms")
+    print(
+        f"{name:<40} {statistics.median(values):8.2f} ({min(values):.2f} .. {max(values):.2f}) ms"
+    )
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from fairlead_runtime.cache.blocks import BlockPool, PoolError
 from fairlead_runtime.cache.offload import HostPool
-from fairlead_runtime.cache.prefix import extend_chain, longest_hit, root
+from fairlead_runtime.cache.prefix import DIGEST, digests, extend_chain, longest_hit, root
 from fairlead_runtime.request.sequence import Request, Sequence
 from fairlead_runtime.sizing.groups import NULL, LayerGroup
 
@@ -111,7 +111,7 @@ class PagedCache:
         # change. The last token is left out: its keys are written only when the next is predicted.
         until = len(sequence.tokens) - 1
         self._extend_hashes(sequence, until)
-        hashes = sequence.hashes[: until // self.block_size]
+        hashes = digests(sequence.hashes, 0, until // self.block_size)
         tables = longest_hit(self.pool, self.groups, self.block_size, hashes)
         return Hit(len(tables[0]) * self.block_size, tables, self.pool.version)
 
@@ -124,7 +124,7 @@ class PagedCache:
         if not self.sharing or end > len(sequence.tokens) - keep:
             return None
         self._extend_hashes(sequence, end)
-        return sequence.hashes[index]
+        return bytes(sequence.hashes[index * DIGEST : (index + 1) * DIGEST])
 
     def evictable(self, hit: Hit) -> list[int]:
         """Units of the hit without a reference. Sharing them makes them unavailable to others."""
@@ -139,11 +139,11 @@ class PagedCache:
             for group, table in zip(self.groups, sibling.tables, strict=True)
         )
 
-    def prompt_hashes(self, request: Request) -> list[bytes]:
+    def prompt_hashes(self, request: Request) -> bytearray:
         """The digests of the prompt's full blocks; none when blocks are not shared. Reads what
         never changes: any thread may call it.
         """
-        hashes: list[bytes] = []
+        hashes = bytearray()
         if self.sharing:
             start = root(self.identity, request.salt)
             extend_chain(hashes, request.prompt, start, self.block_size, len(request.prompt))
@@ -172,8 +172,8 @@ class PagedCache:
             self.pool.share(table[first:full])
         sequence.computed = tokens
         sequence.registered = full
-        if len(sequence.hashes) < full:
-            sequence.hashes = sibling.hashes[:full]
+        if len(sequence.hashes) < full * DIGEST:
+            sequence.hashes = sibling.hashes[: full * DIGEST]
 
     def copy_tail(self, sequence: Sequence, sibling: Sequence) -> Pairs:
         """Take units for a fork's partial last block. Returns the copies that fill them with the
@@ -221,10 +221,10 @@ class PagedCache:
         full = computed // self.block_size
         if self.sharing and sequence.registered < full:
             self._extend_hashes(sequence, computed)
-            digests = sequence.hashes[sequence.registered : full]
+            contents = digests(sequence.hashes, sequence.registered, full)
             for index, table in enumerate(sequence.tables):
                 units = table[sequence.registered : full]
-                for unit, digest in zip(units, digests, strict=True):
+                for unit, digest in zip(units, contents, strict=True):
                     if unit != NULL:
                         self.pool.register(unit, index, digest)
             sequence.registered = full
@@ -241,7 +241,7 @@ class PagedCache:
         removed now if ``forget``.
         """
         if forget:
-            for digest in sequence.hashes[: sequence.registered]:
+            for digest in digests(sequence.hashes, 0, sequence.registered):
                 for group in self.groups:
                     unit = self.pool.find(group.index, digest)
                     if unit is not None:
@@ -259,7 +259,7 @@ class PagedCache:
         self.pool.release([unit for unit in units if unit != NULL])
 
     def _extend_hashes(self, sequence: Sequence, until: int) -> None:
-        if len(sequence.hashes) < until // self.block_size:
+        if len(sequence.hashes) < until // self.block_size * DIGEST:
             start = root(self.identity, sequence.request.salt)
             extend_chain(sequence.hashes, sequence.tokens, start, self.block_size, until)
 

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from fairlead_runtime.cache.blocks import BlockPool
 from fairlead_runtime.sizing.groups import NULL, LayerGroup
 
+DIGEST = 32  # bytes of a digest
+
 
 def root(identity: bytes, salt: bytes) -> bytes:
     """The parent of a first block. It covers the lengths: (b"ab", b"c") is not (b"a", b"bc")."""
@@ -21,14 +23,24 @@ def root(identity: bytes, salt: bytes) -> bytes:
 
 
 def extend_chain(
-    hashes: list[bytes], tokens: Sequence[int], start: bytes, block_size: int, until: int
+    hashes: bytearray, tokens: Sequence[int], start: bytes, block_size: int, until: int
 ) -> None:
-    """Append the missing digests of the full blocks of ``tokens[:until]``."""
-    parent, size = hashes[-1] if hashes else start, 8 * block_size
-    packed = pack(tokens[len(hashes) * block_size : until // block_size * block_size])
+    """Append the missing digests of the full blocks of ``tokens[:until]``, DIGEST bytes each. They
+    may be those of a million tokens, so they are no objects.
+    """
+    parent, size = bytes(hashes[-DIGEST:]) or start, 8 * block_size
+    packed = pack(tokens[len(hashes) // DIGEST * block_size : until // block_size * block_size])
+    missing: list[bytes] = []
     for at in range(0, len(packed), size):
         parent = hashlib.sha256(parent + packed[at : at + size]).digest()
-        hashes.append(parent)
+        missing.append(parent)
+    hashes += b"".join(missing)
+
+
+def digests(hashes: bytearray, first: int, end: int) -> list[bytes]:
+    """Those of the blocks from ``first`` to before ``end``."""
+    part = hashes[first * DIGEST : end * DIGEST]
+    return [digest for (digest,) in struct.iter_unpack(f"{DIGEST}s", part)]
 
 
 def pack(tokens: Sequence[int]) -> bytes:

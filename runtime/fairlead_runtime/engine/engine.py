@@ -239,7 +239,7 @@ class Engine:
 
     def _schedule(self, request: Request) -> None:
         live = self._live[request.id]
-        hashes, live.hashes = live.hashes, []
+        hashes, live.hashes = live.hashes, bytearray()
         try:
             live.sequences = self._scheduler.add(request, hashes)
         except RequestError as error:

@@ -63,7 +63,7 @@ class Guide(Protocol):
 class Add:
     request: Request
     arrived: float  # seconds on the engine's clock
-    hashes: list[bytes]  # of its prompt's blocks
+    hashes: bytearray  # of its prompt's blocks
     bounded: bool = True  # counts towards max_queue; a canary does not
 
 
@@ -130,7 +130,7 @@ class Inbox:
     # -- any thread
 
     def add(
-        self, request: Request, hash_prompt: Callable[[Request], list[bytes]], *, bounded: bool
+        self, request: Request, hash_prompt: Callable[[Request], bytearray], *, bounded: bool
     ) -> None:
         """Raises QueueFull or, once closed, EngineDead. Canaries pass ``bounded`` False.
 

@@ -101,7 +101,7 @@ class RecordedScheduler(Scheduler):
         header = {"fairlead_record": VERSION, "limits": dataclasses.asdict(limits), "groups": shape}
         self._write(encode(header | {"identity": identity.hex()}))
 
-    def add(self, request: Request, hashes: list[bytes] | None = None) -> tuple[Sequence, ...]:
+    def add(self, request: Request, hashes: bytearray | None = None) -> tuple[Sequence, ...]:
         sequences = super().add(request, hashes)
         self._write(encode({"add": _request_line(request), "sequences": [s.id for s in sequences]}))
         return sequences

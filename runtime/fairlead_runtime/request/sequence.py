@@ -324,8 +324,8 @@ class Sequence:
     tables: list[list[int]] = field(default_factory=list)
     # the same for units in host memory; empty unless offloaded
     host: list[list[int]] = field(default_factory=list)
-    # digests of its leading full blocks, as far as hashed yet
-    hashes: list[bytes] = field(default_factory=list)
+    # digests of its leading full blocks, as far as hashed yet, one after another
+    hashes: bytearray = field(default_factory=bytearray)
     registered: int = 0  # leading full blocks that are in the prefix cache
     limit: int = 0  # tokens at which it ends: prompt + max_tokens
     stops: frozenset[int] = frozenset()  # end-of-sequence and stop ids that end it

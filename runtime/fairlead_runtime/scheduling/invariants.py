@@ -13,7 +13,7 @@ from functools import partial
 from typing import Literal
 
 from fairlead_runtime.cache.paged import PagedCache
-from fairlead_runtime.cache.prefix import extend_chain, root
+from fairlead_runtime.cache.prefix import DIGEST, digests, extend_chain, root
 from fairlead_runtime.request.sequence import FINAL, Sequence, Status
 from fairlead_runtime.scheduling.planner import State, plan_step
 from fairlead_runtime.sizing.groups import NULL
@@ -211,15 +211,17 @@ def _check_hashes(cache: PagedCache, sequence: Sequence) -> Iterator[int]:
     size, step = cache.block_size, max(1, ENTRIES_PER_PART // ENTRIES_PER_DIGEST)
     start, first = root(cache.identity, sequence.request.salt), 0
     while cache.sharing and first < (end := min(first + step, sequence.registered)):
-        before, expected = sequence.hashes[:first], sequence.hashes[first:end]
-        extend_chain(before, sequence.tokens, start, size, end * size)
-        for i, digest in enumerate(before[first:], start=first):
-            if digest != expected[i - first]:
-                text = f"sequence {sequence.id}: hash {i} covers other tokens"
+        chain = sequence.hashes[: first * DIGEST]
+        extend_chain(chain, sequence.tokens, start, size, end * size)
+        expected = digests(sequence.hashes, first, end)
+        for i, digest in enumerate(digests(chain, first, end)):
+            if digest != expected[i]:
+                text = f"sequence {sequence.id}: hash {first + i} covers other tokens"
                 raise InvariantViolation("I10", text)
             for table in sequence.tables:
-                if table[i] != NULL and cache.pool.content[table[i]] not in (None, digest):
-                    text = f"sequence {sequence.id}: block {i} holds other content"
+                unit = table[first + i]
+                if unit != NULL and cache.pool.content[unit] not in (None, digest):
+                    text = f"sequence {sequence.id}: block {first + i} holds other content"
                     raise InvariantViolation("I10", text)
         yield ENTRIES_PER_DIGEST * (end - first)
         first = end

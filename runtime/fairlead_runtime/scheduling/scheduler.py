@@ -90,11 +90,11 @@ class Scheduler:
 
     # -- requests
 
-    def prompt_hashes(self, request: Request) -> list[bytes]:
+    def prompt_hashes(self, request: Request) -> bytearray:
         """The digests of its prompt's blocks, for ``add``. Any thread may call it."""
         return self.state.cache.prompt_hashes(request)
 
-    def add(self, request: Request, hashes: list[bytes] | None = None) -> tuple[Sequence, ...]:
+    def add(self, request: Request, hashes: bytearray | None = None) -> tuple[Sequence, ...]:
         """Queue a request, one sequence per choice. ``hashes``: its ``prompt_hashes``, which are
         made when it is planned where they are not given. Raises RequestError when it can never run.
         """
@@ -108,7 +108,7 @@ class Scheduler:
         stops = frozenset(params.stop_token_ids) | (request.eos_ids if eos_stops else frozenset())
         siblings: list[Sequence] = []
         prompt = cast("array[int]", request.prompt)  # of all choices until they start
-        hashes = [] if hashes is None else hashes  # the same
+        hashes = bytearray() if hashes is None else hashes  # the same
         self.state.siblings[request.id] = siblings
         for choice in range(params.n):
             sequence = Sequence(

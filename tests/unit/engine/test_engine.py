@@ -473,7 +473,7 @@ def test_the_engine_hashes_no_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     hash_blocks = paged.extend_chain
     blocks: list[int] = []
 
-    def counted(hashes: list[bytes], *arguments: Any) -> None:
+    def counted(hashes: bytearray, *arguments: Any) -> None:
         before = len(hashes)
         hash_blocks(hashes, *arguments)
         blocks.append(len(hashes) - before)

@@ -24,7 +24,7 @@ class Queue:
         request = Request(
             str(self.made), (0,) * tokens, SamplingParams(), max_tokens=1, seed=self.made
         )
-        self.inbox.add(request, lambda _: [], bounded=bounded)
+        self.inbox.add(request, lambda _: bytearray(), bounded=bounded)
 
     def after_step(self, **more: object) -> None:
         state = {
@@ -55,9 +55,9 @@ def test_a_prompt_is_hashed_by_its_sender_and_only_where_it_may_wait() -> None:
     queue = Queue(max_queue=1, free_slots=0)
     senders: list[int] = []
 
-    def hash_prompt(_: Request) -> list[bytes]:
+    def hash_prompt(_: Request) -> bytearray:
         senders.append(threading.get_ident())
-        return [b"digest"]
+        return bytearray(b"digest")
 
     def send() -> None:
         request = Request("r", (0,), SamplingParams(), max_tokens=1)
@@ -71,15 +71,15 @@ def test_a_prompt_is_hashed_by_its_sender_and_only_where_it_may_wait() -> None:
     assert senders == [threads[0].ident]
     message = queue.inbox.take()
     assert isinstance(message, Add)
-    assert message.hashes == [b"digest"]
+    assert message.hashes == b"digest"
 
 
 def test_a_request_whose_engine_gives_up_while_it_is_hashed_is_refused() -> None:
     queue = Queue(max_queue=1, free_slots=0)
 
-    def hash_prompt(_: Request) -> list[bytes]:
+    def hash_prompt(_: Request) -> bytearray:
         assert queue.inbox.close("it gave up") == []
-        return []
+        return bytearray()
 
     request = Request("r", (0,), SamplingParams(), max_tokens=1)
     with pytest.raises(EngineDead, match="it gave up"):

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from fairlead_runtime.cache.blocks import BlockPool, PoolError
 from fairlead_runtime.cache.offload import HostPool
 from fairlead_runtime.cache.paged import PagedCache
-from fairlead_runtime.cache.prefix import extend_chain, longest_hit, root
+from fairlead_runtime.cache.prefix import DIGEST, digests, extend_chain, longest_hit, root
 from fairlead_runtime.request.sequence import Request, SamplingParams, Sequence
 from fairlead_runtime.sizing.groups import NULL, LayerGroup, group_layers, layers_per_unit
 from support.full import LONG_FORM
@@ -196,9 +196,9 @@ TestPool = PoolMachine.TestCase
 def chain(
     tokens: list[int], salt: bytes = b"", identity: bytes = b"m", size: int = 4
 ) -> list[bytes]:
-    hashes: list[bytes] = []
+    hashes = bytearray()
     extend_chain(hashes, tokens, root(identity, salt), size, len(tokens))
-    return hashes
+    return digests(hashes, 0, len(tokens) // size)
 
 
 def test_a_digest_stands_for_all_tokens_so_far_the_salt_and_the_model() -> None:
@@ -225,7 +225,7 @@ def test_a_digest_is_that_of_its_parent_and_of_its_tokens_in_eight_bytes_each() 
         expected.append(parent)
     assert chain(tokens, salt=b"salt") == expected
     request = Request("r", tokens, SamplingParams(), 1, salt=b"salt")
-    assert make_cache().prompt_hashes(request) == expected
+    assert make_cache().prompt_hashes(request) == b"".join(expected)
 
 
 def test_a_unit_with_content_has_nothing_that_the_garbage_collector_walks_over() -> None:
@@ -239,12 +239,12 @@ def test_a_unit_with_content_has_nothing_that_the_garbage_collector_walks_over()
 
 
 def test_a_chain_grows_by_the_full_blocks_it_lacks() -> None:
-    hashes: list[bytes] = []
+    hashes = bytearray()
     tokens = list(range(12))
     for until, blocks in ((3, 0), (4, 1), (7, 1), (12, 3), (12, 3)):
         extend_chain(hashes, tokens, root(b"m", b""), 4, until)
-        assert len(hashes) == blocks
-    assert hashes == chain(tokens)
+        assert len(hashes) == blocks * DIGEST
+    assert digests(hashes, 1, 3) == chain(tokens)[1:]
 
 
 def add_cached_blocks(pool: BlockPool, group: int, hashes: list[bytes], present: list[int]) -> None:
