@@ -44,10 +44,12 @@ QUEUE_TOKENS = 1024  # tokens that may wait for each request that may wait or ru
 # What host memory keeps of a token: its id in both processes, again in a sequence's array, which
 # grows by an eighth, and the counts for penalties; of a waiting token its id in both.
 TOKEN_BYTES, WAITING_TOKEN_BYTES = 21, 8
-# Of a block of one sequence: its digest, and its id in each layer group's table.
-DIGEST_BYTES, ENTRY_BYTES = 80, 40
-# Of a unit of the pool: its state, its content but for the tokens, and its place in the index.
-UNIT_BYTES = 420
+# Of a block of one sequence: its digest, in an array that grows by an eighth, and its entry in each
+# layer group's table, which grows alike; of a waiting one its digest alone.
+DIGEST_BYTES, ENTRY_BYTES, WAITING_DIGEST_BYTES = 40, 16, 32
+# Of a unit of the pool: its state, its digest and its place in the index and among the cached ones,
+# of which a change may leave two thirds empty.
+UNIT_BYTES = 440
 # Of a row that a GPU keeps of a sequence: its numbers, a block; of a step's row: three indices, and
 # the token's and 20 likeliest log-probabilities, each with a number.
 ROW_BYTES, ENTRY, INDEX = 80, 4, 24 + 21 * 12
@@ -217,8 +219,8 @@ class Bookkeeping:
     def of(cls, shape: ModelShape, config: EngineConfig, groups: int) -> Self:
         size, rows = config.block_size, config.max_rows
         return cls(
-            queue=(config.max_queue + rows) * QUEUE_TOKENS * WAITING_TOKEN_BYTES,
-            block=groups * (UNIT_BYTES + 8 * size),
+            queue=(config.max_queue + rows) * QUEUE_TOKENS * waiting_token_bytes(size),
+            block=groups * UNIT_BYTES,
             row_block=TOKEN_BYTES * size + DIGEST_BYTES + ENTRY_BYTES * groups,
             rows=rows,
             longest=ceil_div(max_model_len(shape, config), size),
@@ -243,7 +245,12 @@ class Bookkeeping:
 def surplus_queue(config: EngineConfig) -> int:
     """Bytes that the queue takes beyond one of the default length."""
     surplus = max(0, config.max_queue - DEFAULT_QUEUE)
-    return surplus * QUEUE_TOKENS * WAITING_TOKEN_BYTES
+    return surplus * QUEUE_TOKENS * waiting_token_bytes(config.block_size)
+
+
+def waiting_token_bytes(block_size: int) -> int:
+    """Host memory that a token of a waiting prompt takes, with its part of its block's digest."""
+    return WAITING_TOKEN_BYTES + ceil_div(WAITING_DIGEST_BYTES, block_size)
 
 
 def max_model_len(shape: ModelShape, config: EngineConfig) -> int:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
+from fairlead_runtime.cache.blocks import BlockPool
 from fairlead_runtime.grammar.compile import TokenizerFacts
 from fairlead_runtime.request.sequence import Request, SamplingParams, pack_ids
 from fairlead_runtime.scheduling.plan import Limits, Result
@@ -64,17 +65,36 @@ def test_sequences_as_long_as_the_cache_stay_inside_the_planned_bookkeeping(
     assert here <= 2 * measured, "a plan that wastes memory"
 
 
-def test_a_waiting_request_keeps_only_the_ids_of_its_prompt() -> None:
+def test_a_waiting_request_keeps_only_the_ids_of_its_prompt_and_the_digests_of_its_blocks() -> None:
     scheduler = Scheduler(Limits("fifo", 64, 1, 0.0, 16, 64, 1024), group_layers([None]))
     ids = list(range(1000))
     gc.collect()
     tracemalloc.start()
     for name in range(100):
-        scheduler.add(Request(str(name), ids, SamplingParams(n=8), 1))
+        waiting = Request(str(name), ids, SamplingParams(n=8), 1)
+        scheduler.add(waiting, scheduler.prompt_hashes(waiting))
     measured, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     requests = 100 * 8 * 800  # of the objects of a sequence
-    assert measured <= 100 * 1000 * terms.WAITING_TOKEN_BYTES / 2 + requests
+    # The ids in the HTTP process are the other half of those.
+    of_a_token = terms.waiting_token_bytes(16) - terms.WAITING_TOKEN_BYTES / 2
+    assert measured <= 100 * 1000 * of_a_token + requests
+
+
+@pytest.mark.parametrize("units", [40_000, 44_000])
+def test_a_pool_whose_content_has_changed_stays_inside_the_bytes_of_its_units(units: int) -> None:
+    """The second size leaves two thirds of the index empty."""
+    gc.collect()
+    tracemalloc.start()
+    pool = BlockPool(units, 1)
+    for digest in range(2 * units):
+        taken = pool.take(1)
+        pool.register(taken[0], 0, digest.to_bytes(32, "little"))
+        pool.release(taken)
+    gc.collect()
+    measured, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert measured <= units * terms.UNIT_BYTES <= 2 * measured
 
 
 MEASURE = (

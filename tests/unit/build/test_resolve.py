@@ -90,7 +90,7 @@ def test_more_than_the_reserved_process_memory_is_used_and_warned_about() -> Non
         for size in (GIB // 2, GIB * 5 // 4)
     )
     assert (less.num_blocks, less.warnings) == (planned.num_blocks, ())
-    each = planned.plan.block_bytes + UNIT_BYTES + 8 * planned.plan.block_size
+    each = planned.plan.block_bytes + UNIT_BYTES
     assert planned.num_blocks - more.num_blocks in (GIB // 4 // each, GIB // 4 // each + 1)
     assert "the pod takes 1.25 GiB before any weight, more than the 1.0" in more.warnings[0]
 
