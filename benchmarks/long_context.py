@@ -1,7 +1,9 @@
 """Processor time that long contexts and large caches take from the engine's thread, in
-milliseconds: a prompt that is wholly cached, and the three walks over half a million blocks.
+milliseconds: a prompt that is wholly cached, a step's masks, and the walks over up to half a
+million blocks.
 
     prompt       a cached prompt, of all its parts: ``submit`` runs in the sender's thread
+    masks        those of a step, each of which costs nothing itself
     invariants   the longest part of one check; a step runs between two parts
     collection   a full garbage collection
     page         the views of /debug/requests
@@ -20,14 +22,20 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
+import numpy as np
+from tokenizers import Tokenizer, decoders, models
+
 from fairlead_runtime.engine.cache_map import CacheCopy
 from fairlead_runtime.engine.views import LiveRequest, request_views
-from fairlead_runtime.request.sequence import Request, SamplingParams, pack_ids
+from fairlead_runtime.grammar.compile import TokenizerFacts
+from fairlead_runtime.grammar.guides import Guides
+from fairlead_runtime.request.sequence import Request, SamplingParams, Sequence, pack_ids
 from fairlead_runtime.scheduling import Limits, Result, Scheduler
 from fairlead_runtime.sizing.groups import group_layers
 
 PROMPT, BLOCK = 131_072, 16
 SIZES = ((256, 8_192), (256, 32_768), (1_024, 8_192))
+GUIDED = (256, 1_024)
 PARTS = ("submit", "plan", "commit", "update", "release")
 
 
@@ -110,6 +118,33 @@ def count_parts(engine: Scheduler) -> int:
     return 1 + sum(1 for _ in engine.checks())
 
 
+class FreeMask:
+    """The guide of a sequence, whose mask costs nothing."""
+
+    words = np.zeros(1, dtype=np.int32)
+
+    def mask(self, _: Sequence) -> object:
+        return self.words
+
+
+def masks(rows: int, rounds: int) -> list[float]:
+    """The milliseconds of a step's masks, in the thread that asks for them."""
+    vocabulary = {chr(code): code for code in range(128)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.decoder = decoders.ByteLevel()
+    facts = TokenizerFacts.of(tokenizer, len(vocabulary), [0])
+    if facts is None:
+        raise SystemExit("no tokenizer")
+    guides, request = Guides(facts), Request("r", (1,), SamplingParams(), 1)
+    sequences = [Sequence(i, request, 0, [1], guide=FreeMask()) for i in range(rows)]
+
+    def step_masks() -> None:
+        with guides.masks(sequences) as pending:
+            pending.result()
+
+    return [milliseconds(step_masks) for _ in range(10 * rounds)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
@@ -117,19 +152,20 @@ def main() -> None:
         "--sizes", type=int, default=len(SIZES), help="how many of the walks' sizes"
     )
     options = parser.parse_args()
-    times = list(zip(*cached_prompt(options.rounds), strict=True))
-    for name, values in zip(PARTS, times, strict=True):
-        show(f"{PROMPT} cached tokens: {name}", values)
-    show("  of the engine's thread in all", [sum(parts) for parts in zip(*times[1:], strict=True)])
+    rounds = list(cached_prompt(options.rounds))
+    for at, name in enumerate(PARTS):
+        show(f"{PROMPT} cached tokens: {name}", [parts[at] for parts in rounds])
+    show("  of the engine's thread in all", [sum(parts[1:]) for parts in rounds])
+    for rows in GUIDED:
+        show(f"{rows} masks", masks(rows, options.rounds))
     for rows, tokens in SIZES[: options.sizes]:
         for name, values in walks(rows, tokens, options.rounds).items():
             show(f"{rows} x {tokens}: {name}", values)
 
 
-def show(name: str, values: "list[float] | tuple[float, ...]") -> None:
-    print(
-        f"{name:<40} {statistics.median(values):8.2f} ({min(values):.2f} .. {max(values):.2f}) ms"
-    )
+def show(name: str, values: list[float]) -> None:
+    spread = f"({min(values):.2f} .. {max(values):.2f})"
+    print(f"{name:<40} {statistics.median(values):8.2f} {spread} ms")
 
 
 if __name__ == "__main__":

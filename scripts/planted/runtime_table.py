@@ -1937,7 +1937,7 @@ BUGS = (
     PackageBug(
         "who has ended may hold blocks for ever",
         "fairlead_runtime.scheduling.invariants:_check_sequences",
-        "if not sequence.steps_in_flight or sequence.status not in FINAL:",
+        "if not ended.steps_in_flight or ended.status not in FINAL:",
         "if False:",
         ("unit/scheduling/test_invariants.py",),
     ),

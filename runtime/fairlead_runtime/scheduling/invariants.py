@@ -129,10 +129,10 @@ def _check_content(cache: PagedCache, unit: int) -> None:
 def _check_sequences(state: State, live: Mapping[int, Sequence]) -> Iterator[int]:
     _check_queues(state, live)
     yield ENTRIES_PER_PART
-    for sequence in state.ended.values():
-        if not sequence.steps_in_flight or sequence.status not in FINAL:
+    for ended in state.ended.values():
+        if not ended.steps_in_flight or ended.status not in FINAL:
             raise InvariantViolation(
-                "I14", f"sequence {sequence.id} holds blocks after its end, with no step in flight"
+                "I14", f"sequence {ended.id} holds blocks after its end, with no step in flight"
             )
     for number in list(live):
         if (sequence := live.get(number)) is not None:

@@ -30,8 +30,8 @@ from support.tiny_guides import ASKED, EOS, FACTS, GUIDES, TOKENIZER
 class Guided:
     """Gives the sequences of a scheduler their guides, as the engine does."""
 
-    def add(self, request: Request) -> tuple[Sequence, ...]:
-        sequences: tuple[Sequence, ...] = super().add(request)  # type: ignore[misc]
+    def add(self, request: Request, hashes: bytearray | None = None) -> tuple[Sequence, ...]:
+        sequences: tuple[Sequence, ...] = super().add(request, hashes)  # type: ignore[misc]
         if request.params.guided is not None:
             for sequence in sequences:
                 sequence.guide = GUIDES.compile(request.params.guided).fork()

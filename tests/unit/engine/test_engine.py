@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fairlead_runtime.cache import paged
+from fairlead_runtime.cache import paged, prefix
 from fairlead_runtime.engine.engine import FAULT_BUDGET
 from fairlead_runtime.engine.observer import Observer, canary
 from fairlead_runtime.engine.progress import (
@@ -470,7 +470,7 @@ def test_the_engine_hashes_no_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = rig()
     engine.submit(request("a", 40, 2))
     engine.submit(request("b", 40, 2, n=2))
-    hash_blocks = paged.extend_chain
+    hash_blocks = prefix.extend_chain
     blocks: list[int] = []
 
     def counted(hashes: bytearray, *arguments: Any) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from fairlead_runtime.cache import paged
+from fairlead_runtime.cache import paged, prefix
 from fairlead_runtime.request.sequence import (
     Failure,
     FinishReason,
@@ -496,7 +496,7 @@ def test_commit_looks_a_prefix_up_again_only_where_the_cache_has_changed_since_t
     s.add(request("a", prompt, 2))
     finish_all(s)
     sequence = s.add(request("b", prompt, 2))[0]
-    calls, find = [], paged.longest_hit
+    calls, find = [], prefix.longest_hit
     monkeypatch.setattr(paged, "longest_hit", lambda *a: calls.append(1) or find(*a))  # type: ignore[func-returns-value]
     plan = s.plan()
     assert (plan.admitted[0].start, len(calls)) == (20, 1)
