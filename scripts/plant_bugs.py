@@ -457,6 +457,12 @@ BUGS = (
         "            pass\n",
     ),
     Bug(
+        "choices share their digests while they run",
+        "fairlead_runtime.scheduling.scheduler:Scheduler._start",
+        "            sequence.hashes = sequence.hashes[:]\n",
+        "",
+    ),
+    Bug(
         "the safety margin is ignored",
         "fairlead_runtime.scheduling.planner:State.margin",
         "self.limits.safety_margin * self",

@@ -293,7 +293,8 @@ class Scheduler:
         if sequence.preemptions:
             self._preempted_tokens -= len(sequence.tokens)
         else:
-            sequence.tokens, sequence.hashes = sequence.tokens[:], sequence.hashes[:]
+            sequence.tokens = sequence.tokens[:]
+            sequence.hashes = sequence.hashes[:]
         if source is AdmissionSource.FORK and sibling is not None:
             state.cache.fork(sequence, sibling, start)
         elif source is AdmissionSource.PREFIX:
