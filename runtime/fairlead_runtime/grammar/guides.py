@@ -151,16 +151,16 @@ class _Round:
 
     def __init__(self, guides: "Guides", sequences: abc.Sequence[Sequence]) -> None:
         self._rest = deque(sequences)
-        self._made: dict[int, Array | GrammarError] = {}
+        self._outcomes: dict[int, Array | GrammarError] = {}
         self._tasks = guides.start(self._make, len(sequences))
 
     def _make(self) -> None:
         """One thread's part."""
         while (sequence := self._next()) is not None:
             try:
-                self._made[sequence.id] = sequence.guide.mask(sequence)
+                self._outcomes[sequence.id] = sequence.guide.mask(sequence)
             except GrammarError as error:
-                self._made[sequence.id] = error
+                self._outcomes[sequence.id] = error
 
     def _next(self) -> Sequence | None:
         try:
@@ -176,7 +176,7 @@ class _Round:
         for task in done:
             task.result()  # raises what is no fault of a grammar
         rest = list(iter(self._next, None)) if late else []
-        return self._made.copy(), rest
+        return self._outcomes.copy(), rest
 
 
 class PendingMasks:
@@ -201,11 +201,11 @@ class PendingMasks:
         failed: dict[int, Failure] = {}
         sequences = self._sequences
         while sequences:
-            made, rest = self._round.wait()
+            outcomes, rest = self._round.wait()
             behind = {sequence.id for sequence in rest}
-            late = {sequence.id for sequence in sequences} - made.keys() - behind
+            late = {sequence.id for sequence in sequences} - outcomes.keys() - behind
             for sequence in sequences:
-                outcome = made.get(sequence.id)
+                outcome = outcomes.get(sequence.id)
                 if isinstance(outcome, np.ndarray):
                     words[sequence.id] = outcome
                 elif sequence.id not in behind:

@@ -220,8 +220,8 @@ class _TraceReader:
         failed = {i: message for i, message, _ in line.get("errors", ())}
         for i, message in failed.items():
             view.errors.append(f"{self.sequences[i].name}: {message}")
-        seen = self.sequences.keys() - failed.keys() - {*line.get("left_out", ())}
-        rows = [row for row in self.planned.pop(view.step) if row[0] in seen]
+        ids = self.sequences.keys() - failed.keys() - {*line.get("left_out", ())}
+        rows = [row for row in self.planned.pop(view.step) if row[0] in ids]
         for i, start, count, _ in rows:
             self.sequences[i].computed = start + count
         sampled = [self.sequences[i] for i, _, _, samples in rows if samples]
