@@ -1929,7 +1929,7 @@ BUGS = (
     ),
     PackageBug(
         "one may wait while a step of it is in flight",
-        "fairlead_runtime.scheduling.invariants:_check_queues",
+        "fairlead_runtime.scheduling.invariants:_check_waiting",
         "if sequence.steps_in_flight or sequence.planned_length != sequence.computed:",
         "if False:",
         ("unit/scheduling/test_invariants.py",),

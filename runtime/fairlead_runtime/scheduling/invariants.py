@@ -7,7 +7,6 @@ I9; I9's state is checked here.
 
 import itertools
 from array import array
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Literal
@@ -18,9 +17,10 @@ from fairlead_runtime.request.sequence import FINAL, Sequence, Status
 from fairlead_runtime.scheduling.planner import State, plan_step
 from fairlead_runtime.sizing.groups import NULL
 
-# Entries of tables and lists in one part: a millisecond or two. A digest takes as long as 32.
+# Entries of tables and lists in one part: a millisecond or two. A digest takes as long as 32, as a
+# table without an entry does.
 ENTRIES_PER_PART = 16_384
-ENTRIES_PER_DIGEST = 32
+ENTRIES_PER_DIGEST = ENTRIES_PER_TABLE = 32
 
 
 class InvariantViolation(RuntimeError):  # noqa: N818 - it reports a state, not a failed call
@@ -70,6 +70,7 @@ def _check_units(state: State, live: Mapping[int, Sequence]) -> Iterator[int]:
         for group in range(len(cache.groups)):
             yield from _count(named, partial(_table, sequence, "tables", group))
             yield from _count(on_host, partial(_table, sequence, "host", group))
+            yield ENTRIES_PER_TABLE
     yield from _count(free, lambda: pool.free)
     yield from _count(on_host, lambda: host.free)
     for unit in range(pool.units):
@@ -141,30 +142,19 @@ def _check_sequences(state: State, live: Mapping[int, Sequence]) -> Iterator[int
 
 
 def _check_queues(state: State, live: Mapping[int, Sequence]) -> None:
-    waiting = list(state.policy.candidates())
-    if not live and (state.siblings or state.running or waiting):
+    running, waiting = state.running, list(state.policy.candidates())
+    if not live and (state.siblings or running or waiting):
         raise InvariantViolation("I11", "no sequence is live, but one is queued or has siblings")
-    queued = Counter([s.id for s in state.running] + [s.id for s in waiting])
-    if queued != Counter(live.keys()):
-        raise InvariantViolation("I7", f"queues hold {dict(queued)}, live are {sorted(live)}")
-    if len(state.running) > state.limits.max_requests:
+    queued = [sequence.id for sequence in (*running, *waiting)]
+    if len(queued) != len(live) or live.keys() != {*queued}:
+        raise InvariantViolation("I7", f"queues hold {sorted(queued)}, live are {sorted(live)}")
+    if len(running) > state.limits.max_requests:
         raise InvariantViolation(
-            "I7", f"{len(state.running)} sequences run, more than max_requests allows"
+            "I7", f"{len(running)} sequences run, more than max_requests allows"
         )
-    for sequence in state.running:
-        if sequence.status not in (Status.PREFILLING, Status.DECODING) or not sequence.tables:
-            raise InvariantViolation("I7", f"sequence {sequence.id} runs as {sequence.status}")
-    for sequence in waiting:
-        if sequence.steps_in_flight or sequence.planned_length != sequence.computed:
-            raise InvariantViolation("I14", f"sequence {sequence.id} waits while it is in flight")
-        if sequence.status is not Status.PENDING or sequence.tables:
-            raise InvariantViolation(
-                "I7", f"sequence {sequence.id} waits as {sequence.status} with blocks"
-            )
-        if sequence.computed and not sequence.host:
-            raise InvariantViolation(
-                "I5", f"sequence {sequence.id} waits with tokens computed and no blocks"
-            )
+    for queue, is_pending in ((running, False), (waiting, True)):
+        if any((sequence.status is Status.PENDING) != is_pending for sequence in queue):
+            raise InvariantViolation("I7", "a sequence runs that is pending, or waits as another")
 
 
 def _check_sequence(state: State, sequence: Sequence) -> int:
@@ -175,6 +165,10 @@ def _check_sequence(state: State, sequence: Sequence) -> int:
         )
     if sequence.status in FINAL or len(sequence.tokens) >= sequence.limit:
         raise InvariantViolation("I9", f"sequence {sequence.id} has ended but is still live")
+    if sequence.status is Status.PENDING:
+        _check_waiting(sequence)
+    elif not sequence.tables:
+        raise InvariantViolation("I7", f"sequence {sequence.id} runs without blocks")
     if (
         state.limits.policy in ("fifo", "prefill_first")
         and sequence.preemptions > 4 + sequence.seniors
@@ -185,6 +179,17 @@ def _check_sequence(state: State, sequence: Sequence) -> int:
     if tables:
         _check_tables(state.cache, sequence, tables)
     return 64 + sum(map(len, tables))
+
+
+def _check_waiting(sequence: Sequence) -> None:
+    if sequence.steps_in_flight or sequence.planned_length != sequence.computed:
+        raise InvariantViolation("I14", f"sequence {sequence.id} waits while it is in flight")
+    if sequence.tables:
+        raise InvariantViolation("I7", f"sequence {sequence.id} waits with blocks")
+    if sequence.computed and not sequence.host:
+        raise InvariantViolation(
+            "I5", f"sequence {sequence.id} waits with tokens computed and no blocks"
+        )
 
 
 def _check_tables(cache: PagedCache, sequence: Sequence, tables: list[list[int]]) -> None:
