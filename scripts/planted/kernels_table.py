@@ -894,8 +894,8 @@ BUGS = (
     ),
     PackageBug(
         "a rank's copies to its GPU wait",
-        "fairlead_runtime.device.ranks.rank_messages:_batch.sent",
-        "tensor.pin_memory() if pinned else tensor",
+        "fairlead_runtime.device.ranks.rank_messages:Follower._sent",
+        "tensor.pin_memory() if self._pinned else tensor",
         "tensor",
         ("unit/device/test_rank_messages.py",),
     ),
@@ -1505,9 +1505,9 @@ BUGS = (
     ),
     PackageBug(
         "a window of decodes begins a block too late",
-        "fairlead_kernels.packages.flashinfer_plan:_indices",
-        "(lens - decodes.window).clamp_(min=0)",
-        "(lens - decodes.window + 4).clamp_(min=0)",
+        "fairlead_kernels.packages.flashinfer_plan:decode_rows",
+        "(on_device - decodes.window).clamp_(min=0)",
+        "(on_device - decodes.window + 4).clamp_(min=0)",
         ("unit/device/test_sequence_table.py",),
     ),
     PackageBug(

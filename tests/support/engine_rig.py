@@ -350,14 +350,14 @@ class Rig:
         # The last unit is for padding rows.
         cache = cache_of(self.model, **{**amounts, "units": units + resident})
         pair = self._pair
-        if pair is not None:
-            pair.hold(self._kernels, odd=self._odd, **self._described)
-            pair.allocate(**amounts)
         attention, decodes = self._choice().attention, None
         sampler = None
         if self._kernels == "ranks ahead":
             lengths = {"sequences": limits.max_requests, "max_model_len": limits.max_model_len}
             sampler = RowSampler.of(self.model, cache, **lengths, listed=setting.listed)
+        if pair is not None:
+            pair.hold(self._kernels, odd=self._odd, **self._described)
+            pair.allocate(**amounts, tables=None if sampler is None else sampler.table.shape)
         if resident:
             assert isinstance(attention, DecodeAttention)
             decodes = DecodeSteps(

@@ -56,8 +56,8 @@ def hide_each_token_from_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mask that is off by one, in every layer, where a prompt goes on."""
     build = BatchBuilder.build
 
-    def build_short(self: BatchBuilder, rows: Sequence[Row], *, ahead: bool = False) -> Batch:
-        batch = build(self, rows, ahead=ahead)
+    def build_short(self: BatchBuilder, rows: Sequence[Row], **how: Any) -> Batch:
+        batch = build(self, rows, **how)
         batch.ragged[0].kv_lens.sub_(torch.tensor([int(row.start > 0) for row in rows]))
         return batch
 

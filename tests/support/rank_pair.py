@@ -17,16 +17,15 @@ from torch import Tensor, nn
 
 from fairlead_kernels.choice.backend import BackendChoice, int4_products, pick
 from fairlead_kernels.formats.quantize import Format
-from fairlead_kernels.interface.attention import AttentionBackend
 from fairlead_kernels.plain.torch_operations import TorchOperations
 from fairlead_runtime.child.frames import Channel, Codec
 from fairlead_runtime.device.conversion.fusion import fuse
-from fairlead_runtime.device.memory.storage import CacheStorage
 from fairlead_runtime.device.model.batch import Batch
 from fairlead_runtime.device.model.paged_model import PagedModel
 from fairlead_runtime.device.model.rank_group import RankGroup
 from fairlead_runtime.device.proof import selftest
 from fairlead_runtime.device.ranks import rank_messages, shards
+from fairlead_runtime.device.ranks.rank_messages import Follower
 from fairlead_runtime.device.ranks.step_messages import Copies, Forward
 from fairlead_runtime.models import architecture, loading
 from fairlead_runtime.models.headers import Header, TensorEntry
@@ -115,9 +114,9 @@ class Pair:
         settings = {"quantization": quantization, "dtype": dtype, "on_gpu": on_gpu}
         self._send({"folder": str(folder), **settings})
 
-    def allocate(self, **cache: int) -> None:
-        """Let rank 1 allocate an empty cache."""
-        self._send({"cache": cache})
+    def allocate(self, *, tables: tuple[int, int] | None = None, **cache: int) -> None:
+        """Let rank 1 allocate an empty cache, and ``tables`` as Followers have."""
+        self._send({"cache": {**cache, "tables": tables}})
 
     def weight_bytes(self) -> int:
         """Of rank 1."""
@@ -184,8 +183,7 @@ def _follow(connection: socket.socket, store: int) -> NoReturn:
         models: dict[str, PagedModel] = {}
         model: PagedModel
         kernels: str
-        attention: AttentionBackend
-        cache: CacheStorage
+        follower: Follower
         own_pick, replaced = selftest._pick, cast("Any", selftest)
         served: selftest.ServedModel | None = None
         while (message := channel.receive()) is not None:
@@ -209,12 +207,13 @@ def _follow(connection: socket.socket, store: int) -> NoReturn:
                         model = served.model
                 case {"cache": sizes}:
                     choice = choice_of(model, kernels) if served is None else served.choice
-                    attention = choice.attention
+                    tables = sizes.pop("tables", None)
                     cache = cache_of(model, **sizes)
+                    follower = Follower(model, cache, choice.attention, ranks, tables)
                 case {"weigh": _}:
                     channel.send({"bytes": model.weight_bytes})
                 case _:
-                    rank_messages.follow(message, model, cache, attention, ranks)
+                    follower.follow(message)
     os._exit(1)
 
 

@@ -173,8 +173,9 @@ class TritonAttention:
         starts, lens = ragged.query_starts.numpy(), ragged.kv_lens.numpy()
         counts = np.diff(starts)
         rows = np.arange(len(lens), dtype=np.int32)
+        places = rows if ragged.rows is None else ragged.rows.numpy()
         single, several = rows[counts == 1], rows[counts != 1]
-        decodes = np.stack([single, starts[single], lens[single] - 1, counts[single]])
+        decodes = np.stack([places[single], starts[single], lens[single] - 1, counts[single]])
         tile_queries = self._tiles.tall // self._heads_of(self._tiles.tall)
         pieces = -(-counts[several] // tile_queries)
         row = np.repeat(several, pieces)
@@ -182,18 +183,21 @@ class TritonAttention:
         at = np.arange(len(row)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
         first = (at * tile_queries).astype(np.int32)
         queries = np.minimum(tile_queries, counts[row] - first)
-        prefills = np.stack([row, starts[row] + first, lens[row] - counts[row] + first, queries])
-        tables = ragged.tables[:, : -(-int(lens.max()) // ragged.block_size)]
-        fields = tables, torch.from_numpy(decodes), torch.from_numpy(prefills)
+        position = lens[row] - counts[row] + first
+        prefills = np.stack([places[row], starts[row] + first, position, queries])
+        fields = [torch.from_numpy(decodes), torch.from_numpy(prefills)]
+        if ragged.rows is None:
+            fields.append(ragged.tables[:, : -(-int(lens.max()) // ragged.block_size)])
         packet = torch.cat([field.reshape(-1).to(torch.int32) for field in fields])
         if self._device.type == "cuda":
             # The copy of a large pageable one waits for the kernels before it.
             packet = packet.pin_memory()
         sent = packet.to(self._device, non_blocking=True)
         sizes = [field.numel() for field in fields]
-        tables, decode_pieces, prefill_pieces = (
+        decode_pieces, prefill_pieces, *own = (
             x.view(field.shape) for x, field in zip(torch.split(sent, sizes), fields, strict=True)
         )
+        (tables,) = own or (ragged.tables,)
         partial = self._room(len(single))
         return TritonPlan(
             ragged.window, ragged.block_size, tables, decode_pieces, prefill_pieces, partial

@@ -54,14 +54,16 @@ class Heads:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RaggedRows:
-    """The rows of one step, for the layers of one group. All tensors are on the host.
+    """The rows of one step, for the layers of one group.
 
     ``query_starts`` int32 [B+1]: row b owns the packed tokens query_starts[b]:query_starts[b+1],
     its newest ones. ``kv_lens`` int32 [B]: tokens of row b in the cache, this step's included, so
-    its first query has position kv_lens[b] - count. ``tables`` int32 [B, W]: blocks, NULL where the
-    window has passed them, undefined beyond the row's last block. ``window``: position p sees the
+    its first query has position kv_lens[b] - count. ``tables`` int32 [B, W]: blocks, undefined
+    before the first that the row's window sees and beyond its last. ``window``: position p sees the
     keys p-window+1..p; None: all up to p. ``group``: the index of the layer group; groups with one
-    window have rows alike and blocks of their own.
+    window have rows alike and blocks of their own. All these tensors are on the host, unless there
+    are ``rows`` int64 [B]: then ``tables`` int32 [R, W] has the blocks of R sequences on the
+    device, and these are, on the host, each row's place there. Only a DecodeAttention takes them.
     """
 
     query_starts: torch.Tensor
@@ -70,6 +72,7 @@ class RaggedRows:
     block_size: int
     window: int | None
     group: int = 0
+    rows: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,9 +81,8 @@ class DecodeRows:
     whose blocks are known to the device and not to the host.
 
     ``kv_lens`` int32 [B] on the host as in RaggedRows. On the device: ``lens`` int64 [B], the same;
-    ``tables`` int32 [R, W], the blocks of R sequences, right from the first that their window sees
-    to their last; ``rows`` int64 [B], each row's place in ``tables``. ``window`` and ``group`` as
-    in RaggedRows.
+    ``tables`` int32 [R, W], the blocks of R sequences as in RaggedRows; ``rows`` int64 [B], each
+    row's place in ``tables``. ``window`` and ``group`` as in RaggedRows.
     """
 
     kv_lens: torch.Tensor
@@ -161,7 +163,8 @@ class AttentionBackend(Protocol):
 
 @runtime_checkable
 class DecodeAttention(AttentionBackend, Protocol):
-    """A backend that can plan decodes whose block tables are on the device.
+    """A backend that can plan rows whose block tables are on the device: ``plan`` any, with their
+    ``rows``, without a wait, and decodes ``plan_decodes``.
 
     ``fixed_nbytes``: device bytes of its plans at addresses that stay, beside the reserve.
     """

@@ -1,7 +1,7 @@
 """A step's rows as flashinfer's wrappers take them: block tables in compressed sparse rows.
 
-Owns the first block that each row can see and the length of its last one. Pure. The rows of
-decodes whose tables the device has are compressed there.
+Owns the first block that each row can see and the length of its last one. Pure. Tables that the
+device has are compressed there.
 """
 
 from dataclasses import dataclass
@@ -9,13 +9,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from fairlead_kernels.interface.attention import DecodeRows, RaggedRows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PagedRows:
-    """The rows of one step and group, int32 on the host, but for ``indices`` of ``decode_rows``.
+    """The rows of one step and group, int32 on the host, but for ``indices`` where tables are on
+    the device.
 
     ``query_starts`` [B+1] as in RaggedRows. Row b reads the blocks ``indices``
     [``starts``[b]:``starts``[b+1]], from the first that its first query sees to its last, of which
@@ -24,20 +26,20 @@ class PagedRows:
     ``single``: every row has one query.
     """
 
-    query_starts: torch.Tensor
-    starts: torch.Tensor
-    indices: torch.Tensor
-    last_lens: torch.Tensor
+    query_starts: Tensor
+    starts: Tensor
+    indices: Tensor
+    last_lens: Tensor
     single: bool
 
 
 def paged_rows(ragged: RaggedRows, *, pinned: bool = False) -> PagedRows:
-    """The rows of a step as the wrappers take them, with their blocks on the host.
+    """The rows of a step as the wrappers take them, with their blocks where its tables are.
 
     The tensors are new, so the next step may reuse the memory of ``ragged``. A copy of a pageable
     one to the device has read it when the call that starts the copy returns, for which a large one
-    may wait for the kernels before it; with ``pinned`` the blocks are in memory that torch keeps
-    until their copy has run.
+    may wait for the kernels before it; with ``pinned`` the blocks, or where they are in the tables,
+    are in memory that torch keeps until their copy has run.
     """
     size = ragged.block_size
     counts = np.diff(ragged.query_starts.numpy())
@@ -48,14 +50,16 @@ def paged_rows(ragged: RaggedRows, *, pinned: bool = False) -> PagedRows:
     first, end = first_key // size, -(-lens // size)
     starts = np.zeros(len(lens) + 1, dtype=np.int32)
     np.cumsum(end - first, out=starts[1:])
-    tables = ragged.tables.numpy()
-    columns = np.arange(tables.shape[1])
-    visible = (columns >= first[:, None]) & (columns < end[:, None])
-    indices = torch.from_numpy(tables[visible])
+    if ragged.rows is None:
+        indices = _sent(_visible(ragged.tables.numpy(), first, end), pinned=pinned)
+    else:
+        places = _sent(np.stack([ragged.rows.numpy(), first, end]), pinned=pinned)
+        on_device = places.to(ragged.tables.device, non_blocking=True)
+        indices = _indices(ragged.tables, *on_device, int(starts[-1]))
     return PagedRows(
         query_starts=torch.from_numpy(ragged.query_starts.numpy().copy()),
         starts=torch.from_numpy(starts),
-        indices=indices.pin_memory() if pinned else indices,
+        indices=indices,
         last_lens=_last_lens(lens, size),
         single=bool((counts == 1).all()),
     )
@@ -73,30 +77,43 @@ def decode_rows(decodes: DecodeRows) -> PagedRows:
         first = np.maximum(0, lens - decodes.window) // size
     starts = np.zeros(len(lens) + 1, dtype=np.int32)
     np.cumsum(-(-lens // size) - first, out=starts[1:])
+    on_device = decodes.lens
+    end, begin = (on_device + (size - 1)) // size, torch.zeros_like(on_device)
+    if decodes.window is not None:
+        begin = (on_device - decodes.window).clamp_(min=0) // size
     return PagedRows(
         query_starts=torch.arange(len(lens) + 1, dtype=torch.int32),
         starts=torch.from_numpy(starts),
-        indices=_indices(decodes, int(starts[-1])),
+        indices=_indices(decodes.tables, decodes.rows, begin, end, int(starts[-1])),
         last_lens=_last_lens(lens, size),
         single=True,
     )
 
 
-def _last_lens(lens: Any, size: int) -> torch.Tensor:
+def _last_lens(lens: Any, size: int) -> Tensor:
     return torch.from_numpy((lens - 1) % size + 1)
 
 
-def _indices(decodes: DecodeRows, total: int) -> torch.Tensor:
-    """The visible blocks of all rows, one row after the other: int32 [total] on the device."""
-    size, lens, device = decodes.block_size, decodes.lens, decodes.lens.device
-    end = (lens + (size - 1)) // size
-    first = torch.zeros_like(lens)
-    if decodes.window is not None:
-        first = (lens - decodes.window).clamp_(min=0) // size
+def _sent(array: Any, *, pinned: bool) -> Tensor:
+    """An array that goes to the device."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory() if pinned else tensor
+
+
+def _visible(tables: Any, first: Any, end: Any) -> Any:
+    """The blocks from ``first`` to ``end`` of each row of ``tables``, one row after the other."""
+    columns = np.arange(tables.shape[1])
+    return tables[(columns >= first[:, None]) & (columns < end[:, None])]
+
+
+def _indices(tables: Tensor, rows: Tensor, first: Tensor, end: Tensor, total: int) -> Tensor:
+    """The same on the device, of the ``rows`` of ``tables``: int32 [total]. The other tensors are
+    int64 [B].
+    """
     counts = end - first
-    places = torch.arange(len(lens), device=device)
+    places = torch.arange(len(rows), device=rows.device)
     row = torch.repeat_interleave(places, counts, output_size=total)
     # Of each row, where its blocks would begin if they were not cut off before the first.
     begin = counts.cumsum(0) - end
-    column = torch.arange(total, device=device) - begin[row]
-    return decodes.tables[decodes.rows[row], column]
+    column = torch.arange(total, device=rows.device) - begin[row]
+    return tables[rows[row], column]

@@ -156,12 +156,13 @@ def _with_engine(
     sizes = {"units": units + resident, "block_size": resolved.plan.block_size}
     cache = loaded_rank.cache(**sizes, host_units=resolved.offload_units)
     not_pinned = cache.not_pinned
-    if ranks is not None:
-        elsewhere = ranks.serve(**sizes, host_units=resolved.offload_units)
-        not_pinned = not_pinned or elsewhere
     limits = resolved.config
     decodes = choice.steps(cache, resolved.max_model_len)
     sampler = choice.sampler(cache, resolved.max_model_len)
+    if ranks is not None:
+        tables = None if sampler is None else sampler.table.shape
+        elsewhere = ranks.serve(**sizes, host_units=resolved.offload_units, tables=tables)
+        not_pinned = not_pinned or elsewhere
     allocated = {**measured, **_cache_bytes(cache, units, device)}
     if (state := decodes or sampler) is not None:
         allocated["batch"] = host_batch + state.nbytes

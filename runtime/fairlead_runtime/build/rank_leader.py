@@ -100,12 +100,20 @@ class Ranks:
             for name, size in measured.items()
         }
 
-    def serve(self, *, units: int, block_size: int, host_units: int) -> str:
-        """Let every rank allocate its cache. From then on they follow this one's steps. Returns why
-        the host memory of one is not pinned, if that is so.
+    def serve(
+        self,
+        *,
+        units: int,
+        block_size: int,
+        host_units: int,
+        tables: tuple[int, int] | None = None,
+    ) -> str:
+        """Let every rank allocate its cache, and block tables of this shape where this one's are on
+        its device. From then on they follow this one's steps. Returns why the host memory of one is
+        not pinned, if that is so.
         """
         with contextlib.suppress(OSError):  # one has ended, which the next receive tells
-            self._send(Sizes(units, block_size, host_units))
+            self._send(Sizes(units, block_size, host_units, tables))
         reasons = [(peer.rank, self._receive(peer, Allocated).not_pinned) for peer in self._peers]
         return next((f"rank {rank}: {reason}" for rank, reason in reasons if reason), "")
 

@@ -19,11 +19,14 @@ class Start(Message):
 
 
 class Sizes(Message):
-    """Allocate the cache. From then on the rank follows the leader's steps."""
+    """Allocate the cache. From then on the rank follows the leader's steps. ``tables``: rows and
+    blocks of the block tables on the leader's device, if it keeps them there.
+    """
 
     units: int
     block_size: int
     host_units: int
+    tables: tuple[int, int] | None
 
 
 ToRank = Start | Sizes | Copies | Forward

@@ -123,17 +123,21 @@ def _follow(leader: _Leader, store: int) -> NoReturn:
         while True:  # until the leader has read it and closes the socket
             leader.receive(Message)
     leader.send(Allocated(cache.not_pinned))
-    _serve(leader, loaded_rank, cache, ranks)
+    _serve(leader, loaded_rank, cache, ranks, sizes.tables)
 
 
 def _serve(
-    leader: _Leader, loaded_rank: "LoadedRank", cache: "CacheStorage", ranks: "RankGroup"
+    leader: _Leader,
+    loaded_rank: "LoadedRank",
+    cache: "CacheStorage",
+    ranks: "RankGroup",
+    tables: tuple[int, int] | None,
 ) -> NoReturn:
-    from fairlead_runtime.device.ranks import rank_messages
+    from fairlead_runtime.device.ranks.rank_messages import Follower
 
-    model, attention = loaded_rank.model, loaded_rank.attention
+    follower = Follower(loaded_rank.model, cache, loaded_rank.attention, ranks, tables)
     while True:
-        rank_messages.follow(leader.receive(Message), model, cache, attention, ranks)
+        follower.follow(leader.receive(Message))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Rows become tensors: positions, slots and tables by their definitions, in reused buffers."""
 
 import itertools
+from contextlib import suppress
 
 import pytest
 import torch
@@ -8,7 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fairlead_kernels.interface.attention import NULL
+from fairlead_kernels.packages.flashinfer_plan import paged_rows
 from fairlead_runtime.device.model.batch import Batch, BatchBuilder
+from fairlead_runtime.device.model.block_tables import DeviceTables
+from fairlead_runtime.device.model.table_rows import TableRows
 from fairlead_runtime.request.sequence import Request, SamplingParams, Sequence
 from fairlead_runtime.scheduling.plan import Row
 from fairlead_runtime.sizing.groups import LayerGroup
@@ -68,8 +72,8 @@ def test_the_next_build_reuses_the_memory_of_the_last() -> None:
 
 
 def same(batch: Batch, fresh: Batch) -> bool:
-    """Whether both say the same of their rows; a table's entries beyond a row's blocks say
-    nothing.
+    """Whether both say the same of their rows; a table's entries before what the row's window sees
+    and beyond its blocks say nothing.
     """
     pairs = [
         (batch.input_ids, fresh.input_ids),
@@ -79,10 +83,30 @@ def same(batch: Batch, fresh: Batch) -> bool:
     ]
     for one, other in zip(batch.ragged, fresh.ragged, strict=True):
         pairs += [(one.query_starts, other.query_starts), (one.kv_lens, other.kv_lens)]
+        starts = other.query_starts.tolist()
         for row, length in enumerate(other.kv_lens.tolist()):
-            blocks = -(-length // other.block_size)
-            pairs.append((one.tables[row, :blocks], other.tables[row, :blocks]))
+            position, first = length - (starts[row + 1] - starts[row]), 0
+            if other.window is not None:
+                first = max(0, position - other.window + 1)
+            seen = slice(first // other.block_size, -(-length // other.block_size))
+            pairs.append((one.tables[row, seen], other.tables[row, seen]))
     return all(map(torch.equal, *zip(*pairs, strict=True))) and batch.sampling == fresh.sampling
+
+
+def device_builder(groups: tuple[LayerGroup, ...], block_size: int, rows: int) -> BatchBuilder:
+    tensor = torch.zeros(len(groups), rows, 80, dtype=torch.int32)
+    tables = DeviceTables(groups, block_size, tensor)
+    return BatchBuilder(groups, block_size, tables=tables, rows=TableRows(len(groups), rows))
+
+
+def same_on_device(batch: Batch, fresh: Batch) -> bool:
+    """Whether both have the same slots, and flashinfer's rows of both are the same."""
+    for one, other in zip(
+        map(paged_rows, batch.ragged), map(paged_rows, fresh.ragged), strict=True
+    ):
+        for name in ("query_starts", "starts", "indices", "last_lens"):
+            assert torch.equal(getattr(one, name), getattr(other, name)), name
+    return all(map(torch.equal, batch.slots, fresh.slots))
 
 
 @given(
@@ -96,7 +120,9 @@ def same(batch: Batch, fresh: Batch) -> bool:
 def test_a_batch_that_follows_the_last_one_is_as_a_new_one(
     starts: list[int], steps: list[str], block_size: int, groups: tuple[LayerGroup, ...]
 ) -> None:
+    """With tables on the host and on a device."""
     kept, units = BatchBuilder(groups, block_size), itertools.count()
+    on_device = device_builder(groups, block_size, rows=len(starts))
     sequences = [
         sequence(i, list(range(100 * i, 100 * i + n)), *([] for _ in groups))
         for i, n in enumerate(starts)
@@ -118,18 +144,22 @@ def test_a_batch_that_follows_the_last_one_is_as_a_new_one(
         count = min(3, len(first.tokens)) if step == "prefill" else 1
         rows = [Row(s, len(s.tokens) - 1, 1, samples=True) for s in sequences[1:]]
         rows.insert(0, Row(first, len(first.tokens) - count, count, samples=True))
-        assert same(kept.build(rows), BatchBuilder(groups, block_size).build(rows))
+        fresh = BatchBuilder(groups, block_size).build(rows)
+        assert same(kept.build(rows), fresh)
+        assert same_on_device(on_device.build(rows), fresh)
         if step != "again":
             for one in sequences:
                 one.tokens.append(next(units))
 
 
 def test_a_batch_with_a_window_is_built_again() -> None:
-    builder, one = BatchBuilder((LayerGroup(0, 4, (0,)),), 4), sequence(0, list(range(6)), [3, 7])
-    builder.build([Row(one, 5, 1, samples=True)])
-    one.tokens.append(6)
-    one.tables[0][0] = NULL
-    assert builder.build([Row(one, 6, 1, samples=True)]).ragged[0].tables.tolist() == [[NULL, 7]]
+    builder, one = BatchBuilder((LayerGroup(0, 4, (0,)),), 4), sequence(0, list(range(8)), [3, 7])
+    first = builder.build([Row(one, 7, 1, samples=True)])
+    one.tokens.append(8)
+    one.tables[0][:] = [NULL, 7, 5]
+    batch = builder.build([Row(one, 8, 1, samples=True)])
+    assert batch is not first
+    assert batch.ragged[0].tables[0, 1:].tolist() == [7, 5]
 
 
 def test_a_batch_of_the_next_decodes_is_the_last_one_changed() -> None:
@@ -138,6 +168,44 @@ def test_a_batch_of_the_next_decodes_is_the_last_one_changed() -> None:
     one.tokens.append(6)
     assert builder.build([Row(one, 5, 1, samples=True)]) is first
     assert (first.positions.tolist(), first.slots[0].tolist()) == ([5], [29])
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_step_with_a_prompt_adds_to_the_tables_what_is_new_and_no_more(on_device: bool) -> None:
+    builder = device_builder(FULL, 4, rows=2) if on_device else BatchBuilder(FULL, 4)
+    long, prompt = sequence(0, [1] * 200, list(range(50))), sequence(1, [2] * 40, [60, 61])
+    builder.build([Row(long, 199, 1, samples=True)])
+    long.tokens.append(1)
+    long.tables[0].append(50)
+    rows = [Row(long, 200, 1, samples=True), Row(prompt, 0, 8, samples=False)]
+    growth = builder.build(rows).growth
+    assert growth.units.tolist() == [[50, 60, 61]]
+    long_row, prompt_row = growth.rows.tolist()
+    assert growth.spans.tolist() == [[long_row, 50, 1], [prompt_row, 0, 2]]
+    prompt.tables[0] += [62]
+    again = [Row(long, 200, 1, samples=True), Row(prompt, 8, 4, samples=False)]
+    assert builder.build(again).growth.spans.tolist() == [[prompt_row, 2, 1]]
+    assert builder.build(again).growth.units.tolist() == [[]]
+
+
+def test_what_a_step_that_failed_has_added_is_added_again() -> None:
+    """Another rank may not have heard of it."""
+    builder, one = BatchBuilder(FULL, 4), sequence(0, [1] * 9, [3, 7, 5])
+    rows = [Row(one, 8, 1, samples=True)]
+    with suppress(ZeroDivisionError), builder.forgetting(rows):
+        builder.build(rows)
+        raise ZeroDivisionError
+    one.tokens.append(1)
+    assert builder.build([Row(one, 9, 1, samples=True)]).growth.units.tolist() == [[3, 7, 5]]
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_row_whose_blocks_are_too_few_is_refused(on_device: bool) -> None:
+    """Behind its blocks are those of who had the row before."""
+    builder = device_builder(FULL, 4, rows=1) if on_device else BatchBuilder(FULL, 4)
+    builder.build([Row(sequence(0, [1] * 9, [3, 7, 5]), 8, 1, samples=True)])
+    with pytest.raises(RuntimeError, match="a token of this step has no block"):
+        builder.build([Row(sequence(1, [1] * 9, [4, 6]), 8, 1, samples=True)])
 
 
 @given(

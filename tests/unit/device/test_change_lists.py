@@ -70,7 +70,7 @@ def on_device(
     """One step, in the mode that its rows need."""
     index = torch.zeros(len(sequences), dtype=torch.int64)
     rows = [Row(s, len(s.tokens) - 1, 1, samples=True) for s in sequences]
-    _, way, counts = table.enter(rows, index)
+    _, way, counts, _ = table.enter(rows, index)
     assert way is not GENERAL
     tokens = sample_rows.choose(
         logits,

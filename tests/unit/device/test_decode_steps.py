@@ -12,6 +12,7 @@ import torch
 
 from fairlead_kernels.sampling import sample_rows
 from fairlead_kernels.sampling.sample_rows import RowParameters
+from fairlead_runtime.device.model.table_rows import Growth
 from fairlead_runtime.device.sampling.host_sampler import NON_FINITE
 from fairlead_runtime.device.sampling.sampling_mode import (
     GENERAL,
@@ -345,17 +346,16 @@ def test_a_failing_capture_ends_capturing_and_no_step(monkeypatch: pytest.Monkey
 def test_blocks_whose_sending_failed_are_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = some_of("without log-probabilities")
     want = general_texts("without log-probabilities")
-    growth, calls = SequenceTable._growth, 0
+    send, calls = SequenceTable._send, 0
 
-    def fail_once(self: SequenceTable, grown: list[Any]) -> Any:
+    def fail_once(self: SequenceTable, index: Any, changed: Any, growth: Growth, into: Any) -> None:
         nonlocal calls
-        sent = growth(self, grown)
-        calls += bool(grown)
-        if grown and calls == 2:
+        calls += bool(len(growth.spans))
+        if len(growth.spans) and calls == 2:
             raise RuntimeError("planted")
-        return sent
+        send(self, index, changed, growth, into)
 
-    monkeypatch.setattr(SequenceTable, "_growth", fail_once)
+    monkeypatch.setattr(SequenceTable, "_send", fail_once)
     assert texts(rig("llama", "resident"), asked) == want
     assert calls > 2
 

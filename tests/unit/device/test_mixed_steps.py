@@ -76,7 +76,8 @@ def test_what_a_step_in_flight_reads_is_not_written_by_the_next(batches: list[Ba
 
     def host(batch: Batch) -> list[torch.Tensor]:
         (ragged,) = batch.ragged
-        tables = ragged.query_starts, ragged.kv_lens, ragged.tables
+        assert ragged.rows is not None
+        tables = ragged.query_starts, ragged.kv_lens, ragged.rows
         return [batch.input_ids, batch.positions, batch.sample_index, *batch.slots, *tables]
 
     world = World(greedy("short", tuple(range(9, 17)), 6), long())
@@ -87,6 +88,23 @@ def test_what_a_step_in_flight_reads_is_not_written_by_the_next(batches: list[Ba
         assert all(map(torch.equal, host(batches[-2]), before))
         world.collect()
     assert len(batches) == 4
+
+
+def test_a_step_with_a_prompt_sends_the_blocks_that_the_device_lacks(batches: list[Batch]) -> None:
+    """Of who decodes beside it too, which may have begun in a step of decodes alone."""
+    world = World(greedy("short", tuple(range(9, 17)), 9))
+    for _ in range(2):
+        world.launch()
+    for _ in range(2):
+        world.collect()
+    world.scheduler.add(long())
+    world.launch()
+    for _ in range(3):
+        world.launch()
+        world.collect()
+    first, *steps = (batch.growth.spans[:, 1:].tolist() for batch in batches)
+    assert first == [[0, 2]]
+    assert steps == [[[0, 4]], [[4, 4]], [[8, 4]], [[3, 1], [12, 3]]]
 
 
 def test_a_part_of_a_prompt_samples_nothing_and_is_waited_for(

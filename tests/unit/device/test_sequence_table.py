@@ -235,7 +235,7 @@ def test_any_history_gives_the_inputs_that_the_host_would_make(room: int) -> Non
             if not chosen:
                 continue
             rows, into = rows_of(chosen), index[: rng.randint(len(chosen), 8)]
-            lens, _, counts = table.enter(rows, into)
+            lens, _, counts, _ = table.enter(rows, into)
             check(table, rows, into, lens)
             full += sum(table.mode_of(row) is GENERAL for row in rows)
             if rng.random() < 0.2:  # the step fails before it is done, or after
@@ -259,8 +259,8 @@ def test_a_step_sends_only_what_changed(monkeypatch: pytest.MonkeyPatch) -> None
 
     def spy(*arguments: Any) -> None:
         send(*arguments)
-        _, changed, grown, _ = arguments
-        sent.append((len(changed), len(grown)))
+        _, changed, growth, _ = arguments
+        sent.append((len(changed), len(growth.spans)))
 
     monkeypatch.setattr(table, "_send", spy)
     lengths = [len(s.tokens) for s in sequences]
@@ -404,7 +404,7 @@ def test_nothing_waits_for_the_device() -> None:
     rows = rows_of([world.start(temperature=1.0, top_p=0.9, **changes) for _ in range(3)])
     index = torch.zeros(4, dtype=torch.int64, device=device)
     triton = TritonAttention(Heads(2, 1, 8, 8, torch.float32), device, None)
-    lens, _, counts = table.enter(rows, index)
+    lens, _, counts, _ = table.enter(rows, index)
     for group in GROUPS:
         kv_lens, tables = torch.from_numpy(lens), table.tables[group.index]
         decodes = DecodeRows(kv_lens, table.lens(index), tables, index, SIZE, group.window)

@@ -14,8 +14,8 @@ class Copies(Message):
 
 
 class Forward(Message):
-    """A forward pass: the bytes of a batch's tensors. ``ahead``: the leader's device alone has all
-    ids, and shares them in the pass.
+    """A forward pass: the bytes of a batch's tensors and of what comes to the block tables.
+    ``ahead``: the leader's device alone has all ids, and shares them in the pass.
     """
 
     tensors: list[bytes]

@@ -1,4 +1,4 @@
-"""One row of the sequence table: its columns on the device, and what the host keeps of it.
+"""One row of the sequence table: its columns on the device, and how its tokens are chosen.
 
 Owns the columns and how they follow from a sequence.
 """
@@ -32,33 +32,25 @@ COLUMNS = 10
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Entry:
-    """What a row on the device has of its sequence: ``length`` that of its next step, ``blocks``
-    per group. ``state`` is the row, but for token, length and flags.
+    """What follows of a row from its sequence's parameters. ``state`` is the row on the device, but
+    for token, length and flags. ``counts``: its list counts its tokens.
 
     ``mode``: how its tokens are chosen below the length ``min_tokens_until``, ``mode_after`` from
-    there on; from ``edits_full_at`` on its list may lack room.
+    there on.
     """
 
-    row: int
-    preemptions: int
     state: Array
     mode: SamplingMode
     min_tokens_until: int
     mode_after: SamplingMode
     counts: bool
-    edits_full_at: int = 0
-    length: int = 0
-    blocks: int = 0
 
     @classmethod
-    def of(cls, row: int, sequence: Sequence) -> Self:
-        """The entry of a row that has nothing of the sequence yet."""
+    def of(cls, sequence: Sequence) -> Self:
         mode = mode_of(sequence, 0)
         return cls(
-            row,
-            sequence.preemptions,
             _state(sequence),
             mode,
             min_tokens_until=holds_back_until(sequence),

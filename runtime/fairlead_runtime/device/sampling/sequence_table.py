@@ -11,9 +11,7 @@ rows' tokens are the device's alone: a row that is not what that step leaves is 
 """
 
 from collections import abc
-from dataclasses import replace
-from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +20,8 @@ from torch import Tensor
 from fairlead_kernels.sampling import sample_rows
 from fairlead_kernels.sampling.logit_edits import LogitEdits
 from fairlead_kernels.sampling.sample_rows import RowParameters
+from fairlead_runtime.device.model.host_buffer import Array
+from fairlead_runtime.device.model.table_rows import Growth, TableRows
 from fairlead_runtime.device.sampling.logit_edits import ChangeList, ChangeLists
 from fairlead_runtime.device.sampling.sampling_mode import GENERAL, SamplingMode, merge
 from fairlead_runtime.device.sampling.sequence_row import (
@@ -43,17 +43,25 @@ from fairlead_runtime.sizing.groups import LayerGroup
 
 PADDING = 0
 
-Array = np.ndarray[Any, np.dtype[Any]]
-
 
 class Entered(NamedTuple):
-    """A step of B rows: their lengths int32 [B], on the host, how its tokens are chosen, and
-    whether some rows count theirs in a list.
+    """A step of B rows that sample: their lengths int32 [B], on the host, how its tokens are
+    chosen, whether some rows count theirs in a list, and what came to the block tables, of all
+    its rows.
     """
 
     lens: Array
     mode: SamplingMode
     counts: bool
+    growth: Growth
+
+
+class _Change(NamedTuple):
+    """A row of ``state`` that is sent."""
+
+    row: int
+    entry: Entry
+    sequence: Sequence
 
 
 class Inputs(NamedTuple):
@@ -96,15 +104,27 @@ class SequenceTable:
         self.state[PADDING, LENGTH] = 1
         self.state.view(torch.float64)[:, TOP_P] = 1
         self.lists = ChangeLists(sequences + 1, listed, device)
-        # Of sequences that nobody else has any more none is left, nor are their tokens.
-        self._entries = WeakKeyDictionary[Sequence, Entry]()
-        self._free = list(range(sequences, PADDING, -1))
+        self.rows = TableRows(len(groups), sequences + 1, first=PADDING + 1)
+        # Of each row, while it is not fresh: what follows from its sequence; how its tokens are
+        # chosen, by numbers of ``_modes``, below a length and from there on; the length that the
+        # device has; and that from which on its list may lack room.
+        self._entries: list[Entry | None] = [None] * (sequences + 1)
+        self._modes: list[SamplingMode] = []
+        self._mode, self._mode_after, self._until, self._length, self._full_at = (
+            np.zeros(sequences + 1, dtype=np.int64) for _ in range(5)
+        )
         # Host memory that is copied from, the newest step's first; its copy may be under way.
         self._packets = [torch.empty(0, dtype=torch.int64) for _ in range(2)]
 
     @property
     def sequences(self) -> int:
-        return self.state.shape[0] - 1
+        return self.rows.sequences
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and blocks of the tables of a layer group."""
+        _, rows, blocks = self.tables.shape
+        return rows, blocks
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -112,89 +132,104 @@ class SequenceTable:
         return self.state, self.tables, *self.lists.tensors
 
     def enter(self, rows: abc.Sequence[Row], into: Tensor) -> Entered:
-        """Make the device's rows right for a step that computes each sequence's last token, and
-        maybe some before it.
+        """Make the device's rows right for a step: the block tables of all, and what else those
+        have that sample the token after their sequence's last.
 
-        Writes to ``into`` int64 [at least B] the places of their rows, then PADDING to its end.
-        The device counts the step as done once ``advance`` has run; ``forget`` rows whose step
-        failed. Raises RuntimeError for a row that lacks the token of a step in flight.
+        Writes to ``into`` int64 [at least B] the places of the B rows that sample, then PADDING to
+        its end. The device counts the step as done once ``advance`` has run; ``forget`` rows whose
+        step failed. Raises RuntimeError for a row that lacks the token of a step in flight.
         """
-        if len(rows) > min(len(into), self.sequences):
-            raise ValueError(f"{len(rows)} rows: the step has room for {len(into)}")
+        growth = self.rows.enter([row.sequence for row in rows])
+        sampling = [row for row in rows if row.samples]
+        places = growth.rows
+        if len(sampling) < len(rows):
+            places = places[[row.samples for row in rows]]
+        if len(sampling) > len(into):
+            raise ValueError(f"{len(sampling)} rows: the step has room for {len(into)}")
         index = np.zeros(len(into), dtype=np.int64)
         lens = np.ones(len(into), dtype=np.int32)
-        modes: set[SamplingMode] = set()
-        counts = False
-        changed: list[tuple[Entry, Sequence]] = []
-        grown: list[tuple[Entry, Sequence]] = []
-        for place, (sequence, start, count, _) in enumerate(rows):
-            length = start + count
-            entry = self._entries.get(sequence)
-            if entry is None or entry.preemptions != sequence.preemptions:
-                entry = self._entries[sequence] = self._new(sequence, entry, rows)
-            index[place], lens[place] = entry.row, length
-            if entry.length != length:
-                if sequence.sampled_in_flight:
-                    raise RuntimeError(f"sequence {sequence.id} is in flight, and its row is not")
-                changed.append((entry, sequence))
-            if entry.blocks < len(sequence.tables[0]):
-                grown.append((entry, sequence))
-            entry.length = length + 1
-            modes.add(self._mode(entry, sequence, length))
-            counts |= entry.counts
-        self._send(index, changed, grown, into)
-        return Entered(lens, merge(modes), counts)
+        index[: len(places)] = places
+        lens[: len(places)] = lengths = np.array(
+            [row.start + row.count for row in sampling], dtype=np.int64
+        )
+        for at in self.rows.fresh[places].nonzero()[0]:
+            self._start(places[at], sampling[at].sequence)
+        changed: list[_Change] = []
+        for at in (self._length[places] != lengths).nonzero()[0]:
+            sequence, entry = sampling[at].sequence, self._entries[places[at]]
+            if sequence.sampled_in_flight or entry is None:
+                raise RuntimeError(f"sequence {sequence.id} is in flight, and its row is not")
+            changed.append(_Change(places[at], entry, sequence))
+        self._length[places] = lengths + 1
+        mode, counts = self._choose(places, lengths, sampling)
+        self._send(index, changed, growth, into)
+        return Entered(lens, mode, counts, growth)
+
+    def _start(self, row: int, sequence: Sequence) -> None:
+        """Let a row be that of a sequence, of which the device has nothing yet."""
+        entry = self._entries[row] = Entry.of(sequence)
+        self.rows.fresh[row] = False
+        self._length[row] = self._full_at[row] = 0
+        self._until[row] = entry.min_tokens_until
+        self._mode[row] = self._number(entry.mode)
+        self._mode_after[row] = self._number(entry.mode_after)
+
+    def _number(self, mode: SamplingMode) -> int:
+        if mode not in self._modes:
+            self._modes.append(mode)
+        return self._modes.index(mode)
+
+    def _choose(
+        self, places: Array, lengths: Array, rows: abc.Sequence[Row]
+    ) -> tuple[SamplingMode, bool]:
+        """How the tokens of these ``rows`` are chosen, and whether some count theirs."""
+        early = lengths < self._until[places]
+        numbers = np.where(early, self._mode[places], self._mode_after[places])
+        modes = [self._modes[number] for number in np.unique(numbers)]
+        if not any(mode.changes for mode in modes):
+            return merge(modes), False
+        entries = [self._entries[row] for row in places.tolist()]
+        counts = any(entry is not None and entry.counts for entry in entries)
+        full = (lengths >= self._full_at[places]).nonzero()[0]
+        return merge((*modes, *(self.mode_of(rows[at]) for at in full))), counts
 
     def mode_of(self, row: Row) -> SamplingMode:
         """How the token after the row's last one is chosen."""
-        sequence = row.sequence
-        entry = self._entries.get(sequence) or Entry.of(PADDING, sequence)
-        return self._mode(entry, sequence, row.start + row.count)
-
-    def _mode(self, entry: Entry, sequence: Sequence, length: int) -> SamplingMode:
+        sequence, length = row.sequence, row.start + row.count
+        place = self.rows.row(sequence)
+        entry = None if place is None or self.rows.fresh[place] else self._entries[place]
+        if place is None or entry is None:
+            place, entry = PADDING, Entry.of(sequence)
         mode = entry.mode if length < entry.min_tokens_until else entry.mode_after
-        if not mode.changes or length < entry.edits_full_at:
+        if not mode.changes or length < self._full_at[place]:
             return mode
         # Its list was shorter than the tokens are many, if some occur again.
-        entry.edits_full_at = self.lists.full(sequence, ChangeList.of(sequence))
-        return mode if length < entry.edits_full_at else GENERAL
+        full_at = self.lists.full(sequence, ChangeList.of(sequence))
+        if place != PADDING:
+            self._full_at[place] = full_at
+        return mode if length < full_at else GENERAL
 
     def forget(self, rows: abc.Iterable[Row]) -> None:
         """Send these sequences' rows again in full: their step may have run or not."""
-        for row in rows:
-            entry = self._entries.pop(row.sequence, None)
-            if entry is not None:
-                self._free.append(entry.row)
-
-    def _new(self, sequence: Sequence, old: Entry | None, rows: abc.Sequence[Row]) -> Entry:
-        """A row for a sequence that has none, or whose blocks are others since a preemption."""
-        if old is None and not self._free:
-            needed = {row.sequence for row in rows}
-            for unneeded in [s for s in self._entries if s not in needed]:
-                del self._entries[unneeded]
-            used_rows = {entry.row for entry in self._entries.values()}
-            self._free = [row for row in range(self.sequences, PADDING, -1) if row not in used_rows]
-        if old is not None:
-            return replace(old, preemptions=sequence.preemptions, length=0, blocks=0)
-        return Entry.of(self._free.pop(), sequence)
+        self.rows.forget(row.sequence for row in rows)
 
     def _send(
         self,
         index: Array,
-        changed: list[tuple[Entry, Sequence]],
-        grown: list[tuple[Entry, Sequence]],
+        changed: list[_Change],
+        growth: Growth,
         into: Tensor,
     ) -> None:
         """One copy to the device: the step's rows, whole rows of ``state`` with their lists,
         entries of ``tables`` by their flat places.
         """
-        rows = np.array([entry.row for entry, _ in changed], dtype=np.int64)
-        states = np.array([entry.state for entry, _ in changed], dtype=np.int64)
+        rows = np.array([change.row for change in changed], dtype=np.int64)
+        states = np.array([change.entry.state for change in changed], dtype=np.int64)
         states = states.reshape(-1, COLUMNS)
-        states[:, TOKEN] = [sequence.tokens[-1] for _, sequence in changed]
-        states[:, LENGTH] = [len(sequence.tokens) for _, sequence in changed]
+        states[:, TOKEN] = [change.sequence.tokens[-1] for change in changed]
+        states[:, LENGTH] = [len(change.sequence.tokens) for change in changed]
         lists = self._lists(changed, states)
-        places, units = self._growth(grown)
+        places, units = growth.places(self.tables.shape), growth.units.reshape(-1)
         fields = (index, rows, states.reshape(-1), places, units, *self.lists.sends(lists))
         size = sum(map(len, fields))
         self._packets.reverse()
@@ -208,42 +243,25 @@ class SequenceTable:
         into.copy_(step)
         if changed:
             self.state.index_copy_(0, rows_, states_.view(-1, COLUMNS))
-        if grown:
+        if len(places):
             self.tables.view(-1).index_copy_(0, places_, units_.to(torch.int32))
         if lists:
             self.lists.receive(*lists_)
 
-    def _lists(
-        self, changed: list[tuple[Entry, Sequence]], states: Array
-    ) -> list[tuple[int, ChangeList]]:
+    def _lists(self, changed: list[_Change], states: Array) -> list[tuple[int, ChangeList]]:
         """The lists of rows that are sent, each with its row, where they fit; their flags go to
         ``states``.
         """
         lists: list[tuple[int, ChangeList]] = []
-        for state, (entry, sequence) in zip(states, changed, strict=True):
+        for state, (row, entry, sequence) in zip(states, changed, strict=True):
             if not entry.mode.changes:
                 continue
             changes = ChangeList.of(sequence)
-            entry.edits_full_at = self.lists.full(sequence, changes)
-            if entry.edits_full_at:
+            self._full_at[row] = self.lists.full(sequence, changes)
+            if self._full_at[row]:
                 state[FLAGS] = changes.flags
-                lists.append((entry.row, changes))
+                lists.append((row, changes))
         return lists
-
-    def _growth(self, grown: list[tuple[Entry, Sequence]]) -> tuple[Array, Array]:
-        """The blocks that the device does not have yet: flat places in ``tables``, and units."""
-        places: list[Array] = []
-        units: list[int] = []
-        _, rows, width = self.tables.shape
-        for entry, sequence in grown:
-            end = len(sequence.tables[0])
-            for group, table in enumerate(sequence.tables):
-                begin = (group * rows + entry.row) * width
-                places.append(np.arange(begin + entry.blocks, begin + end))
-                units += table[entry.blocks :]
-            entry.blocks = end
-        empty = np.empty(0, dtype=np.int64)
-        return np.concatenate([empty, *places]), np.array(units, dtype=np.int64)
 
     # -- on the device alone
 

@@ -180,7 +180,7 @@ class DecodeSteps:
         sampled in this mode at least.
         """
         index = self.sampler.index[:size]
-        lens, mode, counts = self.table.enter(rows, index)
+        lens, mode, counts, _ = self.table.enter(rows, index)
         mode = merge((mode, at_least))
         plans = self._plan(index, lens)
         captured_logits = None if self._logits is None else self._logits[:size]

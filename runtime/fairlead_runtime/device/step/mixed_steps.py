@@ -2,8 +2,8 @@
 model sharded over ranks uses only these.
 
 Owns what such a step does beyond any other: ids that the host does not know yet come from the
-sequence table, and tokens are sampled, appended and sent by its rows. So decodes in it follow from
-a step in flight, and the next from it (docs/design/0012).
+sequence table, as all blocks do, and tokens are sampled, appended and sent by its rows. So decodes
+in it follow from a step in flight, and the next from it (docs/design/0012).
 """
 
 from collections.abc import Sequence
@@ -17,15 +17,15 @@ from fairlead_runtime.device.memory.storage import CacheStorage
 from fairlead_runtime.device.model.batch import Batch, BatchBuilder
 from fairlead_runtime.device.model.paged_model import PagedModel
 from fairlead_runtime.device.sampling.device_sampler import RowSampler, WaitForMasks
-from fairlead_runtime.device.sampling.sampling_mode import GENERAL, GREEDY, SamplingMode
+from fairlead_runtime.device.sampling.sampling_mode import GENERAL, SamplingMode
 from fairlead_runtime.device.step.follower_ranks import Followers
 from fairlead_runtime.device.step.pending_step import PendingStep
 from fairlead_runtime.scheduling.plan import Row
 
 
 class MixedSteps:
-    """``first`` is the builder of the steps that are not launched: they run while none is in
-    flight. ``followers`` hold the other shards of the model, and get all ids on their devices.
+    """``batches``: the builders of its steps, whose block tables are the sampler's. ``followers``
+    hold the other shards of the model, and get all ids on their devices.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class MixedSteps:
         cache: CacheStorage,
         attention: AttentionBackend,
         sampler: RowSampler,
-        first: BatchBuilder,
+        batches: tuple[BatchBuilder, BatchBuilder],
         followers: Followers | None = None,
     ) -> None:
         self._model = model
@@ -43,8 +43,7 @@ class MixedSteps:
         self._sampler = sampler
         self._followers = followers
         # The newest step's first; the other's copies may be under way.
-        pinned = model.device.type == "cuda"
-        self._batches = [first, BatchBuilder(cache.groups, cache.block_size, pinned=pinned)]
+        self._batches = list(batches)
 
     @torch.inference_mode()
     def launch(self, rows: Sequence[Row], masks: WaitForMasks) -> PendingStep:
@@ -53,7 +52,7 @@ class MixedSteps:
         for each row that samples.
         """
         sampling = [row for row in rows if row.samples]
-        with self._sampler.forgetting(sampling):
+        with self._sampler.forgetting(rows):
             mode, logits = self._queue(rows, sampling)
         draw = self._sampler.draw
         return PendingStep(
@@ -63,16 +62,17 @@ class MixedSteps:
     def _queue(self, rows: Sequence[Row], sampling: Sequence[Row]) -> tuple[SamplingMode, Tensor]:
         """How the rows that sample are sampled, and their logits."""
         self._batches.reverse()
-        batch, device = self._batches[0].build(rows, ahead=True), self._model.device
+        index, device = self._sampler.index[: len(sampling)], self._model.device
+        entered = self._sampler.table.enter(rows, index)
+        if entered.mode is GENERAL:
+            raise ValueError("rows: one is not sampled on the device")
+        batch = self._batches[0].build(rows, ahead=True, growth=entered.growth)
         # A copy on a CPU, too: the host's batch, which other ranks get, keeps what the host knows.
         ids = batch.input_ids.to(device, non_blocking=True, copy=True)
         last = batch.sample_index.to(device, non_blocking=True)
-        index, mode = self._sampler.index[: len(sampling)], GREEDY
         if sampling:
-            mode = self._sampler.table.enter(sampling, index).mode
-            if mode is GENERAL:
-                raise ValueError("rows: one is not sampled on the device")
             ids.index_copy_(0, last, self._sampler.table.last_tokens(index))
+        mode = entered.mode
         return mode, self._forward(batch, replace(batch, input_ids=ids, sample_index=last))
 
     def _forward(self, batch: Batch, on_device: Batch) -> Tensor:

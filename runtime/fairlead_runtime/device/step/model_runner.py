@@ -14,6 +14,7 @@ from torch import Tensor
 from fairlead_kernels.interface.attention import AttentionBackend
 from fairlead_runtime.device.memory.storage import CacheStorage
 from fairlead_runtime.device.model.batch import Batch, BatchBuilder
+from fairlead_runtime.device.model.block_tables import DeviceTables
 from fairlead_runtime.device.model.paged_model import PagedModel
 from fairlead_runtime.device.sampling.device_sampler import RowSampler, WaitForMasks
 from fairlead_runtime.device.sampling.host_sampler import (
@@ -74,16 +75,26 @@ class ModelRunner:
         self._decodes = decodes
         self._greedy_batch: Batch | None = None
         self._greedy = False  # whether every row of that batch takes its likeliest token
-        self._batches = BatchBuilder(
-            cache.groups, cache.block_size, pinned=model.device.type == "cuda"
-        )
         if row_sampler is None and decodes is not None:
             row_sampler = decodes.sampler
         self._row_sampler = row_sampler
         self._mixed: MixedSteps | None = None
         self._newest: PendingStep | None = None
+        # Of the steps that are not launched: they run while none is in flight.
+        self._batches = self._builder()
         if row_sampler is not None:
-            self._mixed = MixedSteps(model, cache, attention, row_sampler, self._batches, followers)
+            batches = self._batches, self._builder()
+            self._mixed = MixedSteps(model, cache, attention, row_sampler, batches, followers)
+
+    def _builder(self) -> BatchBuilder:
+        """A builder whose block tables are the device's, where it keeps some."""
+        groups, size = self._cache.groups, self._cache.block_size
+        pinned = self._model.device.type == "cuda"
+        if self._row_sampler is None:
+            return BatchBuilder(groups, size, pinned=pinned)
+        table = self._row_sampler.table
+        tables = DeviceTables(groups, size, table.tables)
+        return BatchBuilder(groups, size, pinned=pinned, tables=tables, rows=table.rows)
 
     def copy(self, work: Work) -> None:
         """The step's offload, restore and copy-on-write copies: once, before ``execute``, however
@@ -170,12 +181,13 @@ class ModelRunner:
             return self._decodes.run(
                 rows, lambda logits: self._begin(logits, sequences, masks), masks
             )
-        batch = self._batches.build(rows)
-        if self._chooses(batch):
-            chosen = self._model.likeliest(batch, self._cache, self._attention)
-            return _chosen(batch.sampling, *(x.tolist() for x in chosen))
-        logits = self._forward(batch)
-        return self._sample(logits, batch.sampling, masks)
+        with self._batches.forgetting(rows):
+            batch = self._batches.build(rows)
+            if self._chooses(batch):
+                chosen = self._model.likeliest(batch, self._cache, self._attention)
+                return _chosen(batch.sampling, *(x.tolist() for x in chosen))
+            logits = self._forward(batch)
+            return self._sample(logits, batch.sampling, masks)
 
     def _chooses(self, batch: Batch) -> bool:
         """Whether the model can choose the batch's tokens without giving their logits."""
@@ -224,7 +236,6 @@ class ModelRunner:
 
     def _score(self, rows: list[Row], masks: WaitForMasks) -> Mapping[int, Result]:
         """One forward pass that also returns the logits of all tokens of the rows that score."""
-        batch = self._batches.build(rows)
         scored_tokens: list[int] = []  # packed tokens whose logits are needed
         samples: list[int] = []  # places in ``scored_tokens``
         targets: list[tuple[Row, int]] = []  # the rows that score, with their first place
@@ -239,7 +250,9 @@ class ModelRunner:
             if row.samples:
                 samples.append(len(scored_tokens) - 1)
         keep = torch.tensor(scored_tokens, dtype=torch.int64)
-        logits = self._forward(batch, keep)
+        with self._batches.forgetting(rows):
+            batch = self._batches.build(rows)
+            logits = self._forward(batch, keep)
         results = self._sample(logits[samples], batch.sampling, masks)
         for row, first in targets:
             scored = _prompt_result(logits, row, first)

@@ -31,6 +31,7 @@ from fairlead_kernels.sampling import sample_rows
 from fairlead_kernels.sampling.sample import hash_tokens
 from fairlead_runtime.device.memory.storage import CacheStorage
 from fairlead_runtime.device.model.batch import BatchBuilder
+from fairlead_runtime.device.model.block_tables import HostTables
 from fairlead_runtime.device.model.paged_attention import (
     AttentionCall,
     CachedLayer,
@@ -215,7 +216,8 @@ def _batch(model: PagedModel, tokens: int, rows: int, max_model_len: int, block_
     length.
     """
     groups = group_layers(model.windows)
-    builder = BatchBuilder(groups, block_size)
+    tables = HostTables(groups, block_size)
+    builder = BatchBuilder(groups, block_size, tables=tables)
     width = -(-max_model_len // block_size)
     columns = min(width, WIDTH)
     end = min(columns * block_size, max_model_len)
@@ -229,7 +231,7 @@ def _batch(model: PagedModel, tokens: int, rows: int, max_model_len: int, block_
         rest -= count
         batch.append(Row(sequence, end - count, count, samples=True))
     builder.build(batch)
-    return builder.nbytes + builder.table_nbytes * (width - columns) // columns
+    return builder.nbytes + tables.table_nbytes * (width - columns) // columns
 
 
 def _sequence(index: int, length: int) -> Sequence:
