@@ -263,8 +263,8 @@ class Counters:
         size = len(work.rows)
         self.steps += 1
         self.rows += size
-        self.computed_tokens += sum(row.count for row in work.rows)
-        self.generated_tokens += sum(row.samples for row in work.rows)
+        self.computed_tokens += sum([row.count for row in work.rows])
+        self.generated_tokens += sum([row.samples for row in work.rows])
         self.step_seconds += seconds
         self.batch_sizes[size] = self.batch_sizes.get(size, 0) + 1
 

@@ -357,7 +357,7 @@ class Rig:
             sampler = RowSampler.of(self.model, cache, **lengths, listed=setting.listed)
         if pair is not None:
             pair.hold(self._kernels, odd=self._odd, **self._described)
-            pair.allocate(**amounts, tables=None if sampler is None else sampler.table.shape)
+            pair.allocate(None if sampler is None else sampler.table.shape, **amounts)
         if resident:
             assert isinstance(attention, DecodeAttention)
             decodes = DecodeSteps(

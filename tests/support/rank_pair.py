@@ -114,7 +114,7 @@ class Pair:
         settings = {"quantization": quantization, "dtype": dtype, "on_gpu": on_gpu}
         self._send({"folder": str(folder), **settings})
 
-    def allocate(self, *, tables: tuple[int, int] | None = None, **cache: int) -> None:
+    def allocate(self, tables: tuple[int, int] | None = None, /, **cache: int) -> None:
         """Let rank 1 allocate an empty cache, and ``tables`` as Followers have."""
         self._send({"cache": {**cache, "tables": tables}})
 

@@ -54,8 +54,8 @@ def paged_rows(ragged: RaggedRows, *, pinned: bool = False) -> PagedRows:
         indices = _sent(_visible(ragged.tables.numpy(), first, end), pinned=pinned)
     else:
         places = _sent(np.stack([ragged.rows.numpy(), first, end]), pinned=pinned)
-        on_device = places.to(ragged.tables.device, non_blocking=True)
-        indices = _indices(ragged.tables, *on_device, int(starts[-1]))
+        row, begin, until = places.to(ragged.tables.device, non_blocking=True)
+        indices = _indices(ragged.tables, row, begin, until, int(starts[-1]))
     return PagedRows(
         query_starts=torch.from_numpy(ragged.query_starts.numpy().copy()),
         starts=torch.from_numpy(starts),

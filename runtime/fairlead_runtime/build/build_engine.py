@@ -161,7 +161,7 @@ def _with_engine(
     sampler = choice.sampler(cache, resolved.max_model_len)
     if ranks is not None:
         tables = None if sampler is None else sampler.table.shape
-        elsewhere = ranks.serve(**sizes, host_units=resolved.offload_units, tables=tables)
+        elsewhere = ranks.serve(tables, **sizes, host_units=resolved.offload_units)
         not_pinned = not_pinned or elsewhere
     allocated = {**measured, **_cache_bytes(cache, units, device)}
     if (state := decodes or sampler) is not None:

@@ -102,13 +102,14 @@ class Ranks:
 
     def serve(
         self,
+        tables: tuple[int, int] | None = None,
+        /,
         *,
         units: int,
         block_size: int,
         host_units: int,
-        tables: tuple[int, int] | None = None,
     ) -> str:
-        """Let every rank allocate its cache, and block tables of this shape where this one's are on
+        """Let every rank allocate its cache, and ``tables`` of this shape where this one's are on
         its device. From then on they follow this one's steps. Returns why the host memory of one is
         not pinned, if that is so.
         """

@@ -69,7 +69,8 @@ class PagedCache:
 
     def units(self, start: int, end: int) -> int:
         """Units, over all groups, to grow from ``start`` computed tokens to ``end``."""
-        return (self.blocks(end) - self.blocks(start)) * len(self.groups)
+        size = self.block_size
+        return (-(-end // size) + -start // size) * len(self.groups)
 
     def growth(self, sequence: Sequence, start: int) -> int:
         """Units to compute all its tokens from ``start`` on and one more block, but none beyond its

@@ -297,7 +297,7 @@ class Engine:
 
     def _begin(self, work: Work) -> None:
         self.idle = not (work.rows or work.offload or work.restore or work.copies)
-        self.progress.begin(sum(row.count for row in work.rows))
+        self.progress.begin(sum([row.count for row in work.rows]))
         if self._waiting_since:
             now = self._now()
             for row in work.rows:
@@ -344,19 +344,13 @@ class Engine:
     def _emit(self, events: Sequence[Event]) -> None:
         """Turn the scheduler's events into ChoiceEvents and close the choices that finished."""
         for event in events:
-            request_id, choice = event.sequence.request.id, event.sequence.choice
+            sequence = event.sequence
+            request_id, choice = sequence.request.id, sequence.choice
             if isinstance(event, Token):
-                finish, live = event.finish, self._live[request_id]
-                choice_event = ChoiceEvent(
-                    request_id,
-                    choice,
-                    event.token,
-                    event.logprobs,
-                    finish,
-                    cached=live.cached,
-                    started=live.started,
-                    prompt=event.prompt,
-                )
+                _, token, _, logprobs, finish, prompt = event
+                live = self._live[request_id]
+                told = (None, None, live.cached, live.started, prompt)
+                choice_event = ChoiceEvent(request_id, choice, token, logprobs, finish, *told)
             else:
                 finish = event.reason
                 choice_event = ChoiceEvent(request_id, choice, None, None, finish, event.failure)

@@ -60,7 +60,7 @@ class Pipeline:
         """Tokens of all queued steps. The oldest step may still wait for earlier work, so health
         allows time for all of them.
         """
-        return sum(row.count for step in self._steps for row in step.work.rows)
+        return sum([row.count for step in self._steps for row in step.work.rows])
 
     @property
     def in_flight(self) -> bool:

@@ -136,8 +136,9 @@ class Work:
         """The step without the rows of sequences that ended since its commit: dead rows, which
         nobody sees.
         """
-        rows = [row for row in self.rows if row.sequence.status not in FINAL]
-        return self if len(rows) == len(self.rows) else self.subset(rows)
+        if FINAL.isdisjoint([row.sequence.status for row in self.rows]):
+            return self
+        return self.subset(row for row in self.rows if row.sequence.status not in FINAL)
 
 
 class Result(NamedTuple):

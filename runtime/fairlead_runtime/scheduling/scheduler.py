@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from typing import cast
 
 from fairlead_runtime.cache.paged import PagedCache
+from fairlead_runtime.request.logprobs import TokenLogprobs
 from fairlead_runtime.request.sequence import (
     FINAL,
     Failure,
@@ -220,7 +221,8 @@ class Scheduler:
         every_step = cache.has_windows
         events: list[Event] = []
         for sequence, start, count, samples in work.rows:
-            sequence.collect(count, samples=samples)
+            if sequence.steps_in_flight:
+                sequence.collect(count, samples=samples)
             if sequence.status in FINAL:
                 if sequence.id in self.state.ended and not sequence.steps_in_flight:
                     self._release(self.state.ended.pop(sequence.id))
@@ -246,18 +248,18 @@ class Scheduler:
                 cache.finish_forward(sequence)
             if samples and result is not None:
                 events.append(self._append(sequence, result))
-        self.state.policy.on_tokens(e.sequence for e in events if type(e) is Token)
+        self.state.policy.on_tokens([e.sequence for e in events if type(e) is Token])
         return events
 
     def _append(self, sequence: Sequence, result: Result) -> Token:
-        tokens, request = sequence.tokens, sequence.request
+        tokens, request, token = sequence.tokens, sequence.request, result.token
         index = len(tokens) - len(request.prompt)
-        tokens.append(result.token)
+        tokens.append(token)
         finish = None
-        if result.token in sequence.stops and (
+        if token in sequence.stops and (
             index + 1 >= request.params.min_tokens
             # Within min_tokens it is allowed only where the grammar allows nothing else.
-            or (request.params.guided is not None and result.token in request.eos_ids)
+            or (request.params.guided is not None and token in request.eos_ids)
         ):
             finish = FinishReason.STOP
         elif len(tokens) >= sequence.limit:
@@ -266,9 +268,11 @@ class Scheduler:
             self._end(sequence, Status.FINISHED, finish)
         elif sequence.status is Status.PREFILLING:
             sequence.move_to(Status.DECODING)
-        prompt = tuple(sequence.prompt_logprobs)
-        sequence.prompt_logprobs.clear()
-        return Token(sequence, result.token, index, result.logprobs, finish, prompt)
+        prompt: tuple[TokenLogprobs, ...] = ()
+        if sequence.prompt_logprobs:
+            prompt = tuple(sequence.prompt_logprobs)
+            sequence.prompt_logprobs.clear()
+        return Token(sequence, token, index, result.logprobs, finish, prompt)
 
     # -- changes of one sequence
 
@@ -386,7 +390,7 @@ class Scheduler:
         pool = self.state.cache.pool
         return SchedulerStats(
             running=len(self.state.running),
-            prefilling=sum(s.status is Status.PREFILLING for s in self.state.running),
+            prefilling=[s.status for s in self.state.running].count(Status.PREFILLING),
             waiting=len(self.state.policy),
             offloaded=sum(1 for s in self._live.values() if s.host)
             if self.limits.offload_units

@@ -35,7 +35,8 @@ class Growth(NamedTuple):
         row, begin, counts = self.spans.T
         skipped = counts.cumsum() - counts
         inside = np.repeat(row * width + begin - skipped, counts) + np.arange(self.units.shape[1])
-        return (np.arange(groups)[:, None] * (rows * width) + inside).reshape(-1)
+        places: Array = np.arange(groups)[:, None] * (rows * width) + inside
+        return places.reshape(-1)
 
 
 class TableRows:
@@ -99,7 +100,10 @@ class TableRows:
         spans = np.stack([rows, begins, ends - begins], axis=1)[grown]
         units = np.empty((self._groups, int(spans[:, 2].sum())), dtype=np.int32)
         for group in range(self._groups):
-            new = (sequences[place].tables[group][begins[place] :] for place in grown)
+            new = (
+                sequences[place].tables[group][begin:]
+                for place, begin in zip(grown.tolist(), spans[:, 1].tolist(), strict=True)
+            )
             units[group] = list(chain.from_iterable(new))
         return Growth(rows, spans, units)
 

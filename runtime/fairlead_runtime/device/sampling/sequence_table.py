@@ -190,7 +190,7 @@ class SequenceTable:
             return merge(modes), False
         entries = [self._entries[row] for row in places.tolist()]
         counts = any(entry is not None and entry.counts for entry in entries)
-        full = (lengths >= self._full_at[places]).nonzero()[0]
+        full = (lengths >= self._full_at[places]).nonzero()[0].tolist()
         return merge((*modes, *(self.mode_of(rows[at]) for at in full))), counts
 
     def mode_of(self, row: Row) -> SamplingMode:

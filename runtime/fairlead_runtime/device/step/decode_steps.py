@@ -19,6 +19,7 @@ from torch import Tensor
 from fairlead_kernels.interface.attention import DecodeAttention, DecodeRows
 from fairlead_kernels.sampling.sample_rows import FindCuts, RowLogprobs
 from fairlead_runtime.device.memory.storage import CacheStorage
+from fairlead_runtime.device.model.host_buffer import Array
 from fairlead_runtime.device.model.paged_attention import GroupedPass
 from fairlead_runtime.device.model.paged_model import PagedModel
 from fairlead_runtime.device.sampling.device_sampler import RowSampler, WaitForMasks
@@ -31,7 +32,7 @@ from fairlead_runtime.device.sampling.sampling_mode import (
     SamplingMode,
     merge,
 )
-from fairlead_runtime.device.sampling.sequence_table import Array, SequenceTable
+from fairlead_runtime.device.sampling.sequence_table import SequenceTable
 from fairlead_runtime.device.sampling.token_readback import SampledStep, results_of
 from fairlead_runtime.device.step.graph_cache import GraphCache
 from fairlead_runtime.device.step.pending_step import PendingStep
