@@ -1504,6 +1504,20 @@ BUGS = (
         GPU_OPERATIONS,
     ),
     PackageBug(
+        "flashinfer reads the tables of the first rows on the device",
+        "fairlead_kernels.packages.flashinfer_plan:paged_rows",
+        "ragged.rows.numpy()",
+        "np.arange(len(lens))",
+        ("unit/kernels/test_flashinfer_attention.py",),
+    ),
+    PackageBug(
+        "Triton's prompts read the tables of the first rows on the device",
+        "fairlead_kernels.gpu.triton_attention:TritonAttention.plan",
+        "np.stack([places[row],",
+        "np.stack([row,",
+        ("unit/kernels/test_triton_attention.py",),
+    ),
+    PackageBug(
         "a window of decodes begins a block too late",
         "fairlead_kernels.packages.flashinfer_plan:decode_rows",
         "(on_device - decodes.window).clamp_(min=0)",

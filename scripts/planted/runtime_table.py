@@ -671,8 +671,8 @@ BUGS = (
     PackageBug(
         "every running request is told as decoding",
         "fairlead_runtime.scheduling.scheduler:Scheduler.stats",
-        "s.status is Status.PREFILLING",
-        "s.status is Status.PENDING",
+        ".count(Status.PREFILLING)",
+        ".count(Status.PENDING)",
         ("unit/serving/test_metrics.py",),
     ),
     PackageBug(
@@ -1582,7 +1582,7 @@ BUGS = (
     PackageBug(
         "a complete output goes on until min_tokens",
         "fairlead_runtime.scheduling.scheduler:Scheduler._append",
-        "or (request.params.guided is not None and result.token in request.eos_ids)",
+        "or (request.params.guided is not None and token in request.eos_ids)",
         "or False",
         ("functional/engine/test_structured_output.py",),
     ),
@@ -2093,6 +2093,36 @@ BUGS = (
         (TABLE_TESTS,),
     ),
     PackageBug(
+        "a step with a prompt sends all blocks of its decodes",
+        "fairlead_runtime.device.model.table_rows:TableRows.enter",
+        "        self.blocks[rows[grown]] = ends[grown]\n",
+        "",
+        ("unit/device/test_batch.py", MIXED_TESTS),
+        quick="test_a_step_with_a_prompt_adds_to_the_tables_what_is_new_and_no_more[True]",
+    ),
+    PackageBug(
+        "what a failed step has added to the tables is not added again",
+        "fairlead_runtime.device.model.batch:BatchBuilder.forgetting",
+        "            self._rows.forget(row.sequence for row in rows)\n",
+        "",
+        ("unit/device/test_batch.py",),
+        quick="test_what_a_step_that_failed_has_added_is_added_again",
+    ),
+    PackageBug(
+        "another rank's tables get no block",
+        "fairlead_runtime.device.ranks.rank_messages:Follower.batch",
+        "        self._tables.write(growth)\n",
+        "",
+        ("unit/device/test_rank_messages.py",),
+    ),
+    PackageBug(
+        "blocks that are begun by decodes alone are missing beside a prompt",
+        "fairlead_runtime.device.model.batch:BatchBuilder._grow",
+        "self._enter(rows)._replace(rows=batch.growth.rows)",
+        "batch.growth",
+        ("unit/device/test_rank_messages.py",),
+    ),
+    PackageBug(
         "padding rows grow",
         "fairlead_runtime.device.sampling.sequence_table:SequenceTable.advance",
         "real = index != PADDING",
@@ -2594,7 +2624,7 @@ BUGS = (
     PackageBug(
         "the rows of a failed step with a prompt are taken for right",
         "fairlead_runtime.device.step.mixed_steps:MixedSteps.launch",
-        "        with self._sampler.forgetting(rows):\n            mode, logits",
+        "        with self._sampler.forgetting(rows), self._batches[0].forgetting(rows):\n            mode, logits",
         "        if True:\n            mode, logits",
         (MIXED_TESTS,),
     ),

@@ -357,7 +357,8 @@ class Rig:
             sampler = RowSampler.of(self.model, cache, **lengths, listed=setting.listed)
         if pair is not None:
             pair.hold(self._kernels, odd=self._odd, **self._described)
-            pair.allocate(None if sampler is None else sampler.table.shape, **amounts)
+            tables = None if sampler is None else sampler.table.tables_for(attention)
+            pair.allocate(None if tables is None else tables.shape, **amounts)
         if resident:
             assert isinstance(attention, DecodeAttention)
             decodes = DecodeSteps(

@@ -160,8 +160,10 @@ def _with_engine(
     decodes = choice.steps(cache, resolved.max_model_len)
     sampler = choice.sampler(cache, resolved.max_model_len)
     if ranks is not None:
-        tables = None if sampler is None else sampler.table.shape
-        elsewhere = ranks.serve(tables, **sizes, host_units=resolved.offload_units)
+        attention = loaded_rank.attention
+        tables = None if sampler is None else sampler.table.tables_for(attention)
+        shape = None if tables is None else tables.shape
+        elsewhere = ranks.serve(shape, **sizes, host_units=resolved.offload_units)
         not_pinned = not_pinned or elsewhere
     allocated = {**measured, **_cache_bytes(cache, units, device)}
     if (state := decodes or sampler) is not None:

@@ -411,6 +411,13 @@ def test_nothing_waits_for_the_device() -> None:
         assert decode_rows(decodes).indices.device == device
         for room in (0, 99):
             assert triton.plan_decodes(decodes, room).decodes.device == device
+    steps = [row._replace(start=0, count=row.start + 1) for row in rows]
+    batch = BatchBuilder(GROUPS, SIZE, tables=table.tables_for(triton), rows=table.rows).build(
+        steps
+    )
+    for slots, ragged in zip(batch.slots, batch.ragged, strict=True):
+        assert slots.device == paged_rows(ragged).indices.device == device
+        assert triton.plan(ragged).prefills.device == device
     inputs = table.inputs(index)
     logits = torch.zeros(4, 50, device=device) + inputs.ids[:, None] + inputs.slots[0][:, None]
     hashes = sample.hash_tokens(50, device)

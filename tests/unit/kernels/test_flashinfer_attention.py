@@ -113,6 +113,17 @@ def test_a_windows_rows_begin_with_the_first_block_that_they_see() -> None:
     assert all(x.dtype is torch.int32 and x.is_contiguous() for x in vectors)
 
 
+@pytest.mark.parametrize("window", [None, 5])
+def test_rows_whose_tables_are_on_the_device_are_the_same(window: int | None) -> None:
+    case = make_case([(12, 1), (0, 7), (29, 1), (3, 5)], window=window)
+    order = torch.tensor([5, 0, 3, 2])
+    tables = torch.full((6, case.ragged.tables.shape[1] + 2), 10**6, dtype=torch.int32)
+    tables[order, :-2] = case.ragged.tables
+    want, got = map(paged_rows, (case.ragged, replace(case.ragged, tables=tables, rows=order)))
+    for name in ("query_starts", "starts", "indices", "last_lens"):
+        assert torch.equal(getattr(got, name), getattr(want, name)), name
+
+
 def test_a_row_that_fills_its_last_block_has_all_of_it() -> None:
     rows = paged_rows(make_case([(7, 1), (3, 1), (4, 1)]).ragged)
     assert (rows.last_lens.tolist(), rows.starts.tolist()) == ([4, 4, 1], [0, 2, 3, 5])

@@ -213,6 +213,24 @@ def test_decodes_whose_tables_are_on_the_device_match(window: int | None, room: 
     assert len(ours._fixed) == (2 if room else 0)
 
 
+@pytest.mark.parametrize("window", [None, 6])
+def test_rows_of_any_kind_whose_tables_are_on_the_device_match(window: int | None) -> None:
+    case, ours, spec = (
+        make_case(MIXED, window=window),
+        standin.attention(HEADS),
+        LayerSpec(0.3, window),
+    )
+    order = torch.randperm(9)[: len(MIXED)]
+    tables = torch.full((9, case.ragged.tables.shape[1]), 10**6, dtype=torch.int32)
+    tables[order] = case.ragged.tables
+    plan = ours.plan(replace(case.ragged, tables=tables, rows=order))
+    assert plan.tables is tables
+    caches = case.key_cache, case.value_cache
+    want = reference.attend(case.ragged, case.query, *caches, spec)
+    got = ours.run(plan, case.query, *caches, spec)
+    torch.testing.assert_close(got, want, atol=4e-6, rtol=1e-5)
+
+
 def test_plans_at_fixed_addresses_are_the_newest_of_their_group_and_size() -> None:
     """Steps of other sizes between them change nothing: a graph reads where it was captured."""
     ours = standin.attention(HEADS)

@@ -120,6 +120,11 @@ class BatchBuilder:
         self._last: _Decodes | None = None
 
     @property
+    def shares_rows(self) -> bool:
+        """Whether others enter sequences in its tables, too."""
+        return not self._grows
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all buffers at present."""
         own = (self._ids, self._positions, self._starts, self._lens, self._samples)

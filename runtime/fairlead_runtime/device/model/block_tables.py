@@ -115,6 +115,12 @@ class DeviceTables:
     def nbytes(self) -> int:
         return 0
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and blocks of a group's tables."""
+        _, rows, blocks = self._tensor.shape
+        return rows, blocks
+
     def write(self, growth: Growth) -> None:
         if len(growth.spans):
             places = growth.places(self._tensor.shape)

@@ -17,9 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fairlead_kernels.interface.attention import AttentionBackend, DecodeAttention
 from fairlead_kernels.sampling import sample_rows
 from fairlead_kernels.sampling.logit_edits import LogitEdits
 from fairlead_kernels.sampling.sample_rows import RowParameters
+from fairlead_runtime.device.model.block_tables import DeviceTables
 from fairlead_runtime.device.model.host_buffer import Array
 from fairlead_runtime.device.model.table_rows import Growth, TableRows
 from fairlead_runtime.device.sampling.logit_edits import ChangeList, ChangeLists
@@ -94,6 +96,7 @@ class SequenceTable:
         padding_unit: int,
         device: torch.device,
     ) -> None:
+        self._groups = tuple(groups)
         self._block_size = block_size
         self._device = device
         self._pinned = device.type == "cuda"
@@ -121,15 +124,15 @@ class SequenceTable:
         return self.rows.sequences
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """Rows and blocks of the tables of a layer group."""
-        _, rows, blocks = self.tables.shape
-        return rows, blocks
-
-    @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All that is on the device."""
         return self.state, self.tables, *self.lists.tensors
+
+    def tables_for(self, attention: AttentionBackend) -> DeviceTables | None:
+        """Its block tables for steps of this attention; None where that reads them on the host."""
+        if not isinstance(attention, DecodeAttention):
+            return None
+        return DeviceTables(self._groups, self._block_size, self.tables)
 
     def enter(self, rows: abc.Sequence[Row], into: Tensor) -> Entered:
         """Make the device's rows right for a step: the block tables of all, and what else those

@@ -24,8 +24,9 @@ from fairlead_runtime.scheduling.plan import Row
 
 
 class MixedSteps:
-    """``batches``: the builders of its steps, whose block tables are the sampler's. ``followers``
-    hold the other shards of the model, and get all ids on their devices.
+    """``batches``: the builders of its steps, which share the sampler's block tables where
+    attention reads those. ``followers`` hold the other shards of the model, and get all ids on
+    their devices.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class MixedSteps:
         for each row that samples.
         """
         sampling = [row for row in rows if row.samples]
-        with self._sampler.forgetting(rows):
+        with self._sampler.forgetting(rows), self._batches[0].forgetting(rows):
             mode, logits = self._queue(rows, sampling)
         draw = self._sampler.draw
         return PendingStep(
@@ -66,7 +67,8 @@ class MixedSteps:
         entered = self._sampler.table.enter(rows, index)
         if entered.mode is GENERAL:
             raise ValueError("rows: one is not sampled on the device")
-        batch = self._batches[0].build(rows, ahead=True, growth=entered.growth)
+        growth = entered.growth if self._batches[0].shares_rows else None
+        batch = self._batches[0].build(rows, ahead=True, growth=growth)
         # A copy on a CPU, too: the host's batch, which other ranks get, keeps what the host knows.
         ids = batch.input_ids.to(device, non_blocking=True, copy=True)
         last = batch.sample_index.to(device, non_blocking=True)

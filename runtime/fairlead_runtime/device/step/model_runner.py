@@ -14,7 +14,6 @@ from torch import Tensor
 from fairlead_kernels.interface.attention import AttentionBackend
 from fairlead_runtime.device.memory.storage import CacheStorage
 from fairlead_runtime.device.model.batch import Batch, BatchBuilder
-from fairlead_runtime.device.model.block_tables import DeviceTables
 from fairlead_runtime.device.model.paged_model import PagedModel
 from fairlead_runtime.device.sampling.device_sampler import RowSampler, WaitForMasks
 from fairlead_runtime.device.sampling.host_sampler import (
@@ -83,17 +82,19 @@ class ModelRunner:
         # Of the steps that are not launched: they run while none is in flight.
         self._batches = self._builder()
         if row_sampler is not None:
-            batches = self._batches, self._builder()
+            # Attention on the host has read the batch once its step is launched.
+            second = self._builder() if self._batches.shares_rows else self._batches
+            batches = self._batches, second
             self._mixed = MixedSteps(model, cache, attention, row_sampler, batches, followers)
 
     def _builder(self) -> BatchBuilder:
-        """A builder whose block tables are the device's, where it keeps some."""
+        """A builder whose block tables are the sequence table's, where attention reads those."""
         groups, size = self._cache.groups, self._cache.block_size
         pinned = self._model.device.type == "cuda"
-        if self._row_sampler is None:
+        table = None if self._row_sampler is None else self._row_sampler.table
+        tables = None if table is None else table.tables_for(self._attention)
+        if table is None or tables is None:
             return BatchBuilder(groups, size, pinned=pinned)
-        table = self._row_sampler.table
-        tables = DeviceTables(groups, size, table.tables)
         return BatchBuilder(groups, size, pinned=pinned, tables=tables, rows=table.rows)
 
     def copy(self, work: Work) -> None:
