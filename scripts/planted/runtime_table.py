@@ -2120,7 +2120,7 @@ BUGS = (
         "fairlead_runtime.device.model.batch:BatchBuilder._grow",
         "self._enter(rows)._replace(rows=batch.growth.rows)",
         "batch.growth",
-        ("unit/device/test_rank_messages.py",),
+        ("unit/device/test_batch.py",),
     ),
     PackageBug(
         "padding rows grow",
@@ -2624,7 +2624,8 @@ BUGS = (
     PackageBug(
         "the rows of a failed step with a prompt are taken for right",
         "fairlead_runtime.device.step.mixed_steps:MixedSteps.launch",
-        "        with self._sampler.forgetting(rows), self._batches[0].forgetting(rows):\n            mode, logits",
+        "        with self._sampler.forgetting(rows), self._batches[0].forgetting(rows):\n"
+        "            mode, logits",
         "        if True:\n            mode, logits",
         (MIXED_TESTS,),
     ),

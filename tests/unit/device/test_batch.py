@@ -163,11 +163,20 @@ def test_a_batch_with_a_window_is_built_again() -> None:
 
 
 def test_a_batch_of_the_next_decodes_is_the_last_one_changed() -> None:
-    builder, one = BatchBuilder(FULL, 4), sequence(0, [1, 2, 3, 4, 5], [3, 7])
-    first = builder.build([Row(one, 4, 1, samples=True)])
-    one.tokens.append(6)
-    assert builder.build([Row(one, 5, 1, samples=True)]) is first
-    assert (first.positions.tolist(), first.slots[0].tolist()) == ([5], [29])
+    builder, one = BatchBuilder(FULL, 4), sequence(0, [1] * 7, [3, 7])
+    other = sequence(1, [1] * 33, list(range(20, 29)))
+    rows = [Row(other, 32, 1, samples=True), Row(one, 6, 1, samples=True)]
+    first, added = builder.build(rows), []
+    for step in range(1, 4):
+        one.tokens.append(6)
+        other.tokens.append(7)
+        one.tables[0][2:] = [9] * (step > 1)
+        rows = [Row(other, 32 + step, 1, samples=True), Row(one, 6 + step, 1, samples=True)]
+        assert builder.build(rows) is first
+        added.append((first.growth.spans[:, 1:].tolist(), first.growth.units.tolist()))
+    assert (first.positions.tolist(), first.slots[0].tolist()) == ([35, 9], [115, 37])
+    assert first.growth.rows.tolist() == [0, 1]
+    assert added == [([], [[]]), ([[2, 1]], [[9]]), ([], [[]])]
 
 
 @pytest.mark.parametrize("on_device", [False, True])
