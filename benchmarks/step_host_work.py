@@ -138,13 +138,13 @@ def mixed(rows: int, context: int, steps: int) -> dict[str, list[float]]:
 
 
 class Device:
-    """Gives each row that samples a token at once."""
+    """Gives each row that samples a token at once, and takes no time for it."""
 
     def copy(self, work: Work) -> None:
         pass
 
     def execute(self, work: Work) -> Mapping[int, Result]:
-        return {row.sequence.id: Result(5) for row in work.rows if row.samples}
+        return dict.fromkeys((row.sequence.id for row in work.rows if row.samples), Result(5))
 
 
 def decodes(rows: int, context: int, steps: int) -> dict[str, list[float]]:

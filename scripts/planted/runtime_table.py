@@ -671,7 +671,7 @@ BUGS = (
     PackageBug(
         "every running request is told as decoding",
         "fairlead_runtime.scheduling.scheduler:Scheduler.stats",
-        ".count(Status.PREFILLING)",
+        ".count(PREFILLING)",
         ".count(Status.PENDING)",
         ("unit/serving/test_metrics.py",),
     ),
@@ -2896,8 +2896,8 @@ BUGS = (
     PackageBug(
         "a part of a prompt behind another counts as a decode",
         "fairlead_runtime.scheduling.scheduler:Scheduler.commit",
-        "and not sequence.sampled_in_flight\n",
-        "and not sequence.steps_in_flight\n",
+        "and not sequence.sampled_in_flight)",
+        "and not sequence.steps_in_flight)",
         PIPELINE_TESTS,
     ),
     PackageBug(

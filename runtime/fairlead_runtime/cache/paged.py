@@ -52,8 +52,10 @@ class PagedCache:
         self.identity = identity
         self.pool = BlockPool(num_blocks * len(groups), len(groups))
         self.host = HostPool(host_units)
-        self.has_windows = any(g.window is not None for g in groups)
         self._windowed = tuple(g for g in self.groups if g.window is not None)
+        # The computed tokens, modulo a block's, at which the last one has filled a block, or a
+        # window has passed one.
+        self.turns = frozenset({0, *((g.window - 1) % block_size for g in groups if g.window)})
         # The most blocks that a window group holds: window W and a chunk of c tokens touch
         # W - 1 + c positions, which may start inside a block. None: no window.
         self._window_blocks = tuple(

@@ -349,8 +349,9 @@ class Engine:
             if isinstance(event, Token):
                 _, token, _, logprobs, finish, prompt = event
                 live = self._live[request_id]
-                told = (None, None, live.cached, live.started, prompt)
-                choice_event = ChoiceEvent(request_id, choice, token, logprobs, finish, *told)
+                fields = request_id, choice, token, logprobs, finish, None, None
+                # Half the time of a call with ten arguments, once a token.
+                choice_event = ChoiceEvent._make((*fields, live.cached, live.started, prompt))
             else:
                 finish = event.reason
                 choice_event = ChoiceEvent(request_id, choice, None, None, finish, event.failure)

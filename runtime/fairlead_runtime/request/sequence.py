@@ -102,6 +102,8 @@ TRANSITIONS: dict[Status, frozenset[Status]] = {
     Status.ABORTED: frozenset(),
 }
 FINAL = frozenset(s for s, following in TRANSITIONS.items() if not following)
+# Python 3.11 takes 0.2 µs to find a member in its class, which each row of a step would pay.
+PREFILLING = Status.PREFILLING
 
 
 @dataclass(frozen=True, slots=True)

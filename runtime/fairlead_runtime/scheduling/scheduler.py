@@ -20,6 +20,7 @@ from fairlead_runtime.cache.paged import PagedCache
 from fairlead_runtime.request.logprobs import TokenLogprobs
 from fairlead_runtime.request.sequence import (
     FINAL,
+    PREFILLING,
     Failure,
     FinishReason,
     Request,
@@ -190,9 +191,7 @@ class Scheduler:
             if start + count > len(sequence.tables[0]) * size:
                 cache.grow(sequence, start + count)
             tokens += count
-            if count > 1 or (
-                sequence.status is Status.PREFILLING and not sequence.sampled_in_flight
-            ):
+            if count > 1 or (sequence.status is PREFILLING and not sequence.sampled_in_flight):
                 prefill += count
         used = cache.pool.units - cache.pool.available
         self._last = StepStats(len(plan.rows), prefill, tokens - prefill, len(plan.preempted), used)
@@ -218,7 +217,7 @@ class Scheduler:
         needs a result, but those of sequences that ended since the commit: nobody sees them.
         """
         cache, size = self.state.cache, self.state.cache.block_size
-        every_step = cache.has_windows
+        turns = cache.turns
         events: list[Event] = []
         for sequence, start, count, samples in work.rows:
             if sequence.steps_in_flight:
@@ -244,7 +243,7 @@ class Scheduler:
                 sequence.scored = max(sequence.scored, computed)
                 if result is not None:
                     sequence.prompt_logprobs += result.prompt
-            if count > 1 or every_step or not computed % size:
+            if count > 1 or computed % size in turns:
                 cache.finish_forward(sequence)
             if samples and result is not None:
                 events.append(self._append(sequence, result))
@@ -266,7 +265,7 @@ class Scheduler:
             finish = FinishReason.LENGTH
         if finish is not None:
             self._end(sequence, Status.FINISHED, finish)
-        elif sequence.status is Status.PREFILLING:
+        elif sequence.status is PREFILLING:
             sequence.move_to(Status.DECODING)
         prompt: tuple[TokenLogprobs, ...] = ()
         if sequence.prompt_logprobs:
@@ -316,7 +315,7 @@ class Scheduler:
         state.policy.on_admission(sequence)
         insort(state.running, sequence, key=state.policy.place)
         decoding = sequence.generated and len(sequence.tokens) - start == 1
-        sequence.move_to(Status.DECODING if decoding else Status.PREFILLING)
+        sequence.move_to(Status.DECODING if decoding else PREFILLING)
 
     def _add_copies(self, admission: Admission, work: Work) -> None:
         if admission.source is AdmissionSource.RESTORE:
@@ -390,7 +389,7 @@ class Scheduler:
         pool = self.state.cache.pool
         return SchedulerStats(
             running=len(self.state.running),
-            prefilling=[s.status for s in self.state.running].count(Status.PREFILLING),
+            prefilling=[s.status for s in self.state.running].count(PREFILLING),
             waiting=len(self.state.policy),
             offloaded=sum(1 for s in self._live.values() if s.host)
             if self.limits.offload_units

@@ -183,7 +183,7 @@ class RequestMetrics(Observer):
         gaps: dict[float, int] = {}
         requests, generated = self._requests, 0
         for event in events:
-            if not isinstance(event, Token):
+            if type(event) is not Token:
                 continue
             sequence = event.sequence
             times = requests.get(sequence.request.id)
