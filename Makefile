@@ -142,6 +142,7 @@ plant: setup ## plant known bugs one at a time; the tests must catch every one
 
 bench: setup ## the benchmarks that need no GPU, with other engines; FULL=1: all models, five rounds
 	$(BIN)/python benchmarks/step_overhead.py
+	$(BIN)/python benchmarks/step_host_work.py
 	$(BIN)/python benchmarks/sampling.py
 	$(BIN)/python -m benchmarks.cpu_peers $(if $(FULL),--full)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from fairlead_runtime.cache.paged import PagedCache
-from fairlead_runtime.request.sequence import PREFILLING, Sequence
+from fairlead_runtime.request.sequence import Sequence, Status
 from fairlead_runtime.scheduling.plan import (
     Admission,
     AdmissionSource,
@@ -431,4 +431,4 @@ class _Draft:
 
 
 def _prefills(sequence: Sequence) -> bool:
-    return sequence.status is PREFILLING
+    return sequence.status is Status.PREFILLING
