@@ -2521,7 +2521,7 @@ BUGS = (
     ),
     PackageBug(
         "GPTQ's older key of its form is not read",
-        "fairlead_runtime.sizing.gptq_awq:gptq",
+        "fairlead_runtime.sizing.checkpoint_formats:gptq",
         'settings.get("checkpoint_format") or settings.get("format")',
         'settings.get("checkpoint_format")',
         ("unit/sizing/test_published.py",),
