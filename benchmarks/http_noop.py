@@ -20,6 +20,7 @@ from fairlead_runtime.outputs import ChoiceEvent, EngineState, ModelFacts
 from fairlead_runtime.processes.spawn import MODULE as ENGINE
 from fairlead_runtime.request.sequence import FinishReason, Request
 from fairlead_runtime.serving import wire
+from fairlead_runtime.sizing.traffic import waiting_tokens
 
 MANY = 1 << 16
 BOUNDS = Bounds(
@@ -29,6 +30,7 @@ BOUNDS = Bounds(
     num_blocks=MANY,
     block_size=16,
     max_model_len=MANY,
+    waiting=waiting_tokens(MANY, MANY, MANY),
 )
 
 

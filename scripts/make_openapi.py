@@ -45,7 +45,7 @@ EVERYWHERE = {
 }
 WITH_BODY = {
     "404": "The model is not the one that is served.",
-    "413": "The body is larger than 2 MiB.",
+    "413": "The body is larger than 2 MiB, or than 16 bytes a token of a longer context.",
     "415": "The body is not `application/json`.",
     "500": "This request failed; the others did not.",
 }

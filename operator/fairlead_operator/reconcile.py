@@ -225,6 +225,7 @@ class Reconciler:
             capacity.concurrent_tokens,
             self._now(),
             self._clock(),
+            capacity.connections,
         )
         choice = choose(
             resource, snapshot, revision, scaling.replicas, observation.status, self._now()

@@ -64,6 +64,20 @@ BUGS = (
         ("unit/operator/decide/pods/test_blocker_codes.py",),
     ),
     PackageBug(
+        "a target that no full pod reaches stays",
+        "fairlead_operator.decide.scale.target:capped",
+        "    if target.requests <= cap:",
+        "    if True:",
+        ("unit/operator/decide/test_status.py",),
+    ),
+    PackageBug(
+        "the target does not know the connections that a pod reports",
+        "fairlead_operator.decide.scale.target:most_requests",
+        "float(connections or traffic.connections.most)",
+        "float(traffic.connections.most)",
+        ("unit/operator/decide/test_status.py",),
+    ),
+    PackageBug(
         "a large saving waits like a small one",
         "fairlead_operator.decide.scale.autoscale:_limit_down",
         "large = 3 * answer.replicas < supply.current",

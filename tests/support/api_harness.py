@@ -247,8 +247,8 @@ async def running_server(
     drain_timeout: float = WITHIN,
     **settings: Any,
 ) -> AsyncIterator[Server]:
-    """A server with ``load``'s backend; ``settings``: ServerState's fields, ``max_connections``."""
-    limits = {name: settings.pop(name) for name in ("max_connections",) if name in settings}
+    """A server with ``load``'s backend; ``settings``: ServerState's fields, ``connections``."""
+    limits = {name: settings.pop(name) for name in ("connections",) if name in settings}
     state = ServerState(name=MODEL, **settings)
     listeners: Listeners = listen("127.0.0.1", 0, 0)
     port, admin_port = (each.getsockname()[1] for each in listeners)

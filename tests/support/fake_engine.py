@@ -16,6 +16,7 @@ from fairlead_runtime.request.sequence import Failure, FinishReason, Request, Sa
 from fairlead_runtime.scheduling.plan import Limits, Result, Row, Work
 from fairlead_runtime.scheduling.scheduler import Scheduler
 from fairlead_runtime.sizing.groups import LayerGroup
+from fairlead_runtime.sizing.traffic import Bound
 
 VOCABULARY = 1000
 FULL = (LayerGroup(0, None, (0, 1)),)
@@ -161,6 +162,7 @@ def rig(
     groups: Sequence[LayerGroup] = FULL,
     max_queue: int = 1024,
     queue_timeout: float = 60.0,
+    waiting: Bound | None = None,
     observer: Observer | None = None,
     step_times: StepTimes = NO_TIMES,
     prepare: Prepare | None = None,
@@ -170,7 +172,7 @@ def rig(
     return Engine(
         lambda: Scheduler(bounds, groups),
         runner or FakeRunner(),
-        Bounds.of(bounds, max_queue=max_queue, queue_timeout=queue_timeout),
+        Bounds.of(bounds, max_queue=max_queue, queue_timeout=queue_timeout, waiting=waiting),
         now=clock or Clock(),
         observer=observer,
         step_times=step_times,

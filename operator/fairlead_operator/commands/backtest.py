@@ -25,7 +25,13 @@ from fairlead_operator.decide.scale.simulate import (
     served_in,
     simulate,
 )
-from fairlead_operator.decide.scale.target import requests_that_fit, target_of, typical_request
+from fairlead_operator.decide.scale.target import (
+    capped,
+    most_requests,
+    requests_that_fit,
+    target_of,
+    typical_request,
+)
 from fairlead_operator.resource.fields import ResourceError
 from fairlead_operator.resource.resource import InferenceDeployment
 
@@ -111,7 +117,8 @@ def _policy(
     slots = max(1, int(requests_that_fit(max_requests, tokens, typical)))
     pod = Pod(slots, options.start_seconds, options.prefill_rate, options.decode_rate)
     target = target_of(autoscaling.target_per_replica, max_requests, tokens, typical)
-    return Policy.of(autoscaling, target), pod
+    most = most_requests(deployment, tokens, typical)
+    return Policy.of(autoscaling, capped(target, most, autoscaling.tolerance)), pod
 
 
 def _text(result: Result, policy: Policy) -> str:

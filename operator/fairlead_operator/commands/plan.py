@@ -14,10 +14,13 @@ from typing import Any
 
 import yaml
 
-from fairlead_operator.decide.children.capacity import PlanError, capacity_of
+from fairlead_operator.decide.children.capacity import PlanError, capacity_of, plan_of
+from fairlead_operator.decide.scale.target import capped, most_requests, target_of
 from fairlead_operator.resource.fields import ResourceError
 from fairlead_operator.resource.kinds import RESOURCE
 from fairlead_operator.resource.resource import InferenceDeployment
+from fairlead_runtime.sizing.fixes import resource_field
+from fairlead_runtime.sizing.solve import MemoryPlan
 from fairlead_runtime.sizing.terms import gib
 
 CONFIG_BYTES = 1 << 20
@@ -28,11 +31,13 @@ def main(args: Sequence[str]) -> int:
     options = _parser().parse_args(list(args))
     try:
         deployment = InferenceDeployment.from_body(read_resource(options.file))
-        capacity = capacity_of(_config(options.config, deployment), deployment)
+        config = _config(options.config, deployment)
+        capacity, plan = capacity_of(config, deployment), plan_of(config, deployment)
     except (OSError, ResourceError, PlanError) as error:
         print(f"fairlead plan: {error}", file=sys.stderr)  # noqa: T201 - an error
         return 2
-    print(json.dumps(capacity, indent=2) if options.output == "json" else _text(capacity))  # noqa: T201 - the answer
+    as_json = options.output == "json"
+    print(json.dumps(capacity, indent=2) if as_json else _text(capacity, deployment, plan))  # noqa: T201 - the answer
     return 0 if capacity["fits"] else 1
 
 
@@ -103,7 +108,29 @@ def _read_config(file: Path) -> str:
     return file.read_text("utf-8")
 
 
-def _text(capacity: Mapping[str, Any]) -> str:
+def _bounds(deployment: InferenceDeployment, plan: MemoryPlan) -> list[tuple[str, str]]:
+    """The rows of what a pod takes in, each with what binds it."""
+    traffic = plan.traffic
+    names = ("connections", "requests", "waiting tokens", "bytes of a body", "open files")
+    rows = [
+        (name, f"{bound.most:,} ({bound.text(resource_field)})")
+        for name, bound in zip(names, traffic.bounds().values(), strict=True)
+    ]
+    length = traffic.full_queue_tokens
+    which = "maxQueue"
+    if length < plan.max_model_len:
+        which += f" up to {length:,} prompt tokens a request, beyond them waiting tokens"
+    rows.append(("what binds the queue", which))
+    scaling, tokens = deployment.spec.autoscaling, plan.concurrent_tokens
+    if scaling is not None:
+        target = target_of(scaling.target_per_replica, deployment.engine.max_requests, tokens, None)
+        target = capped(target, most_requests(deployment, tokens, None), scaling.tolerance)
+        formula = f" ({target.formula})" if target.formula else ""
+        rows.append(("autoscaler's target", f"{target.requests:g}{formula}"))
+    return rows
+
+
+def _text(capacity: Mapping[str, Any], deployment: InferenceDeployment, plan: MemoryPlan) -> str:
     planned = capacity["planned"]
     rows = (
         ("weights", f"{gib(planned['weightsBytes'])} GiB"),
@@ -111,6 +138,7 @@ def _text(capacity: Mapping[str, Any]) -> str:
         ("cache blocks", f"{planned['numBlocks']:,}"),
         ("concurrent tokens", f"{planned['concurrentTokens']:,}"),
         ("full-length sequences", f"{planned['fullLengthSequences']:,}"),
+        *_bounds(deployment, plan),
         ("equation (GiB)", planned["formula"]),
     )
     lines = [f"{name + ':':24}{value}" for name, value in rows]

@@ -52,6 +52,11 @@ class Capacity:
         ]
         return int(token_counts[0] or token_counts[1] or 0)
 
+    @property
+    def connections(self) -> int:
+        """Connections that one pod takes, as it reports them; 0 while none has."""
+        return int((self.body or {}).get("measured", {}).get("connections") or 0)
+
 
 @dataclass(frozen=True, slots=True)
 class Findings:

@@ -52,6 +52,7 @@ NOT_MEASURED = {
     "grammars": "reserved: for the tokenizers of structured output, in two processes",
     "tokenizers": "reserved: for the tokenizers of text, in all processes",
     "attention": "reserved: what plain torch takes; the C++ kernels take less",
+    "http": "reserved: for connections beyond 2,048, TLS, and bodies beyond 2 MiB",
     "bookkeeping": "reserved: for the ids of tokens and blocks, as many as the limits allow",
 }
 
@@ -243,7 +244,12 @@ def _engine(
     return Engine(
         _schedulers(limits, cache, loaded.identity, config.record, now),
         runner,
-        Bounds.of(limits, max_queue=config.max_queue, queue_timeout=queue_timeout),
+        Bounds.of(
+            limits,
+            max_queue=config.max_queue,
+            queue_timeout=queue_timeout,
+            waiting=resolved.plan.traffic.waiting_tokens,
+        ),
         now=now,
         observer=observer,
         step_times=StepTimes(

@@ -13,7 +13,8 @@ from fairlead_runtime.sizing.checkpoint_formats import check_stored
 from fairlead_runtime.sizing.fixes import advise
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.solve import MemoryPlan
-from fairlead_runtime.sizing.terms import GIB, PROCESS, DeviceFacts, gib, surplus_queue
+from fairlead_runtime.sizing.terms import GIB, PROCESS, DeviceFacts, gib
+from fairlead_runtime.sizing.traffic import surplus_queue
 from fairlead_runtime.sizing.verdict import plan_memory
 
 # A prompt's tokens in a step that also decodes, on a CPU: there a decode step takes as long as
@@ -121,7 +122,8 @@ def _field_at_fault(config: EngineConfig, plan: MemoryPlan) -> str:
         return "num_blocks"
     if plan.used - sum(plan.terms.get(name, 0) for name in ("offload", "staging")) <= plan.budget:
         return "cpu_offload_space"
-    if plan.used - surplus_queue(config) <= plan.budget:
+    queue = surplus_queue(config, plan.max_model_len, plan.budget)
+    if "bookkeeping" in plan.terms and plan.used - queue <= plan.budget:
         return "max_queue"
     return "max_memory_percent"
 

@@ -87,7 +87,7 @@ class Engine:
         self._prepare = prepare
         self._now = now
         self._observer = observer or Observer()
-        self._inbox = Inbox(bounds.max_queue, bounds.max_requests, self.progress, now)
+        self._inbox = Inbox(bounds, self.progress, now)
         self._live: dict[str, LiveRequest] = {}
         # Arrival times of the requests that have not had a step yet, in order of arrival.
         self._waiting_since: dict[str, float] = {}

@@ -15,7 +15,7 @@ from fairlead_runtime.outputs import EngineDead, QueueFull, ServiceError
 from fairlead_runtime.request.sequence import Failure, FinishReason, Request, TooLongError
 from fairlead_runtime.scheduling.admission import refusal
 from fairlead_runtime.scheduling.plan import Limits
-from fairlead_runtime.sizing.terms import QUEUE_TOKENS
+from fairlead_runtime.sizing.traffic import Bound, waiting_tokens
 
 MEASURED_STEPS = 64  # in which requests left the queue: the last ones, by which it drains
 LONGEST_RETRY = 60.0  # seconds
@@ -23,7 +23,9 @@ LONGEST_RETRY = 60.0  # seconds
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Limits on the queue and on one request. ``queue_timeout`` in seconds."""
+    """Limits on the queue and on one request. ``queue_timeout`` in seconds, ``waiting`` in prompt
+    tokens.
+    """
 
     max_queue: int
     queue_timeout: float
@@ -31,11 +33,17 @@ class Bounds:
     num_blocks: int
     block_size: int
     max_model_len: int
+    waiting: Bound
 
     @classmethod
-    def of(cls, limits: Limits, *, max_queue: int, queue_timeout: float) -> Self:
-        sizes = (limits.num_blocks, limits.block_size, limits.max_model_len)
-        return cls(max_queue, queue_timeout, limits.max_requests, *sizes)
+    def of(
+        cls, limits: Limits, *, max_queue: int, queue_timeout: float, waiting: Bound | None = None
+    ) -> Self:
+        """``waiting``: by default what memory that nobody counted holds."""
+        rows, longest = limits.max_requests, limits.max_model_len
+        waiting = waiting or waiting_tokens(max_queue, rows, longest)
+        sizes = (limits.num_blocks, limits.block_size, longest)
+        return cls(max_queue, queue_timeout, rows, *sizes, waiting)
 
     @property
     def capacity(self) -> int:
@@ -101,16 +109,14 @@ Message = Add | Abort | Inspect | Prepared
 
 
 class Inbox:
-    """``max_queue`` requests may wait, besides the ``free_slots`` requests that start in the next
-    step. Together they may have ``QUEUE_TOKENS`` prompt tokens each, the tokens of preempted
-    sequences included; a single one may have more.
+    """``max_queue`` requests may wait, besides those that start in the next step, as many as slots
+    are free. Together they may have ``waiting`` prompt tokens, those of preempted sequences
+    included; a single one may have more.
     """
 
-    def __init__(
-        self, max_queue: int, free_slots: int, progress: StepProgress, now: Callable[[], float]
-    ) -> None:
-        self._max_queue = max_queue
-        self._free_slots = free_slots
+    def __init__(self, bounds: Bounds, progress: StepProgress, now: Callable[[], float]) -> None:
+        self._max_queue, self._most_tokens = bounds.max_queue, bounds.waiting
+        self._free_slots = bounds.max_requests
         self._progress = progress
         self._now = now
         self._messages: deque[Message] = deque()
@@ -185,14 +191,12 @@ class Inbox:
             self.rejected_requests += 1
             return f"{self._max_queue} requests wait already (max_queue)"
         tokens = self._arriving_tokens + self._waiting_tokens
-        limit = (self._max_queue + self._free_slots) * QUEUE_TOKENS
-        if not self.queued or tokens + prompt_tokens <= limit:
+        if not self.queued or tokens + prompt_tokens <= self._most_tokens.most:
             return ""
         self.rejected_tokens += 1
         return (
             f"the requests that wait have {tokens} prompt tokens; {prompt_tokens} more exceed "
-            f"{limit} ((max_queue {self._max_queue} + free slots {self._free_slots}) * "
-            f"{QUEUE_TOKENS} tokens): retry later"
+            f"{self._most_tokens.most} ({self._most_tokens.text()}): retry later"
         )
 
     def retry_after(self) -> float:

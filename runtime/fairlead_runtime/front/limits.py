@@ -16,13 +16,14 @@ from starlette.types import Receive, Scope
 from fairlead_runtime.child.threads import be_nicer
 from fairlead_runtime.front.errors import ApiError
 from fairlead_runtime.front.turns import TenantExecutor
+from fairlead_runtime.sizing.traffic import ALL_BODIES, BODY
 
-MAX_BODY = 2 * 1024 * 1024  # bytes
-# For a whole body: these seconds, and one more for each LINK_RATE bytes of it. The largest body may
-# take 94 s, which is 22 KiB/s, a slow mobile link. To keep POOL_BYTES full with bodies that slow, a
-# client must send more than 1 MiB/s.
+# For a whole body: these seconds, and one more for each LINK_RATE bytes of its first BODY bytes and
+# for each LONG_RATE bytes of the rest. BODY may take 94 s, which is 22 KiB/s, a slow mobile link;
+# 16 MiB, for a million tokens, 108 s. To keep ALL_BODIES full with bodies that slow, a client must
+# send more than 0.5 MiB/s.
 BODY_SECONDS = 30.0
-LINK_RATE = 32 * 1024
+LINK_RATE, LONG_RATE = 32 * 1024, 1024 * 1024
 # Less than this, over RATE_SECONDS, is no link but a client that holds its place.
 BODY_RATE = 1024  # bytes a second
 RATE_SECONDS = 10.0
@@ -32,8 +33,6 @@ LARGE_BODY = 32 * 1024  # bytes; its text is tokenized by another process, and o
 POOL_SECONDS = 30.0  # for a prompt, from the last byte of its body, the wait for a thread included
 ENCODE_NICE = 1  # of the thread that encodes log-probabilities, for which readers wait
 ENCODE_SECONDS = 10.0  # for one piece
-# Of all bodies, from their first byte until a worker has read them.
-POOL_BYTES = 64 * 1024 * 1024
 # Of all log-probabilities that answers hold: together, of one token, and of each entry of a token.
 ANSWER_BYTES = 128 * 1024 * 1024
 TOKEN_BYTES = 256
@@ -148,16 +147,19 @@ class BodyPace:
 
     @property
     def _allowed(self) -> float:
-        return BODY_SECONDS + self._size / LINK_RATE
+        first = min(self._size, BODY)
+        return BODY_SECONDS + first / LINK_RATE + (self._size - first) / LONG_RATE
 
 
-async def read_body(scope: Scope, receive: Receive, take: Callable[[int], None]) -> bytes:
-    """The request's JSON bytes. Keeps at most MAX_BODY and one message of them in memory.
-    ``take`` is called with the bytes of each message.
+async def read_body(
+    scope: Scope, receive: Receive, take: Callable[[int], None], most: int = BODY
+) -> bytes:
+    """The request's JSON bytes. Keeps at most ``most`` and one message of them in memory.
+    ``take`` is called with the bytes of each message, from the first until a worker has read all.
 
     Raises ApiError 413, 408 or 415, and ClientDisconnected.
     """
-    _check_headers(scope)
+    _check_headers(scope, most)
     body = bytearray()
     now = asyncio.get_running_loop().time
     pace = BodyPace(now())
@@ -168,8 +170,8 @@ async def read_body(scope: Scope, receive: Receive, take: Callable[[int], None])
                 if message["type"] == "http.disconnect":
                     raise ClientDisconnected
                 chunk = message.get("body", b"")
-                if len(body) + len(chunk) > MAX_BODY:
-                    raise _too_large()
+                if len(body) + len(chunk) > most:
+                    raise _too_large(most)
                 take(len(chunk))
                 body += chunk
                 if not message.get("more_body", False):
@@ -179,7 +181,7 @@ async def read_body(scope: Scope, receive: Receive, take: Callable[[int], None])
         raise ApiError(408, pace.late, headers={"connection": "close"}) from None
 
 
-def _check_headers(scope: Scope) -> None:
+def _check_headers(scope: Scope, most: int) -> None:
     headers = dict(scope["headers"])
     kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
     if kind != b"application/json":
@@ -187,14 +189,12 @@ def _check_headers(scope: Scope) -> None:
     if headers.get(b"content-encoding", b"identity").lower() != b"identity":
         raise ApiError(415, "send the body without a Content-Encoding")
     length = headers.get(b"content-length", b"0")
-    if length.isdigit() and int(length[:20]) > MAX_BODY:
-        raise _too_large()
+    if length.isdigit() and int(length[:20]) > most:
+        raise _too_large(most)
 
 
-def _too_large() -> ApiError:
-    return ApiError(
-        413, f"the body is larger than {MAX_BODY} bytes", headers={"connection": "close"}
-    )
+def _too_large(most: int) -> ApiError:
+    return ApiError(413, f"the body is larger than {most} bytes", headers={"connection": "close"})
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, Value]) -> Value:
@@ -234,7 +234,7 @@ class PromptPool:
     def __init__(
         self,
         workers: int = POOL_WORKERS,
-        max_bytes: int = POOL_BYTES,
+        max_bytes: int = ALL_BODIES,
         seconds: float = POOL_SECONDS,
     ) -> None:
         self._executor = ThreadPoolExecutor(

@@ -20,6 +20,7 @@ from fairlead_runtime.front.connection import (
     protocol_class,
 )
 from fairlead_runtime.front.tls import Certificates, accept_forever
+from fairlead_runtime.sizing.traffic import HANDSHAKES
 
 CLOSING_SECONDS = 5  # for the last bytes of answers when the port closes
 
@@ -33,7 +34,9 @@ class Port:
         sock: socket.socket,
         max_connections: int,
         certificates: Certificates | None = None,
+        handshakes: int = HANDSHAKES,
     ) -> None:
+        """``certificates``: of TLS, with so many ``handshakes`` at a time; None: no TLS."""
         config = uvicorn.Config(
             app,
             http=protocol_class(max_connections),
@@ -53,7 +56,11 @@ class Port:
         # uvicorn would log a line for each malformed request.
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
         self._socket = sock
-        self.server = _Server(config) if certificates is None else _TlsServer(config, certificates)
+        self.server = (
+            _Server(config)
+            if certificates is None
+            else _TlsServer(config, certificates, handshakes)
+        )
 
     def open_connections(self) -> int:
         return len(self.server.server_state.connections)
@@ -82,15 +89,18 @@ class _Server(uvicorn.Server):
 class _TlsServer(_Server):
     """The server with TLS, and with bounds on its handshakes, which uvicorn cannot be given."""
 
-    def __init__(self, config: uvicorn.Config, certificates: Certificates) -> None:
+    def __init__(self, config: uvicorn.Config, certificates: Certificates, handshakes: int) -> None:
         super().__init__(config)
         self._certificates = certificates
+        self._handshakes = handshakes
         self._accepting: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self.servers = []
         for sock in sockets or []:
-            accepting = accept_forever(sock, self._certificates, self._new_protocol)
+            accepting = accept_forever(
+                sock, self._certificates, self._new_protocol, self._handshakes
+            )
             self._accepting = asyncio.create_task(accepting)
         self.started = True
 
@@ -107,9 +117,13 @@ class _TlsServer(_Server):
         await super().shutdown(sockets)
 
 
-def allow_files(count: int) -> None:
-    """Raise the soft limit on open files towards the hard limit: a connection is a file."""
+def allow_files(count: int) -> int | None:
+    """Raise the soft limit on open files towards the hard limit: a connection is a file. Returns
+    the number of files that this process may open now; None: no limit.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = count if hard == resource.RLIM_INFINITY else min(count, hard)
     if soft != resource.RLIM_INFINITY and soft < allowed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+        soft = allowed
+    return None if soft == resource.RLIM_INFINITY else soft

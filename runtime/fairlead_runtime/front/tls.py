@@ -9,6 +9,7 @@ import errno
 import logging
 import socket
 import ssl
+from asyncio.sslproto import SSLProtocol
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +19,8 @@ from fairlead_runtime.settings.engine_config import ConfigError
 
 HANDSHAKE_SECONDS = 10.0
 CLOSE_SECONDS = 2.0  # for the peer's part of the end of TLS
-MAX_HANDSHAKES = 1024  # at a time; one more connection is closed
+# Of the buffer that asyncio keeps for each connection of TLS, 256 KiB by itself. A record has 16.
+SSLProtocol.max_size = 32 * 1024
 _OUT_OF_FILES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 RETRY_SECONDS = 0.2  # until the next try to accept without free files
 
@@ -110,11 +112,13 @@ async def accept_forever(
     listener: socket.socket,
     certificates: Certificates,
     new_protocol: Callable[[], asyncio.BaseProtocol],
+    most: int,
 ) -> None:
     """Accept connections and give each a protocol once its handshake is complete. Cancel it to
     end; handshakes then end too.
 
-    Closes a connection without a handshake within HANDSHAKE_SECONDS, or beyond MAX_HANDSHAKES.
+    Closes a connection without a handshake within HANDSHAKE_SECONDS, or beyond ``most`` of
+    them at a time.
     """
     loop = asyncio.get_running_loop()
     listener.setblocking(False)
@@ -128,7 +132,7 @@ async def accept_forever(
                 if error.errno in _OUT_OF_FILES:
                     await asyncio.sleep(RETRY_SECONDS)
                 continue
-            if len(handshakes) >= MAX_HANDSHAKES:
+            if len(handshakes) >= most:
                 connection.close()
                 continue
             task = loop.create_task(_handshake(connection, certificates, new_protocol))

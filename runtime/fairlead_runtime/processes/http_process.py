@@ -43,6 +43,7 @@ from fairlead_runtime.serving.remote_engine import RemoteEngine
 from fairlead_runtime.serving.service import Service
 from fairlead_runtime.settings.engine_config import EngineConfig
 from fairlead_runtime.settings.preflight import check_record
+from fairlead_runtime.sizing.traffic import body_bytes, public_connections
 
 log = logging.getLogger("fairlead.serve")
 STOP_SECONDS = 5.0  # for the running step of the engine
@@ -103,6 +104,7 @@ async def _serve(
             lambda: _load(state, engine, model, config, running),
             drain_grace=config.drain_grace,
             drain_timeout=config.drain_timeout,
+            connections=public_connections(config),
         )
 
 
@@ -161,6 +163,7 @@ async def _load(
         died=service.died,
         replies=_replies(config, tokenizer),
         rules=rules,
+        max_body=body_bytes(loaded.bounds.max_model_len).most,
     )
 
 

@@ -215,7 +215,7 @@ class EngineConfig:
     )
     max_queue: int = knob(
         1024,
-        "requests that may wait, with 1,024 prompt tokens each; more are refused with 429",
+        "requests that may wait; more, and more prompt tokens than memory is planned for, get 429",
         unit="requests",
         when="Lower it to fail fast.",
         cr="scheduler.maxQueue",

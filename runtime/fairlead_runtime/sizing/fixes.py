@@ -16,7 +16,8 @@ from fairlead_runtime.sizing.arithmetic import ceil_div
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.solve import Fix, solve
 from fairlead_runtime.sizing.tensor_parallel import COUNTS, reason_against
-from fairlead_runtime.sizing.terms import DEFAULT_QUEUE, GIB, DeviceFacts, dtype_of, max_model_len
+from fairlead_runtime.sizing.terms import GIB, DeviceFacts, dtype_of, max_model_len
+from fairlead_runtime.sizing.traffic import DEFAULT_QUEUE
 
 LARGEST = 1 << 16  # GiB of memory: no machine has more
 MEMORY = "memory"  # in a fix: GiB of the device, which is no setting

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fairlead_runtime.settings.engine_config import flag_of
 from fairlead_runtime.sizing.solve import MemoryPlan
 
 
@@ -47,6 +48,10 @@ class MemoryReport:
             "fits": p.fits,
             "message": p.message,
             "formula": p.formula,
+            "bounds": {
+                name: {"most": bound.most, "reason": bound.text(flag_of)}
+                for name, bound in p.traffic.bounds().items()
+            },
             "terms": [_body(term) for term in self.terms],
             "hostTerms": [_body(term) for term in self.host_terms],
         }

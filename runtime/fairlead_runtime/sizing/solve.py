@@ -1,8 +1,8 @@
 """The memory equation of one engine, solved for the number of cache blocks.
 
 budget = max_memory_percent * total  ≥  weights + activations + attention + logits + sampling +
-graphs + batch [+ process + offload + shared_memory + grammars + tokenizers + bookkeeping on a CPU]
-[+ staging on a GPU with an offload space] + kv
+graphs + batch [+ process + offload + shared_memory + grammars + tokenizers + http + bookkeeping on
+a CPU] [+ staging on a GPU with an offload space] + kv
 
 Owns the equation and MemoryPlan, its solution; ``terms`` counts the terms, ``verdict`` puts the
 solution into words. Pure: allocates nothing and reads no device.
@@ -31,6 +31,7 @@ from fairlead_runtime.sizing.terms import (
     unit_bytes,
     weights,
 )
+from fairlead_runtime.sizing.traffic import Traffic
 
 # A slot is a token's place in one layer group. Block tables hold int32, as does the arithmetic of
 # kernels on them, so all units together have fewer slots than this.
@@ -53,7 +54,7 @@ class MemoryPlan:
     """
 
     terms: Mapping[str, int]  # TERMS, staging where a GPU has it, on a CPU the host's, then kv
-    host: Mapping[str, int]  # of host memory: HOST_TERMS, then bookkeeping
+    host: Mapping[str, int]  # of host memory: HOST_TERMS, http where it is any, then bookkeeping
     total: int
     budget: int
     weights_bytes: int  # the whole model's
@@ -70,6 +71,7 @@ class MemoryPlan:
     full_length_sequences: int
     fits: bool
     message: str
+    traffic: Traffic  # what the pod takes in
     bounds: Sequence[str] = ()  # what binds in place of memory or a setting, for ``bounds_for``
     fixes: Sequence[Fix] = ()  # each of them alone lets an engine fit that does not
 
@@ -134,7 +136,9 @@ def solve(
         terms["process"] = max(PROCESS, terms["process"])  # a reservation, not an estimate
     room, cpu, bound = budget - sum(terms.values()), device.kind == "cpu", ""
     max_blocks = (SLOTS - 1) // (config.block_size * len(groups))
-    bookkeeping, blocks = Bookkeeping.of(shape, config, len(groups)), config.num_blocks
+    traffic = Traffic.of(config, longest, budget if cpu else None)
+    bookkeeping = Bookkeeping.of(shape, config, len(groups), traffic.waiting_bytes)
+    blocks = config.num_blocks
     if blocks is None:
         blocks = bookkeeping.blocks(room, block) if cpu else max(0, room) // block
         if cpu and (cpu_blocks := CPU_CACHE // config.tensor_parallel // block) < blocks:
@@ -166,5 +170,6 @@ def solve(
         full_length_sequences=units // sequence_units(groups, longest, config.block_size),
         fits=room >= blocks * block and longest <= blocks * config.block_size and possible,
         message="",
+        traffic=traffic,
         bounds=[text for text in (bound, padding_bound(config, device.kind)) if text],
     )

@@ -17,6 +17,7 @@ from fairlead_runtime.sizing.graph_sizes import graph_bytes, may_capture, plan_b
 from fairlead_runtime.sizing.groups import LayerGroup, group_layers, layers_per_unit
 from fairlead_runtime.sizing.offload_space import Staging, units_of
 from fairlead_runtime.sizing.shape import ModelShape
+from fairlead_runtime.sizing.traffic import Traffic
 
 GIB = 1 << 30
 PROCESS = GIB  # reserved for all processes of the pod: interpreter, libraries, buffers
@@ -39,14 +40,12 @@ GRAMMAR_ID_BYTES, GRAMMAR_CHILD = 1500, 16 << 20
 # with its helper's for large texts. Those of seven published vocabularies take 560 to 1,280 and
 # 855 to 1,710 bytes (docs/design/0003-processes.md).
 RANK_WORD_BYTES, FRONT_WORD_BYTES = 1300, 1750
-DEFAULT_QUEUE = EngineConfig().max_queue
-QUEUE_TOKENS = 1024  # tokens that may wait for each request that may wait or run
 # What host memory keeps of a token: its id in both processes, again in a sequence's array, which
-# grows by an eighth, and the counts for penalties; of a waiting token its id in both.
-TOKEN_BYTES, WAITING_TOKEN_BYTES = 21, 8
+# grows by an eighth, and the counts for penalties.
+TOKEN_BYTES = 21
 # Of a block of one sequence: its digest, in an array that grows by an eighth, and its entry in each
-# layer group's table, which grows alike; of a waiting one its digest alone.
-DIGEST_BYTES, ENTRY_BYTES, WAITING_DIGEST_BYTES = 40, 16, 32
+# layer group's table, which grows alike.
+DIGEST_BYTES, ENTRY_BYTES = 40, 16
 # Of a unit of the pool: its state, its counts in a check, its digest and its place among the cached
 # ones and in the index, two thirds of which a change may leave empty.
 UNIT_BYTES = 450
@@ -180,7 +179,8 @@ def host_terms(
 ) -> dict[str, int]:
     """Host memory that the pod takes besides a CPU's weights and cache, in bytes: of the offload
     space the units that fit; the process pins the plans of captured steps, and one of 4-bit weights
-    has a compiler while it starts. ``bookkeeping`` comes to it once the number of blocks is known.
+    has a compiler while it starts; ``http`` is what more connections and longer bodies take than
+    ``process`` reserves. ``bookkeeping`` comes to it once the number of blocks is known.
     """
     process, shared = PROCESS * config.tensor_parallel, int(config.shared_memory * GIB)
     groups = group_layers(shape.windows)
@@ -193,7 +193,9 @@ def host_terms(
     offload = units * unit_bytes(shape, config, groups)
     grammars = shape.vocab * GRAMMAR_ID_BYTES + GRAMMAR_CHILD
     sizes = (process, offload, shared, grammars, tokenizers(shape, config))
-    return dict(zip(HOST_TERMS, sizes, strict=True))
+    terms = dict(zip(HOST_TERMS, sizes, strict=True))
+    http = Traffic.of(config, max_model_len(shape, config)).http_bytes
+    return terms | {"http": http} if http else terms
 
 
 def tokenizers(shape: ModelShape, config: EngineConfig) -> int:
@@ -203,8 +205,9 @@ def tokenizers(shape: ModelShape, config: EngineConfig) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Bookkeeping:
-    """Host memory for the ids of tokens and blocks, in bytes: of the queue, of each block of the
-    cache, and of ``rows`` sequences that may all be as long as the cache, since they share blocks.
+    """Host memory for the ids of tokens and blocks, in bytes: of the ``queue``, of each block of
+    the cache, and of ``rows`` sequences that may all be as long as the cache, since they share
+    blocks.
 
     A block counts ``block_size`` tokens in every layer; ``longest`` is a sequence's, in blocks.
     """
@@ -216,10 +219,10 @@ class Bookkeeping:
     longest: int
 
     @classmethod
-    def of(cls, shape: ModelShape, config: EngineConfig, groups: int) -> Self:
+    def of(cls, shape: ModelShape, config: EngineConfig, groups: int, queue: int) -> Self:
         size, rows = config.block_size, config.max_rows
         return cls(
-            queue=(config.max_queue + rows) * QUEUE_TOKENS * waiting_token_bytes(size),
+            queue=queue,
             block=groups * UNIT_BYTES,
             row_block=TOKEN_BYTES * size + DIGEST_BYTES + ENTRY_BYTES * groups,
             rows=rows,
@@ -240,17 +243,6 @@ class Bookkeeping:
         if blocks > self.longest:
             blocks = (room - self.rows * self.longest * self.row_block) // per_block
         return max(0, blocks)
-
-
-def surplus_queue(config: EngineConfig) -> int:
-    """Bytes that the queue takes beyond one of the default length."""
-    surplus = max(0, config.max_queue - DEFAULT_QUEUE)
-    return surplus * QUEUE_TOKENS * waiting_token_bytes(config.block_size)
-
-
-def waiting_token_bytes(block_size: int) -> int:
-    """Host memory that a token of a waiting prompt takes, with its part of its block's digest."""
-    return WAITING_TOKEN_BYTES + ceil_div(WAITING_DIGEST_BYTES, block_size)
 
 
 def max_model_len(shape: ModelShape, config: EngineConfig) -> int:

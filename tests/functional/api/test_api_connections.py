@@ -13,6 +13,8 @@ from openai._constants import DEFAULT_CONNECTION_LIMITS
 
 from fairlead_runtime.front import connection, limits
 from fairlead_runtime.front.connection import GuardedProtocol
+from fairlead_runtime.settings.engine_config import EngineConfig
+from fairlead_runtime.sizing.traffic import Bound, public_connections
 from support.api_harness import (
     FakeService,
     Server,
@@ -267,7 +269,7 @@ def test_many_slow_headers_do_not_disturb_others(monkeypatch: pytest.MonkeyPatch
 
 def test_connections_beyond_the_limit_are_told_to_retry() -> None:
     async def scenario() -> None:
-        async with fake_server(max_connections=3) as (server, _):
+        async with fake_server(connections=Bound(3, "few")) as (server, _):
             held = [await server.raw() for _ in range(3)]
             status, fields, body = await _exchange(server, b"")
             assert status == 503
@@ -282,6 +284,22 @@ def test_connections_beyond_the_limit_are_told_to_retry() -> None:
     run(scenario())
 
 
+def test_a_pod_of_4096_requests_takes_more_than_2048_connections() -> None:
+    config = EngineConfig(max_requests=4096, max_queue=1)
+
+    async def scenario() -> None:
+        async with fake_server(connections=public_connections(config)) as (server, _):
+            clients = [await server.raw() for _ in range(2100)]
+            await _alive(server)
+            load = server.state.load
+            assert load is not None
+            await until(lambda: load.connections["public"] == len(clients))
+            for _, writer in clients:
+                writer.close()
+
+    run(scenario())
+
+
 async def _answered(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """One request and its whole answer, on a connection that is kept."""
     writer.write(http("GET", "/healthz"))
@@ -292,7 +310,7 @@ async def _answered(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) 
 
 def test_at_the_limit_the_connection_that_is_idle_for_longest_makes_room() -> None:
     async def scenario() -> None:
-        async with fake_server(max_connections=3) as (server, _):
+        async with fake_server(connections=Bound(3, "few")) as (server, _):
             (oldest, _), (older, _), fresh = clients = [await server.raw() for _ in range(3)]
             for each in clients[:2]:
                 await _answered(*each)

@@ -15,10 +15,11 @@ from fairlead_runtime.api.ports.app import public_app
 from fairlead_runtime.api.state.state import ServerState
 from fairlead_runtime.front import limits
 from fairlead_runtime.front.errors import ApiError
-from fairlead_runtime.front.limits import MAX_BODY, PromptPool, read_body
+from fairlead_runtime.front.limits import PromptPool, read_body
 from fairlead_runtime.front.strict_json import MAX_BRACKETS, MAX_KEYS, parse_object
 from fairlead_runtime.outputs import Draining, EngineDead, QueueFull, QueueTimeout
 from fairlead_runtime.request.sequence import MAX_LOGPROBS, RequestError
+from fairlead_runtime.sizing.traffic import BODY
 from support.api_harness import (
     MODEL,
     FakeService,
@@ -344,7 +345,7 @@ def test_another_servers_route_is_refused_with_ours() -> None:
 def test_a_body_over_the_limit_is_refused() -> None:
     async def scenario() -> None:
         async with fake_server() as (server, _), server.client() as client:
-            _check_error(await _post(client, COMPLETIONS, b" " * (MAX_BODY + 1)), 413)
+            _check_error(await _post(client, COMPLETIONS, b" " * (BODY + 1)), 413)
 
             async def pieces() -> Any:
                 for _ in range(40):

@@ -6,6 +6,7 @@ import logging
 import shutil
 import ssl
 import subprocess
+import tracemalloc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,9 +15,10 @@ import httpx
 import pytest
 
 from fairlead_runtime.front import tls
-from fairlead_runtime.front.limits import MAX_BODY
 from fairlead_runtime.front.tls import Certificates
 from fairlead_runtime.settings.engine_config import ConfigError
+from fairlead_runtime.sizing import traffic
+from fairlead_runtime.sizing.traffic import BODY
 from support.api_harness import FakeService, Server, completion, events, fake_server, http, run
 from support.certificates import Pair, make_pair
 
@@ -99,7 +101,7 @@ def test_the_public_port_has_tls_and_the_admin_port_has_not(used: Pair, first: P
                 body = completion(stream=True, max_tokens=3)
                 async with client.stream("POST", "/v1/completions", json=body) as answer:
                     assert events((await answer.aread()).decode())[-1] == "[DONE]"
-                big = await client.post("/v1/completions", content=b" " * (MAX_BODY + 1))
+                big = await client.post("/v1/completions", content=b" " * (BODY + 1))
                 assert big.status_code == 415
             async with server.admin() as admin:
                 assert (await admin.get("/readyz")).status_code == 200
@@ -161,11 +163,29 @@ def test_a_session_of_the_old_certificate_is_not_resumed_with_an_error(
     run(scenario())
 
 
+def test_a_connection_of_tls_keeps_no_large_buffer(used: Pair, first: Pair) -> None:
+    """Both ends are in this process: by asyncio itself each keeps 256 KiB."""
+
+    async def scenario() -> None:
+        async with tls_server(used) as server:
+            tracemalloc.start()
+            try:
+                clients = [await connect(server, trusting(first)) for _ in range(20)]
+                each = tracemalloc.get_traced_memory()[0] / len(clients)
+            finally:
+                tracemalloc.stop()
+            for connection, _ in clients:
+                connection[1].close()
+            assert each < 256 * 1024
+
+    run(scenario())
+
+
 def test_handshakes_are_bounded_in_number_and_time(
     used: Pair, first: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario() -> None:
-        monkeypatch.setattr(tls, "MAX_HANDSHAKES", 2)
+        monkeypatch.setattr(traffic, "HANDSHAKES", 2)
         async with tls_server(used) as server:
             silent = [await server.raw() for _ in range(2)]
             # Connections are accepted in their order, so both are counted before this one.

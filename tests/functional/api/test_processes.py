@@ -65,6 +65,10 @@ def ends_with_error(events: Iterator[dict[str, Any] | str]) -> dict[str, Any]:
     return error
 
 
+def few_files() -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1200))
+
+
 def until_ended(pid: int) -> None:
     """Wait for a process that is no child of this one."""
     try:
@@ -161,7 +165,8 @@ def test_a_killed_engine_ends_streams_with_an_error_the_queue_with_503_and_the_p
 def test_the_admin_port_shows_the_blocks_of_the_engine_and_the_load_of_the_http_process(
     model: str,
 ) -> None:
-    with serve(model, prepare=slow_device) as server:
+    with serve(model, "--max-queue=2000", prepare=slow_device, prepare_http=few_files) as server:
+        server.until_logged("the public port takes 708 connections of 2512")
         server.until_logged("serving")
         with running_stream(server, model), server.client("admin") as admin:
             (request,) = admin.get("/debug/requests").json()["requests"]
@@ -171,6 +176,12 @@ def test_the_admin_port_shows_the_blocks_of_the_engine_and_the_load_of_the_http_
             assert sum(run["count"] for run in held) == cache["held"] > 0
             assert sum(run["count"] for run in cache["blocks"]) == cache["end"]
             assert cache["sizing"] == admin.get("/debug/memory").json()
+            bounds = cache["sizing"]["bounds"]
+            assert bounds["requests"] == {
+                "most": 2256,
+                "reason": "--max-requests 256 + --max-queue 2000",
+            }
+            assert bounds["connections"] == {"most": 708, "reason": "RLIMIT_NOFILE is 1200"}
             lines = admin.get("/metrics").text.splitlines()
             series = dict(line.rsplit(" ", 1) for line in lines if line.startswith("fairlead_http"))
             assert float(one(series, "connections{", 'port="public"')) == 1

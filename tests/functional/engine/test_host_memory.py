@@ -23,6 +23,7 @@ from fairlead_runtime.sizing import terms
 from fairlead_runtime.sizing.groups import group_layers
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.terms import Bookkeeping
+from fairlead_runtime.sizing.traffic import WAITING_TOKEN_BYTES, waiting_token_bytes
 from support import private_memory
 
 LONGEST, ROWS, VOCABULARY = 16_384, 16, 32_000
@@ -43,7 +44,7 @@ def test_sequences_as_long_as_the_cache_stay_inside_the_planned_bookkeeping(
         {"model_type": "llama", "max_position_embeddings": LONGEST, "vocab_size": VOCABULARY}
     )
     config = EngineConfig(max_requests=ROWS, max_queue=1, block_size=block_size)
-    planned = Bookkeeping.of(shape, config, len(groups))
+    planned = Bookkeeping.of(shape, config, len(groups), queue=0)
     rng = random.Random(1)
     prompt = pack_ids([rng.randrange(1000, VOCABULARY) for _ in range(LONGEST - 2 * block_size)])
     gc.collect()
@@ -60,7 +61,7 @@ def test_sequences_as_long_as_the_cache_stay_inside_the_planned_bookkeeping(
     gc.collect()
     measured, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    here = planned.size(blocks) - planned.queue - ROWS * LONGEST * ELSEWHERE
+    here = planned.size(blocks) - ROWS * LONGEST * ELSEWHERE
     assert measured <= here
     assert here <= 2 * measured, "a plan that wastes memory"
 
@@ -77,7 +78,7 @@ def test_a_waiting_request_keeps_only_the_ids_of_its_prompt_and_the_digests_of_i
     tracemalloc.stop()
     requests = 100 * 8 * 800  # of the objects of a sequence
     # The ids in the HTTP process are the other half of those.
-    of_a_token = terms.waiting_token_bytes(16) - terms.WAITING_TOKEN_BYTES / 2
+    of_a_token = waiting_token_bytes(16) - WAITING_TOKEN_BYTES / 2
     assert measured <= 100 * 1000 * of_a_token + requests
 
 

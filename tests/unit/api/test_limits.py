@@ -13,7 +13,6 @@ from fairlead_runtime.front.errors import ApiError
 from fairlead_runtime.front.limits import (
     BODY_RATE,
     BODY_SECONDS,
-    MAX_BODY,
     RATE_SECONDS,
     BodyPace,
     ByteBudget,
@@ -22,11 +21,14 @@ from fairlead_runtime.front.limits import (
     read_body,
     while_connected,
 )
+from fairlead_runtime.sizing.traffic import BODY
 
 JSON = (b"content-type", b"application/json")
 
 
-def read(*parts: bytes | None, headers: tuple[tuple[bytes, bytes], ...] = (JSON,)) -> bytes:
+def read(
+    *parts: bytes | None, headers: tuple[tuple[bytes, bytes], ...] = (JSON,), most: int = BODY
+) -> bytes:
     """The body from its parts; None: the client disconnects."""
     messages: Iterator[Message] = iter(
         {"type": "http.disconnect"}
@@ -38,7 +40,7 @@ def read(*parts: bytes | None, headers: tuple[tuple[bytes, bytes], ...] = (JSON,
     async def receive() -> Message:
         return next(messages)
 
-    return asyncio.run(read_body({"headers": headers}, receive, lambda _: None))
+    return asyncio.run(read_body({"headers": headers}, receive, lambda _: None, most))
 
 
 def status(*parts: bytes | None, **more: Any) -> int:
@@ -48,14 +50,16 @@ def status(*parts: bytes | None, **more: Any) -> int:
 
 
 def test_a_body_may_have_exactly_its_limit_in_any_number_of_parts() -> None:
-    whole = b"x" * MAX_BODY
+    whole = b"x" * BODY
     assert read(whole[:-1], whole[-1:]) == whole
     assert status(whole, b"x") == 413
+    assert read(whole, b"x", most=BODY + 1) == whole + b"x", "of a model with a longer context"
+    assert status(whole, b"xy", most=BODY + 1) == 413
 
 
 @pytest.mark.parametrize(
     ("length", "refused"),
-    [(str(MAX_BODY).encode(), False), (str(MAX_BODY + 1).encode(), True), (b"9" * 4000, True)],
+    [(str(BODY).encode(), False), (str(BODY + 1).encode(), True), (b"9" * 4000, True)],
 )
 def test_a_length_beyond_the_limit_is_refused_before_the_body(
     length: bytes, *, refused: bool
@@ -80,12 +84,12 @@ def test_a_client_that_leaves_within_its_body_gets_no_answer() -> None:
         read(b"{", None)
 
 
-def given_up(rate: float, *, until: float = float("inf")) -> float | None:
-    """When a body of the largest size that arrives at ``rate`` bytes a second ``until`` then is
+def given_up(rate: float, *, until: float = float("inf"), whole: int = BODY) -> float | None:
+    """When a body of ``whole`` bytes that arrives at ``rate`` bytes a second ``until`` then is
     given up; None: it arrives.
     """
     pace, size, now = BodyPace(1000.0), 0, 1000.0
-    while size < MAX_BODY:
+    while size < whole:
         came = 1 / 8 if now - 1000.0 < until else float("inf")
         if now + came > pace.due:
             return pace.due - 1000.0
@@ -106,6 +110,13 @@ def test_a_body_that_holds_its_place_is_given_up_by_its_rate() -> None:
     (fast_enough,) = {given_up(2 * BODY_RATE)}
     assert fast_enough is not None
     assert BODY_SECONDS < fast_enough < BODY_SECONDS + 3, "not for as long as it likes"
+
+
+def test_a_body_of_a_long_context_has_little_more_time_than_a_short_one() -> None:
+    assert given_up(170 * 1024, whole=8 * BODY) is None
+    late = given_up(100 * 1024, whole=8 * BODY)
+    assert late is not None
+    assert BODY_SECONDS + 64 < late < BODY_SECONDS + 64 + 14
 
 
 def test_a_body_that_does_not_arrive_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

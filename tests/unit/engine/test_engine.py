@@ -20,6 +20,7 @@ from fairlead_runtime.outputs import EngineDead, QueueFull, QueueTimeout, Reques
 from fairlead_runtime.request.sequence import FinishReason, Request, RequestError
 from fairlead_runtime.scheduling.plan import DeviceLostError, Event, Work
 from fairlead_runtime.scheduling.scheduler import Scheduler
+from fairlead_runtime.sizing.traffic import Bound
 from support.fake_engine import (
     FULL,
     MIXED,
@@ -305,18 +306,24 @@ def test_max_queue_does_not_count_requests_that_start_at_once() -> None:
 
 
 def test_the_queue_is_bounded_in_prompt_tokens_too() -> None:
-    engine = rig(max_requests=1, max_queue=2, num_blocks=1024, max_model_len=16_000)
+    engine = rig(
+        max_requests=1,
+        max_queue=4,
+        num_blocks=1024,
+        max_model_len=16_000,
+        waiting=Bound(2048, "1/64 of 1 MiB of memory / 8 bytes a token"),
+    )
     engine.submit(request("long", 4000))  # nothing waits: it may be longer than the limit
     with pytest.raises(QueueFull) as full:
         engine.submit(request("next", 8))
     assert str(full.value) == (
-        "the requests that wait have 4000 prompt tokens; 8 more exceed 3072 "
-        "((max_queue 2 + free slots 1) * 1024 tokens): retry later"
+        "the requests that wait have 4000 prompt tokens; 8 more exceed 2048 "
+        "(1/64 of 1 MiB of memory / 8 bytes a token): retry later"
     )
     engine.step()  # the long one runs
     engine.submit(request("one", 2000))
     engine.step()
-    with pytest.raises(QueueFull, match=r"2000 prompt tokens; 49 more exceed 2048 .*free slots 0"):
+    with pytest.raises(QueueFull, match="2000 prompt tokens; 49 more exceed 2048 "):
         engine.submit(request("two", 49))
     engine.submit(request("two", 48))
     engine.abort("one")

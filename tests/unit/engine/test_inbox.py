@@ -5,19 +5,23 @@ from contextlib import suppress
 
 import pytest
 
-from fairlead_runtime.engine.inbox import Add, Inbox
+from fairlead_runtime.engine.inbox import Add, Bounds, Inbox
 from fairlead_runtime.engine.progress import StepProgress
 from fairlead_runtime.outputs import EngineDead, QueueFull
 from fairlead_runtime.request.sequence import Request, SamplingParams
-from fairlead_runtime.sizing.terms import QUEUE_TOKENS
+from fairlead_runtime.sizing.traffic import Bound
 
 
 class Queue:
-    """An inbox with its clock; ``add`` a request of a number of prompt tokens."""
+    """An inbox with its clock; ``add`` a request of a number of prompt tokens. ``waiting``: prompt
+    tokens that may wait.
+    """
 
-    def __init__(self, max_queue: int, free_slots: int) -> None:
+    def __init__(self, max_queue: int, free_slots: int, waiting: int = 2048) -> None:
         self.now, self.made = 0.0, 0
-        self.inbox = Inbox(max_queue, free_slots, StepProgress(lambda: self.now), lambda: self.now)
+        tokens = Bound(waiting, "{max_queue} of the test")
+        bounds = Bounds(max_queue, 60.0, free_slots, 64, 16, 1024, tokens)
+        self.inbox = Inbox(bounds, StepProgress(lambda: self.now), lambda: self.now)
 
     def add(self, tokens: int = 1, *, bounded: bool = True) -> None:
         self.made += 1
@@ -98,20 +102,20 @@ def test_a_canary_passes_a_full_queue_and_takes_no_place_in_it() -> None:
 
 def test_prompt_tokens_count_while_they_wait_and_no_longer() -> None:
     queue = Queue(max_queue=1, free_slots=1)
-    queue.add(2 * QUEUE_TOKENS - 1)
+    queue.add(2047)
     assert queue.inbox.take() is not None
-    with pytest.raises(QueueFull, match="exceed 2048"):
+    with pytest.raises(QueueFull, match=r"2 more exceed 2048 \(max_queue of the test\): retry"):
         queue.add(2)
     queue.add(1)
     assert queue.inbox.take() is not None
     queue.after_step(free_slots=1)
-    queue.add(2 * QUEUE_TOKENS - 1)
+    queue.add(2047)
     queue.add(1)
 
 
 def test_a_single_request_may_have_any_number_of_tokens() -> None:
     queue = Queue(max_queue=1, free_slots=0)
-    queue.add(100 * QUEUE_TOKENS)
+    queue.add(100_000)
 
 
 @pytest.mark.parametrize(("waited", "seconds"), [(0.2, 1.0), (7.0, 7.0), (90.0, 60.0)])

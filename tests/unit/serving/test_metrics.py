@@ -25,7 +25,7 @@ from fairlead_runtime.serving.metrics import (
     MonotonicCounters,
 )
 from fairlead_runtime.settings import metric_names as names
-from fairlead_runtime.sizing.terms import QUEUE_TOKENS
+from fairlead_runtime.sizing.traffic import Bound
 from support.fake_engine import FULL, Clock, FakeRunner, limits, request, run
 
 REJECTIONS = "vllm:admission_rejections_total"
@@ -36,7 +36,12 @@ class Bench:
     """An engine on a virtual clock, with a step that takes STEP seconds, and its statistics."""
 
     def __init__(
-        self, *, max_queue: int = 100, prepare: Prepare | None = None, **changes: object
+        self,
+        *,
+        max_queue: int = 100,
+        waiting: Bound | None = None,
+        prepare: Prepare | None = None,
+        **changes: object,
     ) -> None:
         self.clock = Clock()
         self.runner = FakeRunner(clock=self.clock)
@@ -47,7 +52,7 @@ class Bench:
         self.engine = Engine(
             lambda: Scheduler(bounds, FULL),
             self.runner,
-            Bounds.of(bounds, max_queue=max_queue, queue_timeout=60.0),
+            Bounds.of(bounds, max_queue=max_queue, queue_timeout=60.0, waiting=waiting),
             now=self.clock,
             observer=self.measurements,
             prepare=prepare,
@@ -260,8 +265,8 @@ def test_a_request_whose_grammar_is_compiled_waits_and_is_deferred() -> None:
 
 
 def test_refusals_are_counted_by_the_limit_that_they_exceed() -> None:
-    bench = Bench(max_queue=1, max_requests=1)
-    bench.engine.submit(request("a", prompt=2 * QUEUE_TOKENS))
+    bench = Bench(max_queue=1, waiting=Bound(40, "few"), max_requests=1)
+    bench.engine.submit(request("a", prompt=40))
     with pytest.raises(QueueFull, match="prompt tokens"):
         bench.engine.submit(request("b"))
     bench.engine.abort("a")

@@ -37,6 +37,7 @@ from fairlead_runtime.request.sequence import (
 from fairlead_runtime.serving import wire
 from fairlead_runtime.serving.measurements import EngineReport, RequestMetrics
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
+from fairlead_runtime.sizing.traffic import Bound
 from support.fake_engine import Collected, rig, run
 from support.fake_engine import request as a_request
 
@@ -154,7 +155,7 @@ def test_a_report_and_the_views_of_a_working_engine_cross() -> None:
 
 
 def test_what_a_start_reports_crosses() -> None:
-    bounds = Bounds(4, 60.0, 8, 64, 4, 256)
+    bounds = Bounds(4, 60.0, 8, 64, 4, 256, Bound(100, "{max_queue} of the test"))
     facts = ModelFacts(frozenset({1, 2}), 1000, 7)
     loaded = wire.Loaded(facts, bounds, {"terms": [{"name": "kv", "measuredBytes": None}]}, 12.5)
     assert across(loaded) == loaded

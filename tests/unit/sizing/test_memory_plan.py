@@ -89,7 +89,8 @@ def test_the_solved_cache_fills_the_budget_and_never_exceeds_it(
         assert plan.used <= plan.budget <= device.total_bytes
     most = CPU_CACHE // config.tensor_parallel
     capped = device.kind == "cpu" and plan.terms["kv"] + plan.block_bytes > most
-    kept = Bookkeeping.of(shape, config, len(group_layers(shape.windows)))
+    queue = plan.traffic.waiting_bytes
+    kept = Bookkeeping.of(shape, config, len(group_layers(shape.windows)), queue)
     more = kept.size(plan.num_blocks + 1) - kept.size(plan.num_blocks)
     one_more = plan.block_bytes + (more if device.kind == "cpu" else 0)
     assert capped or plan.used + one_more > plan.budget

@@ -95,6 +95,13 @@ def host_shortage(deployment: InferenceDeployment, plan: MemoryPlan) -> str:
     return f"the host needs {parts} = {gib(needed)} GiB, resources.memory is {gib(has)}: {fix}"
 
 
+def _connections(bounds: Any) -> int:
+    """The connections of a pod's ``/debug/memory``; 0 for what is no report of them."""
+    connections = bounds.get("connections") if isinstance(bounds, Mapping) else None
+    most = connections.get("most") if isinstance(connections, Mapping) else None
+    return most if isinstance(most, int) else 0
+
+
 def with_measured(capacity: Mapping[str, Any], report: Mapping[str, Any]) -> dict[str, Any]:
     """``capacity`` with the figures of a pod's ``/debug/memory``, and the drift of its number of
     blocks in percent.
@@ -103,6 +110,8 @@ def with_measured(capacity: Mapping[str, Any], report: Mapping[str, Any]) -> dic
     for term in report.get("terms", ()):
         if term.get("name") == "weights" and isinstance(term.get("measuredBytes"), int):
             measured["weightsBytes"] = term["measuredBytes"]
+    if connections := _connections(report.get("bounds")):
+        measured["connections"] = connections
     merged = {**capacity, "measured": measured}
     planned = capacity.get("planned", {}).get("numBlocks")
     if planned and "numBlocks" in measured:

@@ -17,7 +17,7 @@ from fairlead_operator.decide.pods.pod import is_deleting, is_ready, is_started
 from fairlead_operator.decide.pods.probe_results import ProbeResults
 from fairlead_operator.decide.scale.autoscale import TICK, Decision, Policy, Supply, decide
 from fairlead_operator.decide.scale.state import ScalingMemory, awaits_probes
-from fairlead_operator.decide.scale.target import target_of, typical_request
+from fairlead_operator.decide.scale.target import capped, most_requests, target_of, typical_request
 from fairlead_operator.resource.kinds import Object
 from fairlead_operator.resource.resource import InferenceDeployment
 from fairlead_operator.resource.spec import Autoscaling
@@ -69,10 +69,11 @@ def scale(
     tokens: int,
     now: datetime,
     clock: float,
+    connections: int = 0,
 ) -> Scaling:
     """The count for now: decided at a tick where the operator scales, else held. ``clock`` is the
-    monotonic clock that dates samples; ``tokens``: concurrentTokens of one pod, 0 while they are
-    not known.
+    monotonic clock that dates samples; ``tokens``: concurrentTokens of one pod, ``connections``
+    those that it takes, 0 while they are not known.
     """
     baseline = hold(resource, snapshot, memory)
     policy, live = resource.spec.autoscaling, snapshot.deployment
@@ -87,7 +88,7 @@ def scale(
     if policy is None or not _operator_scales(policy) or live is None or resource.spec.paused:
         return baseline
     return (
-        _tick(resource, policy, snapshot, baseline, results, tokens, now, clock)
+        _tick(resource, policy, snapshot, baseline, results, tokens, connections, now, clock)
         if due
         else baseline
     )
@@ -100,6 +101,7 @@ def _tick(
     baseline: Scaling,
     results: ProbeResults,
     tokens: int,
+    connections: int,
     now: datetime,
     clock: float,
 ) -> Scaling:
@@ -108,7 +110,8 @@ def _tick(
     samples = (results.samples.get(uid) for uid in supply.running)
     typical = typical_request(s.served for s in samples if s is not None) or memory.typical
     target = target_of(policy.target_per_replica, resource.engine.max_requests, tokens, typical)
-    rules = Policy.of(policy, target)
+    most = most_requests(resource, tokens, typical, connections)
+    rules = Policy.of(policy, capped(target, most, policy.tolerance))
     decision = decide(rules, memory.history, results.samples, supply, clock)
     if decision.replicas != count:
         reason = "ScaledUp" if decision.replicas > count else "ScaledDown"

@@ -1,18 +1,23 @@
 """The requests one pod should have: ``targetPerReplica``, or what the pod's cache can hold. Pure.
 
 Without ``targetPerReplica`` it is 0.8 of the typical requests that fit into a pod: those that
-``concurrentTokens`` hold, at most ``maxRequests``.
+``concurrentTokens`` hold, at most ``maxRequests``. No target is so large that a full pod asks for
+no other: what waits is bounded, too.
 """
 
+import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fairlead_operator.decide.pods.load import ServedRequests
+from fairlead_operator.resource.resource import InferenceDeployment
+from fairlead_runtime.sizing.traffic import Traffic
 
 SHARE = 0.8  # of what fits into a pod
 ENOUGH = 100  # finished requests whose mean length is trusted
 ASSUMED_TOKENS = 1024  # prompt and output of a request, before
+FULL = 0.95  # of the requests that a pod can have: with so many it must ask for another
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +47,43 @@ def requests_that_fit(max_requests: int, tokens: int, typical: float | None) -> 
     return min(float(max_requests), tokens / max(1.0, typical or ASSUMED_TOKENS))
 
 
+def most_requests(
+    resource: InferenceDeployment, tokens: int, typical: float | None, connections: int = 0
+) -> float:
+    """Requests that one pod can have at a time: those that fit run, and others wait as requests and
+    their tokens may, each on a connection of its own. ``connections``: as a pod reports them, 0
+    while none has.
+    """
+    engine, resources = resource.engine, resource.spec.resources
+    planned = int(resources.memory.value * engine.max_memory_percent)
+    memory = None if resources.accelerator.count else planned
+    # Where the length binds the tokens that wait, max_queue binds first.
+    traffic = Traffic.of(engine, engine.max_model_len or 1 << 40, memory)
+    waiting = traffic.waiting_tokens.most / max(1.0, typical or ASSUMED_TOKENS)
+    running = requests_that_fit(engine.max_rows, tokens, typical)
+    most = running + min(float(engine.max_queue), waiting)
+    return min(most, float(connections or traffic.connections.most))
+
+
+def capped(target: Target, most: float, tolerance: float) -> Target:
+    """The target, or the largest at which a pod with its ``most`` requests still asks for another
+    beyond the ``tolerance``.
+    """
+    cap = max(1.0, math.floor(10 * FULL * most / (1 + tolerance)) / 10)
+    if target.requests <= cap:
+        return target
+    formula = (
+        f"{FULL:g} of the {most:.0f} requests that a pod takes at most ÷ {1 + tolerance:g} for the "
+        f"tolerance: at {target.requests:g} a full pod would ask for no other"
+    )
+    return replace(target, requests=cap, formula=formula)
+
+
 def target_of(
     configured: int | None, max_requests: int, tokens: int, typical: float | None
 ) -> Target:
-    """The target as configured, else from the capacity of a pod. ``tokens``: concurrentTokens of
-    one pod, 0 while they are not known.
+    """The target as configured, else from the capacity of a pod; ``capped`` bounds it. ``tokens``:
+    concurrentTokens of one pod, 0 while they are not known.
     """
     if configured is not None:
         return Target(float(configured))

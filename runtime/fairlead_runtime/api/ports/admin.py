@@ -5,6 +5,7 @@ Shows counts and states, never a prompt, a text or a key.
 """
 
 import dataclasses
+from typing import Any
 
 import orjson
 from starlette.responses import JSONResponse, Response
@@ -12,6 +13,7 @@ from starlette.responses import JSONResponse, Response
 from fairlead_runtime.api.state.state import ServerState
 from fairlead_runtime.front.drain import Drain
 from fairlead_runtime.front.errors import ApiError
+from fairlead_runtime.settings.engine_config import flag_of
 
 EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -47,8 +49,7 @@ class Admin:
         return Response(self._state.model_config, media_type="application/json")
 
     async def memory(self) -> Response:
-        backend = self._state.loaded()
-        return JSONResponse(dict(backend.memory))
+        return JSONResponse(self._sizing())
 
     async def cache(self, start: str = "0") -> Response:
         """The block map from unit ``start`` on, and the sizing of the cache."""
@@ -63,10 +64,18 @@ class Admin:
         more = {
             "held": view.units - view.free - view.cached,
             "next": view.end if view.end < view.units else None,
-            "sizing": dict(backend.memory),
+            "sizing": self._sizing(),
         }
         # orjson: thousands of runs would hold the event loop for long in the standard library.
         return Response(orjson.dumps(fields | more), media_type="application/json")
+
+    def _sizing(self) -> dict[str, Any]:
+        """The engine's sizing, with the connections for which this process may open files."""
+        memory, connections = self._state.loaded().memory, self._state.connections
+        if connections is None or "bounds" not in memory:
+            return dict(memory)
+        public = {"most": connections.most, "reason": connections.text(flag_of)}
+        return {**memory, "bounds": {**memory["bounds"], "connections": public}}
 
     async def requests(self) -> Response:
         views = await self._state.loaded().service.requests()

@@ -19,15 +19,14 @@ from fairlead_runtime.api.state.state import Backend, ServerState
 from fairlead_runtime.front.drain import Drain
 from fairlead_runtime.front.limits import PromptPool
 from fairlead_runtime.front.port import Port, allow_files
-from fairlead_runtime.front.tls import MAX_HANDSHAKES
 from fairlead_runtime.outputs import DrainResult, EngineDead
 from fairlead_runtime.serving.metrics import PORTS
 from fairlead_runtime.settings import preflight
 from fairlead_runtime.settings.engine_config import ConfigError
+from fairlead_runtime.sizing.traffic import CONNECTIONS, Bound, PortBounds, files_of
 
 BACKLOG = 2048
-# Per port; more than the requests that run and wait by default, so that a full queue can answer.
-MAX_CONNECTIONS = 2048
+DEFAULT_CONNECTIONS = Bound(CONNECTIONS, "at least")
 DEAD_SECONDS = 1  # for the last bytes of answers when the engine has ended
 
 _log = logging.getLogger("fairlead.api")
@@ -58,7 +57,7 @@ async def serve(
     *,
     drain_grace: float,
     drain_timeout: float,
-    max_connections: int = MAX_CONNECTIONS,
+    connections: Bound = DEFAULT_CONNECTIONS,
 ) -> DrainResult:
     """Serve until SIGTERM or SIGINT, with the backend that ``load`` returns; the ports are open
     while it loads.
@@ -66,16 +65,22 @@ async def serve(
     Returns how many of the requests that ran at the signal or came later finished and how many
     were aborted. Raises whatever ``load`` raises, and EngineDead when the engine gives up. A second
     signal ends the drain. New requests are served for ``drain_grace`` seconds after the signal;
-    streams that run ``drain_timeout`` seconds longer end with an error event.
+    streams that run ``drain_timeout`` seconds longer end with an error event. The public port has
+    at most ``connections``, fewer where the process may not open as many files.
     """
-    allow_files(2 * max_connections + MAX_HANDSHAKES + 256)
+    bounds = _port_bounds(connections)
+    state.connections = bounds.public
     pool = PromptPool()
     signals: asyncio.Queue[None] = asyncio.Queue()
     public = Port(
-        public_app(state, pool, state.keys), listeners.public, max_connections, state.certificates
+        public_app(state, pool, state.keys),
+        listeners.public,
+        bounds.public.most,
+        state.certificates,
+        bounds.handshakes,
     )
     drain = Drain(state, grace=drain_grace, timeout=drain_timeout, close_idle=public.close_idle)
-    ports = [public, Port(admin_app(state, drain), listeners.admin, max_connections)]
+    ports = [public, Port(admin_app(state, drain), listeners.admin, bounds.admin)]
     state.load = HttpLoad(
         pool, dict(zip(PORTS, [port.open_connections for port in ports], strict=True))
     )
@@ -95,6 +100,23 @@ async def serve(
             for port in ports:
                 port.server.should_exit = True
             await asyncio.gather(*serving)
+
+
+def _port_bounds(connections: Bound) -> PortBounds:
+    """What the limit on open files, raised as far as it may be, leaves of ``connections``; warns
+    where that is less.
+    """
+    files = files_of(connections.most)
+    bounds = PortBounds.within(allow_files(files), connections)
+    if bounds.public.most < connections.most:
+        _log.warning(
+            "the public port takes %d connections of %d: %s; set the hard limit to %d",
+            bounds.public.most,
+            connections.most,
+            bounds.public.reason,
+            files,
+        )
+    return bounds
 
 
 async def _load_and_drain(

@@ -100,7 +100,7 @@ class EndpointHandler:
             preparing = self._pool.run(
                 scope.get(TENANT),
                 prepare,
-                await read_body(scope, receive, take),
+                await read_body(scope, receive, take, backend.max_body),
                 self._endpoint.validate,
                 self._state.name,
                 backend.encoder,

@@ -61,7 +61,7 @@ class TokenizeRoutes:
         self, request: Request, work: Callable[[bytes, str, Backend], Answer]
     ) -> Response:
         with self._state.request() as backend, self._pool.bodies.hold() as take:
-            body = await read_body(request.scope, request.receive, take)
+            body = await read_body(request.scope, request.receive, take, backend.max_body)
             tenant = request.scope.get(TENANT)
             answer = await self._pool.run(tenant, work, body, self._state.name, backend)
         return Response(orjson.dumps(answer), media_type="application/json")

@@ -21,6 +21,7 @@ from fairlead_runtime.outputs import DrainResult, EngineClient, Health
 from fairlead_runtime.serving.detokenize import Vocabulary
 from fairlead_runtime.serving.metrics import FrontReport
 from fairlead_runtime.serving.prompt_encoder import PromptEncoder
+from fairlead_runtime.sizing.traffic import BODY, Bound
 
 MAX_TENANTS = 100  # with metrics of their own
 
@@ -44,6 +45,7 @@ class Backend:
     ``metrics`` returns the Prometheus exposition (text format 0.0.4). ``memory`` has every sizing
     term, planned and measured, as plain JSON values. ``died`` is set when the engine has given up.
     ``replies``: how its calls of tools and its reasoning look. ``encoder`` has its tokenizer.
+    ``max_body``: bytes of a body, at most.
     """
 
     service: EngineClient
@@ -54,6 +56,7 @@ class Backend:
     died: asyncio.Event
     replies: ReplyFormat = PLAIN
     rules: BodyRules = NO_RULES
+    max_body: int = BODY
 
 
 @dataclass(slots=True, kw_only=True)
@@ -68,6 +71,7 @@ class ServerState:
     certificates: Certificates | None = None  # TLS of the public port; None: it has none
     tracing: Tracing | None = None  # where the environment asks for traces
     load: HttpLoad | None = None  # of the HTTP process, once the ports are open
+    connections: Bound | None = None  # of the public port, once it is open
     cors_origin: str = ""  # whose pages may read answers of the public port; empty: no other's
     created: int = field(default_factory=lambda: int(time.time()))
     model_config: bytes | None = None  # config.json, available before the weights are loaded

@@ -33,6 +33,7 @@ from fairlead_operator.decide.status import (
 from fairlead_operator.memory import Memory
 from fairlead_operator.resource.resource import InferenceDeployment
 from fairlead_operator.resource.settings import Settings
+from fairlead_runtime.sizing.traffic import public_connections
 from support.operator_bodies import (
     Object,
     deployment,
@@ -331,6 +332,31 @@ def test_the_typical_request_is_measured_by_the_pods_and_kept_when_they_are_repl
     assert first.memory.typical == later.memory.typical == 512
     entry = (first.status or {})["decisions"][0]
     assert (entry["target"], entry["typicalFrom"]) == (16, "measured")
+
+
+@pytest.mark.parametrize("queue", [1, 1024])
+@pytest.mark.parametrize("target", [None, 4096, 100_000])
+@pytest.mark.parametrize("tokens", [0, 10_000_000])
+@pytest.mark.parametrize("connections", [0, 2048])
+def test_a_full_pod_of_many_requests_asks_for_another(
+    queue: int, target: int | None, tokens: int, connections: int
+) -> None:
+    """One choice a request, so no pod has more requests than connections."""
+    scheduler = {"maxRequests": 4096, "maxQueue": queue}
+    spec = resource(autoscaling={"targetPerReplica": target}, scheduler=scheduler)
+    takes = connections or public_connections(spec.engine).most
+    full = loaded(min(takes, 4096), max(0, min(takes - 4096, queue)))
+    body = seen(pod(ready=True), live=deployment(replicas=1))
+    assert scale(spec, body, FIRST, full, tokens, NOW, 100.0, connections).replicas > 1
+
+
+def test_a_target_that_no_pod_reaches_is_lowered_and_the_decision_says_so() -> None:
+    spec = resource(autoscaling={"targetPerReplica": 5000})
+    body = seen(pod(ready=True), live=deployment(replicas=1))
+    first = scale(spec, body, FIRST, loaded(256, 1024), 0, NOW, 100.0)
+    entry = (first.status or {})["decisions"][0]
+    assert entry["target"] == 1105.4
+    assert "0.95 of the 1280 requests that a pod takes at most ÷ 1.1" in entry["why"]
 
 
 def test_a_paused_resource_decides_nothing() -> None:

@@ -164,7 +164,7 @@ def test_the_hosts_memory_is_checked_beside_an_accelerator() -> None:
     assert capacity["fits"]
     assert (
         "; but the host needs process 1.1 + offload 0.0 + shared_memory 4.0 + grammars 0.2 + "
-        "tokenizers 0.4 + bookkeeping 0.4 = 6.2 GiB"
+        "tokenizers 0.4 + bookkeeping 0.7 = 6.4 GiB"
     ) in capacity["message"]
     enough = deployment(**GPU)
     assert host_shortage(enough, plan_of(QWEN, enough)) == ""
@@ -182,6 +182,10 @@ def test_measured_figures_stand_beside_planned_ones_with_their_drift() -> None:
     assert merged["measured"] == {"numBlocks": 950, "concurrentTokens": 15200, "weightsBytes": 8}
     assert merged["driftPercent"] == -5.0
     assert with_measured({}, {"numBlocks": None}) == {"measured": {}}
+    few = {"connections": {"most": 708, "reason": "RLIMIT_NOFILE is 1200"}}
+    assert with_measured({}, {"bounds": few}) == {"measured": {"connections": 708}}
+    for broken in (7, {"connections": 7}, {"connections": {"most": "708"}}):
+        assert with_measured({}, {"bounds": broken}) == {"measured": {}}
 
 
 def test_what_a_pod_measured_is_shown_without_a_plan() -> None:
@@ -227,6 +231,24 @@ def test_plan_runs_without_torch_and_kopf_and_prints_the_status(files: tuple[str
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout) == capacity_of(QWEN, deployment(**GPU))
+
+
+def test_plan_prints_what_a_pod_takes_in_and_what_binds(
+    files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    large = tmp_path / "large.yaml"
+    scaled = {"autoscaling": {}, "scheduler": {"maxRequests": 4096}}
+    large.write_text(json.dumps(body(**scaled, **GPU)))
+    assert main(["-f", str(large), "--config", files[1]]) == 0
+    lines = [line.split(":", 1) for line in capsys.readouterr().out.splitlines() if ":" in line]
+    rows = {name: text.strip() for name, text in lines}
+    assert rows["connections"] == "5,376 (maxRequests 4096 + maxQueue 1024 + 256)"
+    assert rows["requests"] == "5,120 (maxRequests 4096 + maxQueue 1024)"
+    assert rows["waiting tokens"] == "33,554,432 (256 MiB / 8 bytes a token)"
+    assert rows["bytes of a body"] == "2,097,152 (at least)"
+    assert rows["open files"].startswith("8,704 ")
+    assert rows["what binds the queue"].startswith("maxQueue up to 6,553 prompt tokens a request,")
+    assert "min(4096 maxRequests" in rows["autoscaler's target"]
 
 
 def test_plan_ends_with_1_when_it_does_not_fit(
