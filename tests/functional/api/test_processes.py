@@ -166,8 +166,9 @@ def test_the_admin_port_shows_the_blocks_of_the_engine_and_the_load_of_the_http_
     model: str,
 ) -> None:
     with serve(model, "--max-queue=2000", prepare=slow_device, prepare_http=few_files) as server:
-        server.until_logged("the public port takes 708 connections of 2512")
         server.until_logged("serving")
+        warning = "the public port takes 708 connections of 2512: RLIMIT_NOFILE is 1200"
+        assert any(warning in line for line in server.lines)
         with running_stream(server, model), server.client("admin") as admin:
             (request,) = admin.get("/debug/requests").json()["requests"]
             cache = admin.get("/debug/cache").json()

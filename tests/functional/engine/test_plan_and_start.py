@@ -281,7 +281,7 @@ HINTS: tuple[tuple[float, str, dict[str, Any], set[str]], ...] = (
     (4, "model", {"cpu_offload_space": 2.7}, {"cpu_offload_space", "max_memory_percent"}),
     (4, "model", {"max_queue": 1_000_000}, {"max_queue"}),
     (1.2, "model", {"max_batch_tokens": 327680}, {"max_memory_percent", "max_batch_tokens"}),
-    (1.08, "long_model", {"max_memory_percent": 1.0}, {"max_batch_tokens", "max_model_len"}),
+    (1.09, "long_model", {"max_memory_percent": 1.0}, {"max_batch_tokens", "max_model_len"}),
     (1.5, "model", {"shared_memory": 2.0}, {"memory"}),
 )
 
