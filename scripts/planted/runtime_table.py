@@ -889,8 +889,8 @@ BUGS = (
     PackageBug(
         "a model with an fp8 cache is judged by its worst token",
         "fairlead_runtime.device.proof.selftest:Expected.difference",
-        "float(tokens.median())",
-        "float(tokens.max())",
+        "float(torch.cat([tokens, fork]).median())",
+        "float(torch.cat([tokens, fork]).max())",
         ("unit/device/test_selftest.py",),
     ),
     PackageBug(
@@ -903,8 +903,22 @@ BUGS = (
     PackageBug(
         "a model in bfloat16 is judged by its worst token",
         "fairlead_runtime.device.proof.selftest:Expected.difference",
-        "rounded = (half or self.input_rounding > 0)",
-        "rounded = self.input_rounding > 0",
+        "elif (half or self.input_rounding > 0) and not experts:",
+        "elif self.input_rounding > 0 and not experts:",
+        ("unit/device/test_selftest.py",),
+    ),
+    PackageBug(
+        "the tokens that rounding moves furthest decide in half precision",
+        "fairlead_runtime.device.proof.selftest:Expected.difference",
+        "calm = tokens[: len(tokens) - int(FURTHEST * len(tokens))]",
+        "calm = tokens",
+        ("unit/device/test_selftest.py",),
+    ),
+    PackageBug(
+        "half precision hides a fork that reads another block",
+        "fairlead_runtime.device.proof.selftest:Expected.difference",
+        "torch.cat([calm, fork, nans])",
+        "torch.cat([calm, nans])",
         ("unit/device/test_selftest.py",),
     ),
     PackageBug(

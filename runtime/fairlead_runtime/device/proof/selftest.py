@@ -112,6 +112,12 @@ PREDICTS, PERPLEXED = 0.5, 1.5
 LAST = 5
 
 
+# The share of the prompts' tokens that rounding moves furthest, which half precision and rounded
+# inputs leave out: after random tokens a trained model may be of two minds, and bfloat16 moves
+# Gemma 3 270M's logits by 0.6 at a token where transformers' own moves them by 0.04.
+FURTHEST = 0.1
+
+
 class NotPackedError(SelfTestError):
     """A family that is not in the table does not run packed at all."""
 
@@ -516,10 +522,10 @@ def _fused(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Expected:
-    """Logits [positions, vocabulary] of plain transformers, per prompt and for the fork of the last
-    one, in float32 whatever type the weights have; with ``fp8_cache`` its attention reads keys and
-    values that are rounded to fp8. They are computed before layers are fused, which transformers
-    cannot run.
+    """Logits [positions, vocabulary] of plain transformers, per prompt and for the fork of the
+    first one, in float32 whatever type the weights have; with ``fp8_cache`` its attention reads
+    keys and values that are rounded to fp8. They are computed before layers are fused, which
+    transformers cannot run.
 
     ``reference_error``: how far transformers' logits in a half-precision type are from them, in
     units of their spread; in float32 how far it moves them that modules read what is rounded as
@@ -556,8 +562,8 @@ class Expected:
         compute = partial(
             _plain_and_text,
             model,
-            [*prompts, prompts[-1]],
-            [*chunk_ends, chunk_ends[-1][-1:]],
+            prompts,
+            chunk_ends,
             scored,
             fp8_cache=fp8_cache,
         )
@@ -579,18 +585,22 @@ class Expected:
     def difference(self, model: PagedModel, logits: list[torch.Tensor]) -> float:
         """How far all prompts' logits [positions, vocabulary] are from these, in units of their
         spread: in float32 the worst token's; in half precision or with rounded inputs the root mean
-        square over the tokens, which single tokens that rounding moves far decide less; with an fp8
-        cache the median token's; infinite where one is NaN.
+        square over the tokens but for those that rounding moves furthest, FURTHEST of them; with an
+        fp8 cache the median token's; infinite where one is NaN.
         """
         half = model.heads.dtype is not torch.float32
         experts = half and has_experts(model) and not self.fp8_cache
         pairs = zip(logits, self.logits, strict=True)
-        tokens = torch.cat([_distances(*pair, median=experts) for pair in pairs])
+        *prompts, fork = (_distances(*pair, median=experts) for pair in pairs)
+        tokens = torch.cat(prompts).sort().values
         if self.fp8_cache:
-            difference = float(tokens.median())
+            difference = float(torch.cat([tokens, fork]).median())
+        elif (half or self.input_rounding > 0) and not experts:
+            calm = tokens[: len(tokens) - int(FURTHEST * len(tokens))]
+            nans = tokens[tokens.isnan()]  # they sort behind all numbers
+            difference = float(torch.cat([calm, fork, nans]).square().mean().sqrt())
         else:
-            rounded = (half or self.input_rounding > 0) and not experts
-            difference = float(tokens.square().mean().sqrt() if rounded else tokens.max())
+            difference = float(torch.cat([tokens, fork]).max())
         return math.inf if math.isnan(difference) else difference
 
 
@@ -629,7 +639,7 @@ def check(
             f"transformers by {delta:.3g} of their spread, above the {tolerance:.3g} that rounding "
             f"explains{also}; this model would generate wrong text"
         )
-    tokens = sum(map(len, expected.prompts)) + len(expected.prompts[-1])
+    tokens = sum(map(len, expected.prompts)) + 1
     return SelfTestResult(delta, tolerance, tokens, backend.name)
 
 
@@ -734,7 +744,7 @@ def _paged_logits(
     model: PagedModel, backend: AttentionBackend, prompts: list[list[int]], *, fp8_cache: bool
 ) -> list[dict[int, torch.Tensor]]:
     """Per prompt, by position: the logits of each row's last token. Each step starts one prompt.
-    One entry more is a fork of the last prompt, which computes its last token again.
+    One entry more is a fork of the first prompt, which computes its last token again.
     """
     groups = group_layers(model.windows)
     blocks = (1 + sum(-(-len(p) // BLOCK_SIZE) for p in prompts)) * len(groups)
@@ -766,7 +776,7 @@ def _paged_logits(
         for row, values in zip(rows, logits, strict=True):
             row.sequence.computed += row.count
             logits_at[row.sequence.id][row.sequence.computed - 1] = values
-    fork = _fork(sequences[-1], [free.pop() for _ in groups], cache)
+    fork = _fork(sequences[0], [free.pop() for _ in groups], cache)
     (values,) = model.forward(
         builder.build([Row(fork, fork.computed, 1, samples=True)]), cache, backend
     )
@@ -777,7 +787,7 @@ def _fork(source: Sequence, tails: list[int], cache: CacheStorage) -> Sequence:
     """All of ``source`` but its last token: it shares the full blocks, and ``tails``, one block per
     group, hold a copy of the last one, which it writes to.
     """
-    fork = Sequence(source.id + 1, source.request, 0, list(source.tokens))
+    fork = Sequence(len(LENGTHS), source.request, 0, list(source.tokens))
     fork.computed = len(source.tokens) - 1
     fork.tables = [[*table[:-1], tail] for table, tail in zip(source.tables, tails, strict=True)]
     pairs = [(table[-1], tail) for table, tail in zip(source.tables, tails, strict=True)]
@@ -793,12 +803,14 @@ def _plain_and_text(
     *,
     fp8_cache: bool,
 ) -> tuple[list[torch.Tensor], tuple[float, ...]]:
-    """``_plain_logits``, and the perplexity of what follows the ``scored`` positions of the first
-    prompt, if there are some: from the same pass.
+    """``_plain_logits``, once more those of the first prompt's last token for the fork, and the
+    perplexity of what follows the ``scored`` positions of that prompt, if there are some: from the
+    same pass.
     """
     first, *rest = positions
     logits = _plain_logits(model, prompts, [first + scored, *rest], fp8_cache=fp8_cache)
     logits[0], of_text = logits[0][: len(first)].clone(), logits[0][len(first) :]
+    logits.append(logits[0][-1:])
     if not scored:
         return logits, ()
     following = torch.tensor([prompts[0][at + 1] for at in scored], device=of_text.device)
