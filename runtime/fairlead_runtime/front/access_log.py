@@ -13,7 +13,7 @@ import uuid
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from fairlead_runtime.front.auth import OPEN_PATHS, TENANT
+from fairlead_runtime.front.auth import OPEN_PATHS, tenant_of
 from fairlead_runtime.front.errors import internal_error
 from fairlead_runtime.front.limits import ClientDisconnected
 
@@ -74,8 +74,8 @@ class AccessLogMiddleware:
             "status": status,
             "seconds": round(seconds, 4),
         }
-        if TENANT in scope:
-            facts["tenant"] = scope[TENANT]
+        if (tenant := tenant_of(scope)) is not None:
+            facts["tenant"] = tenant
         quiet = route in QUIET and status == 200
         _log.log(logging.DEBUG if quiet else logging.INFO, "request", extra=facts)
 

@@ -1,11 +1,9 @@
-"""API keys: which requests are allowed, and which tenant sent them.
+"""API keys: which requests are allowed, and whose they are.
 
 Owns the decision on ``scope["path"]``, made before the body is read. Every path of the public port,
 existing or not, needs a key, except the probes.
 """
 
-import hmac
-import secrets
 from contextlib import ExitStack
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -16,7 +14,7 @@ from fairlead_runtime.front.key_file import MAX_KEY, Key, KeyRing
 # /readyz and its names on other servers, for load balancers that are configured for those.
 READINESS = ("/readyz", "/health", "/ping")
 OPEN_PATHS = frozenset({"/healthz", *READINESS})
-TENANT = "fairlead.tenant"  # the scope's entry for the caller's tenant; absent without keys
+KEY = "fairlead.key"  # the scope's entry for the caller's Key; absent without keys
 
 
 class AuthMiddleware:
@@ -37,7 +35,7 @@ class AuthMiddleware:
             self._keys.unauthorized += 1
             await _unauthorized().response()(scope, receive, send)
             return
-        scope[TENANT] = key.tenant
+        scope[KEY] = key
         with ExitStack() as running:
             try:
                 running.enter_context(key.usage.request(key.limits))
@@ -65,18 +63,13 @@ def _unauthorized() -> ApiError:
     )
 
 
-class Salter:
-    """Separates prefix caches by key, so that no tenant can probe another tenant's prompts.
+def key_of(scope: Scope) -> Key | None:
+    """The caller's key; None without keys."""
+    key: Key | None = scope.get(KEY)
+    return key
 
-    Without keys only ``cache_salt`` separates them, so that equal prompts share blocks.
-    """
 
-    def __init__(self) -> None:
-        self._secret = secrets.token_bytes(32)
-
-    def salt(self, keyed_tenant: str | None, cache_salt: str | None) -> bytes:
-        text = (cache_salt or "").encode()
-        if keyed_tenant is None:
-            return text
-        # A tenant holds no zero byte, so no two (tenant, salt) pairs make the same message.
-        return hmac.digest(self._secret, keyed_tenant.encode() + b"\0" + text, "sha256")
+def tenant_of(scope: Scope) -> str | None:
+    """The caller's tenant; None without keys."""
+    key = key_of(scope)
+    return None if key is None else key.tenant

@@ -10,10 +10,10 @@ import logging
 import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from fairlead_runtime.front.key_limits import KeyLimits, KeyUsage
+from fairlead_runtime.front.key_limits import PRIORITIES, USUAL_PRIORITIES, KeyLimits, KeyUsage
 from fairlead_runtime.front.watched_files import Stamp, stamp_of
 from fairlead_runtime.settings.engine_config import ConfigError
 
@@ -22,8 +22,14 @@ MAX_KEYS = 1000  # every request is compared with each
 MAX_FILE = 2 * 1024 * 1024  # bytes
 MAX_PER_MINUTE = 60_000  # the times of so many requests are kept
 MAX_CONCURRENT = 100_000
-_FORM = "write KEY, then if wanted name=NAME requests_per_minute=N concurrent_requests=N"
+_SETTINGS = frozenset({"name", "requests_per_minute", "concurrent_requests", "priority"})
+_FORM = (
+    "write KEY, then if wanted name=NAME requests_per_minute=N concurrent_requests=N "
+    "priority=LOWEST..HIGHEST"
+)
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_RANGE = re.compile(r"(-?[0-9]{1,10})\.\.(-?[0-9]{1,10})")
+_SALT = b"fairlead prefix cache\0"
 
 _log = logging.getLogger("fairlead.api")
 
@@ -36,10 +42,17 @@ class KeyFileError(ValueError):
 class Key:
     """``digest``: sha256 of the key. ``tenant``: its name, else a part of the digest."""
 
-    digest: bytes
+    digest: bytes = field(repr=False)
     tenant: str
     limits: KeyLimits
     usage: KeyUsage
+
+    def salt(self, text: bytes) -> bytes:
+        """Separates the key's prefix cache from those of others, and by ``text``. Made of the key
+        alone: pods with the same file salt alike, and a change of the file's other lines changes
+        nothing. Nobody who lacks the key can tell it.
+        """
+        return hmac.digest(self.digest, _SALT + text, "sha256")
 
 
 class KeyRing:
@@ -145,7 +158,7 @@ def _parsed(words: list[str], where: str) -> tuple[bytes, str, KeyLimits]:
     settings: dict[str, str] = {}
     for word in words[1:]:
         name, equals, value = word.partition("=")
-        if not equals or name not in {"name", "requests_per_minute", "concurrent_requests"}:
+        if not equals or name not in _SETTINGS:
             raise KeyFileError(f"{where}has a word that is no setting: {_FORM}")
         if name in settings:
             raise KeyFileError(f"{where}{name} is set twice: remove one")
@@ -154,12 +167,12 @@ def _parsed(words: list[str], where: str) -> tuple[bytes, str, KeyLimits]:
     tenant = settings.get("name", _nameless(digest))
     if not _NAME.fullmatch(tenant):
         raise KeyFileError(f"{where}name: use 1 to 64 of A-Z a-z 0-9 . _ -")
-    per_minute = _count(settings, "requests_per_minute", MAX_PER_MINUTE, where)
-    return (
-        digest,
-        tenant,
-        KeyLimits(per_minute, _count(settings, "concurrent_requests", MAX_CONCURRENT, where)),
+    limits = KeyLimits(
+        _count(settings, "requests_per_minute", MAX_PER_MINUTE, where),
+        _count(settings, "concurrent_requests", MAX_CONCURRENT, where),
+        _priorities(settings, where),
     )
+    return digest, tenant, limits
 
 
 def _nameless(digest: bytes) -> str:
@@ -174,6 +187,19 @@ def _count(settings: dict[str, str], name: str, maximum: int, where: str) -> int
     if not (text.isascii() and text.isdigit() and len(text) < 10 and 1 <= int(text) <= maximum):
         raise KeyFileError(f"{where}{name}: use a whole number from 1 to {maximum}")
     return int(text)
+
+
+def _priorities(settings: dict[str, str], where: str) -> range:
+    if "priority" not in settings:
+        return USUAL_PRIORITIES
+    match = _RANGE.fullmatch(settings["priority"])
+    low, high = map(int, match.groups()) if match else (1, 0)
+    if not PRIORITIES[0] <= low <= high <= PRIORITIES[-1]:
+        raise KeyFileError(
+            f"{where}priority: use LOWEST..HIGHEST, whole numbers from {PRIORITIES[0]} to "
+            f"{PRIORITIES[-1]}"
+        )
+    return range(low, high + 1)
 
 
 def _reason(error: OSError | ValueError) -> str:

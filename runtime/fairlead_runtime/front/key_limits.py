@@ -1,4 +1,6 @@
-"""What one API key may use, what it uses, and when a request beyond that is worth a retry."""
+"""What one API key may use and which priorities it may send, what it uses, and when a request
+beyond that is worth a retry.
+"""
 
 import math
 from collections import deque
@@ -6,17 +8,32 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from fairlead_runtime.front.errors import ApiError
+from fairlead_runtime.front.errors import ApiError, invalid
 
 MINUTE = 60.0  # seconds
 NEW_DURATION_WEIGHT = 0.2  # of the last request in the mean duration
+PRIORITIES = range(-(2**31), 2**31)  # of any request; the lower one runs first
+# A request of a key that names none may go behind those of the other keys, and never before them.
+USUAL_PRIORITIES = range(PRIORITIES.stop)
 
 
 class KeyLimits(NamedTuple):
-    """None: no limit."""
+    """None: no limit. ``priorities``: those that a request may have."""
 
     requests_per_minute: int | None = None
     concurrent_requests: int | None = None
+    priorities: range = USUAL_PRIORITIES
+
+    def priority(self, sent: int | None) -> int:
+        """The priority that was sent, else the one nearest to 0. Raises ApiError 400 for one that
+        the key may not send.
+        """
+        low, high = self.priorities[0], self.priorities[-1]
+        if sent is None:
+            return min(max(low, 0), high)
+        if sent not in self.priorities:
+            raise invalid("priority", f"this API key may send {low} to {high}: change it")
+        return sent
 
 
 class KeyUsage:
@@ -51,7 +68,7 @@ class KeyUsage:
     def _check(self, limits: KeyLimits, now: float) -> None:
         while self._begun and self._begun[0] <= now - MINUTE:
             self._begun.popleft()
-        per_minute, concurrent = limits
+        per_minute, concurrent, _ = limits
         if per_minute is not None and len(self._begun) >= per_minute:
             # The limit may have been lowered since: so many must be older than a minute.
             wait = self._begun[len(self._begun) - per_minute] + MINUTE - now

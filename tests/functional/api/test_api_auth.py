@@ -9,7 +9,6 @@ import pytest
 
 from fairlead_runtime.api.ports.app import public_app
 from fairlead_runtime.api.state.state import ServerState
-from fairlead_runtime.front.auth import Salter
 from fairlead_runtime.front.key_file import KeyRing
 from fairlead_runtime.front.limits import PromptPool
 from fairlead_runtime.processes import logs
@@ -183,17 +182,35 @@ def test_every_key_is_compared_whatever_was_sent(
         assert len(compared) == 2
 
 
-def test_prefix_caches_are_separate_per_key_and_shared_without_keys() -> None:
-    salter = Salter()
-    assert salter.salt(None, None) == b""
-    assert salter.salt(None, "s") == b"s"
-    keyed = {
-        salter.salt(tenant, salt) for tenant in ("a" * 16, "b" * 16) for salt in (None, "s", "t")
-    }
-    assert len(keyed) == 6
-    assert salter.salt("a" * 16, "s") == salter.salt("a" * 16, "s")
-    assert salter.salt("a" * 16, "s") != Salter().salt("a" * 16, "s")
-    assert salter.salt("ab", "c") != salter.salt("a", "bc"), "names differ in length"
+def test_prefix_caches_are_separate_per_key_and_priorities_stay_in_the_range_of_the_key(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "keys"
+    path.write_text(f"{KEY} name=alice priority=5..9\n{OTHER}\n")
+
+    async def scenario() -> None:
+        async with (
+            fake_server(keys=KeyRing(str(path))) as (server, service),
+            server.client() as client,
+        ):
+            for key in (KEY, OTHER):
+                headers = {"authorization": f"Bearer {key}"}
+                for body in (completion(), completion(priority=7, cache_salt="s")):
+                    answer = await client.post("/v1/completions", json=body, headers=headers)
+                    assert answer.status_code == 200
+                outrank = completion(priority=-1)
+                answer = await client.post("/v1/completions", json=outrank, headers=headers)
+                assert answer.status_code == 400
+                assert answer.json()["error"]["param"] == "priority"
+            assert [each.priority for each in service.seen] == [5, 7, 0, 7]
+            assert len({each.salt for each in service.seen}) == 4
+        async with fake_server() as (server, service), server.client() as client:
+            for body in (completion(), completion(priority=-(2**31), cache_salt="s")):
+                assert (await client.post("/v1/completions", json=body)).status_code == 200
+            open_to_all = [(each.priority, each.salt) for each in service.seen]
+            assert open_to_all == [(0, b""), (-(2**31), b"s")]
+
+    run(scenario())
 
 
 def test_a_key_beyond_its_limits_gets_429_and_others_do_not(tmp_path: Path) -> None:

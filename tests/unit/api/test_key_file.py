@@ -8,18 +8,18 @@ import pytest
 
 from fairlead_runtime.front.errors import ApiError
 from fairlead_runtime.front.key_file import MAX_KEY, MAX_KEYS, KeyFileError, KeyRing, parse
-from fairlead_runtime.front.key_limits import KeyLimits, KeyUsage
+from fairlead_runtime.front.key_limits import USUAL_PRIORITIES, KeyLimits, KeyUsage
 
 SECRET = "sk-0123456789abcdef0123456789abcdef"
 
 
 def test_a_line_is_a_key_with_its_name_and_limits() -> None:
     keys = parse(
-        f"# of the team\n\n{SECRET} name=alice requests_per_minute=60 concurrent_requests=4\n"
-        "  second-key  \r\n"
+        f"# of the team\n\n{SECRET} name=alice requests_per_minute=60 concurrent_requests=4 "
+        "priority=-5..-1\n  second-key  \r\n"
     )
     (_, alice, limits), (digest, second, unlimited) = keys
-    assert (alice, limits) == ("alice", KeyLimits(60, 4))
+    assert (alice, limits) == ("alice", KeyLimits(60, 4, range(-5, 0)))
     assert (second, unlimited) == (digest.hex()[:16], KeyLimits())
 
 
@@ -37,6 +37,11 @@ def test_a_line_is_a_key_with_its_name_and_limits() -> None:
         (f"{SECRET} concurrent_requests=-1", "concurrent_requests"),
         (f"{SECRET} concurrent_requests=٣", "concurrent_requests"),
         (f"{SECRET} concurrent_requests={'9' * 5000}", "concurrent_requests"),
+        (f"{SECRET} priority=5", "priority: use LOWEST..HIGHEST"),
+        (f"{SECRET} priority=2..1", "priority: use"),
+        (f"{SECRET} priority=1..{2**31}", "priority: use"),
+        (f"{SECRET} priority={-(2**31) - 1}..1", "priority: use"),
+        (f"{SECRET} priority=-٣..3", "priority: use"),
         (SECRET + "x" * MAX_KEY, "longer than"),
         (f"{SECRET}\n{SECRET} name=other", "line 3: an earlier line"),
         (f"{SECRET} name=same\nsecond name=same", "line 3: an earlier line"),
@@ -48,6 +53,57 @@ def test_a_wrong_line_is_named_and_not_quoted(line: str, what: str) -> None:
         parse(f"first-line\n{line}\n")
     assert "sk-" not in str(raised.value)
     assert "line 2" in str(raised.value) or "line 3" in what or "keys" in what
+
+
+@pytest.mark.parametrize(
+    ("priorities", "unset", "allowed", "refused"),
+    [
+        (USUAL_PRIORITIES, 0, (0, 2**31 - 1), (-1, -(2**31))),
+        (range(-5, 6), 0, (-5, 0, 5), (-6, 6)),
+        (range(10, 21), 10, (10, 20), (0, 9, 21)),
+        (range(-20, -9), -10, (-20, -10), (0, -9)),
+    ],
+)
+def test_a_key_has_a_range_of_priorities(
+    priorities: range, unset: int, allowed: tuple[int, ...], refused: tuple[int, ...]
+) -> None:
+    limits = KeyLimits(priorities=priorities)
+    assert limits.priority(None) == unset, "without the field a request has the one nearest to 0"
+    assert tuple(map(limits.priority, allowed)) == allowed
+    for sent in refused:
+        with pytest.raises(ApiError, match=f"{priorities[0]} to {priorities[-1]}") as raised:
+            limits.priority(sent)
+        assert (raised.value.status, raised.value.param) == (400, "priority")
+
+
+def salts(content: str, path: Path, keys: tuple[str, ...], text: bytes = b"") -> list[bytes]:
+    path.write_text(content)
+    ring = KeyRing(str(path))
+    found = [ring.find(key.encode()) for key in keys]
+    return [key.salt(text) for key in found if key is not None]
+
+
+def test_pods_with_the_same_file_salt_alike_and_keys_apart(tmp_path: Path) -> None:
+    both, other = (SECRET, "second"), "other"
+    content = f"{SECRET} name=alice\nsecond name=bob\n"
+    here, there = (salts(content, tmp_path / pod, both) for pod in "ab")
+    assert here == there
+    more = salts(content, tmp_path / "a", both, b"salt")
+    assert len({*here, *more}) == 4
+    # What changes in the file changes no salt of a key that stays; a new key of an old name has
+    # one of its own.
+    changed = f"{other} name=bob\n# a comment\n{SECRET} requests_per_minute=5\n"
+    renewed = salts(changed, tmp_path / "a", (SECRET, other))
+    assert renewed[0] == here[0]
+    assert renewed[1] not in here
+
+
+def test_a_key_shows_neither_itself_nor_its_salt(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text(SECRET)
+    key = KeyRing(str(tmp_path / "keys")).find(SECRET.encode())
+    assert key is not None
+    assert key.salt(b"") != key.digest
+    assert repr(key.digest) not in repr(key)
 
 
 def test_only_the_names_in_the_file_are_names(tmp_path: Path) -> None:

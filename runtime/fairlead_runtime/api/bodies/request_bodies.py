@@ -18,6 +18,7 @@ from fairlead_runtime.api.bodies.structured_bodies import StructuredBody, struct
 from fairlead_runtime.api.bodies.template_bodies import TemplateBody, template_inputs
 from fairlead_runtime.api.bodies.tool_bodies import MAX_TOOLS, NO_TOOLS, Tool, Tools, tools_of
 from fairlead_runtime.front.errors import invalid
+from fairlead_runtime.front.key_limits import PRIORITIES
 from fairlead_runtime.front.strict_body import MAX_NAME, StrictBody
 from fairlead_runtime.models.chat import NO_INPUTS, TemplateInputs
 from fairlead_runtime.request.sequence import MAX_LOGPROBS, RequestError, SamplingParams
@@ -80,7 +81,7 @@ class _Body(StructuredBody):
     stream_options: StreamOptions | None = None
     user: str | None = Field(default=None, max_length=MAX_NAME)
     cache_salt: str | None = Field(default=None, max_length=MAX_NAME)
-    priority: int | None = Field(default=None, ge=-(2**31), le=2**31 - 1)
+    priority: int | None = Field(default=None, ge=PRIORITIES[0], le=PRIORITIES[-1])
     best_of: int | None = None
     timeout: float | None = Field(default=None, gt=0, le=MAX_TIMEOUT)
 
@@ -138,7 +139,7 @@ class GenerationRequest:
     timeout: float | None  # seconds from the request's arrival to the end of the answer
     user: str
     cache_salt: str | None
-    priority: int
+    priority: int | None
     sent_names: Mapping[str, str]  # of fields that the client sent under another name
     prompt_logprobs: int | None  # to show; echo needs them too
     show_token_ids: bool = False
@@ -300,7 +301,7 @@ def _common(parsed: _Body, params: SamplingParams) -> dict[str, Any]:
         "timeout": parsed.timeout,
         "user": parsed.user or "",
         "cache_salt": parsed.cache_salt,
-        "priority": parsed.priority or 0,
+        "priority": parsed.priority,
         "sent_names": _sent_names(parsed),
     }
 

@@ -22,7 +22,7 @@ from fairlead_runtime.api.state.state import ServerState
 from fairlead_runtime.api.state.tracing import Traced
 from fairlead_runtime.front import errors
 from fairlead_runtime.front.access_log import AccessLogMiddleware
-from fairlead_runtime.front.auth import READINESS, AuthMiddleware, Salter
+from fairlead_runtime.front.auth import READINESS, AuthMiddleware
 from fairlead_runtime.front.cors import readable_by_pages
 from fairlead_runtime.front.drain import CloseWhileDraining, Drain
 from fairlead_runtime.front.key_file import KeyRing
@@ -33,7 +33,7 @@ from fairlead_runtime.front.strict_body import check_model
 def public_app(state: ServerState, pool: PromptPool, keys: KeyRing | None = None) -> ASGIApp:
     """The public port: OpenAI's routes need one of ``keys``, the probes do not."""
     app = _bare()
-    salter, probes = Salter(), Probes(state)
+    probes = Probes(state)
 
     async def models() -> Response:
         return JSONResponse({"object": "list", "data": [_model(state)]})
@@ -56,7 +56,7 @@ def public_app(state: ServerState, pool: PromptPool, keys: KeyRing | None = None
         ("/v1/chat/completions", CHAT),
         ("/v1/responses", RESPONSES),
     ):
-        route: ASGIApp = EndpointHandler(state, endpoint, pool, salter)
+        route: ASGIApp = EndpointHandler(state, endpoint, pool)
         if state.tracing is not None:
             route = Traced(route, state.tracing)
         app.router.routes.append(Route(path, route, methods=["POST"]))

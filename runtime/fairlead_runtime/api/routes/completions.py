@@ -35,7 +35,7 @@ from fairlead_runtime.api.state.tracing import Trace
 from fairlead_runtime.api.tools.reasoning import END
 from fairlead_runtime.front import errors
 from fairlead_runtime.front.access_log import REQUEST_ID, log_late_failure
-from fairlead_runtime.front.auth import TENANT, Salter
+from fairlead_runtime.front.auth import key_of, tenant_of
 from fairlead_runtime.front.deadline import TimedStream
 from fairlead_runtime.front.limits import (
     LogprobBytes,
@@ -76,17 +76,12 @@ RESPONSES = Endpoint("resp_", "chat", response, ResponseEncoder)
 
 
 class EndpointHandler:
-    """One endpoint as an ASGI application. ``pool`` and ``salter`` are shared between the
-    routes.
-    """
+    """One endpoint as an ASGI application. ``pool`` is shared between the routes."""
 
-    def __init__(
-        self, state: ServerState, endpoint: Endpoint, pool: PromptPool, salter: Salter
-    ) -> None:
+    def __init__(self, state: ServerState, endpoint: Endpoint, pool: PromptPool) -> None:
         self._state = state
         self._endpoint = endpoint
         self._pool = pool
-        self._salter = salter
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived = asyncio.get_running_loop().time()
@@ -98,7 +93,7 @@ class EndpointHandler:
         """Read and prepare the body. It is not held any longer: an answer takes minutes."""
         with self._pool.bodies.hold() as take:
             preparing = self._pool.run(
-                scope.get(TENANT),
+                tenant_of(scope),
                 prepare,
                 await read_body(scope, receive, take, backend.max_body),
                 self._endpoint.validate,
@@ -198,7 +193,7 @@ class EndpointHandler:
     def _submissions(
         self, scope: Scope, backend: Backend, prepared: PreparedRequest
     ) -> list[Submission]:
-        request, prompts, keyed = prepared.request, prepared.prompts, scope.get(TENANT)
+        request, prompts, key = prepared.request, prepared.prompts, key_of(scope)
         request_id, several = scope[REQUEST_ID], len(prompts) > 1
         tools = bool(request.tools.for_template)
         chat = self._endpoint is not COMPLETIONS
@@ -206,14 +201,17 @@ class EndpointHandler:
         params, guided = request.params, request.params.guided
         if guided is not None and chat and backend.replies.begins_inside(prepared.prompt_end):
             params = replace(params, structured_outputs=guided.after_reasoning(END))
+        salt, priority = (request.cache_salt or "").encode(), request.priority or 0
+        if key is not None:
+            salt, priority = key.salt(salt), key.limits.priority(request.priority)
         return [
             Submission(
                 prompt=prompt,
                 params=params,
                 id=f"{request_id}-{number}" if several else request_id,
-                tenant=request.user if keyed is None else keyed,
-                salt=self._salter.salt(keyed, request.cache_salt),
-                priority=request.priority,
+                tenant=request.user if key is None else key.tenant,
+                salt=salt if key is None else key.salt(salt),
+                priority=priority,
                 visible_tokens=visible,
             )
             for number, prompt in enumerate(prompts)

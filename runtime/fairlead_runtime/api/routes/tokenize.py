@@ -19,7 +19,7 @@ from fairlead_runtime.api.bodies.refused_fields import accept
 from fairlead_runtime.api.bodies.template_bodies import TemplateBody, template_inputs
 from fairlead_runtime.api.bodies.tool_bodies import MAX_TOOLS, Tool, tools_of
 from fairlead_runtime.api.state.state import Backend, ServerState
-from fairlead_runtime.front.auth import TENANT
+from fairlead_runtime.front.auth import tenant_of
 from fairlead_runtime.front.errors import invalid
 from fairlead_runtime.front.limits import PromptPool, is_large, read_body
 from fairlead_runtime.front.strict_body import MAX_NAME, StrictBody, check_model, validated
@@ -62,7 +62,7 @@ class TokenizeRoutes:
     ) -> Response:
         with self._state.request() as backend, self._pool.bodies.hold() as take:
             body = await read_body(request.scope, request.receive, take, backend.max_body)
-            tenant = request.scope.get(TENANT)
+            tenant = tenant_of(request.scope)
             answer = await self._pool.run(tenant, work, body, self._state.name, backend)
         return Response(orjson.dumps(answer), media_type="application/json")
 
