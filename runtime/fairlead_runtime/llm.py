@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from fairlead_runtime.build.build_engine import BuiltEngine, build
 from fairlead_runtime.grammar.checker import Checker
+from fairlead_runtime.grammar.compile import CheckLimits
 from fairlead_runtime.hub.download_progress import resolve_with_bar
 from fairlead_runtime.models import chat
 from fairlead_runtime.outputs import ChoiceEvent, EngineDead, Output, QueueFull, Submission
@@ -36,6 +37,8 @@ from fairlead_runtime.serving.choice import ChoiceText
 from fairlead_runtime.settings.engine_config import EngineConfig
 
 Prompt = str | Mapping[str, Sequence[int]]
+# No client waits: a grammar is checked by its processor time, however long that takes to come.
+GRAMMAR_LIMITS = CheckLimits(seconds=300.0)
 
 
 @dataclass(slots=True)
@@ -85,7 +88,7 @@ class LLM:
         # A batch has no client that waits for an answer: requests may queue for any time.
         path = resolve_with_bar(model, settings)
         self._built_engine: BuiltEngine | None = build(path, settings, queue_timeout=math.inf)
-        self._grammars = Checker(self._built_engine.grammar_facts)
+        self._grammars = Checker(self._built_engine.grammar_facts, limits=GRAMMAR_LIMITS)
         self._queue: deque[Request] = deque()  # of those that live, which the engine has not taken
         self._live: dict[str, LiveText] = {}  # by the engine's id
         self._engine_ids: dict[str, str] = {}  # of those that live, by the submission's id

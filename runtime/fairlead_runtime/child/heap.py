@@ -13,3 +13,25 @@ def release_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+class _Mallinfo(ctypes.Structure):
+    _fields_ = tuple(
+        (name, ctypes.c_uint)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "mapped"),
+            *("usmblks", "fsmblks", "in_use", "fordblks", "keepcost"),
+        )
+    )
+
+
+def allocated_bytes() -> int:
+    """Bytes that malloc has given out and that are not freed, below 4 GiB; no pages that a process
+    touches for the first time, as resident memory has. 0 with another C library than glibc.
+    """
+    mallinfo = getattr(ctypes.CDLL(None), "mallinfo", None)
+    if mallinfo is None:
+        return 0
+    mallinfo.restype = _Mallinfo
+    info = mallinfo()
+    return int(info.in_use + info.mapped)

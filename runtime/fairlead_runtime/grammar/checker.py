@@ -1,8 +1,9 @@
 """Verdicts on whether structured outputs can be compiled: asked of a child process, remembered by
 hash.
 
-Owns the child, the cache of its verdicts and the bounds on waiting for it. Compiles nothing in this
-process, so no input can stall or end it. Needs no event loop; ``check`` is for one.
+Owns the child, the cache of its verdicts, the order in which tenants ask it and the bounds on
+waiting for it. Compiles nothing in this process, so no input can stall or end it. Needs no event
+loop; ``check`` is for one.
 """
 
 import asyncio
@@ -11,17 +12,19 @@ import functools
 import json
 import threading
 from collections import OrderedDict
+from collections.abc import Iterable
 from concurrent.futures import Future
 from typing import NamedTuple
 
 from fairlead_runtime.child.process import command_of
 from fairlead_runtime.child.program import ChildLost, ChildProgram
-from fairlead_runtime.grammar.child import ANSWER, QUESTION, Check, Checked, Setup
+from fairlead_runtime.grammar.child import ANSWER, MAX_FORKS, QUESTION, Check, Checked, Setup
 from fairlead_runtime.grammar.compile import CheckLimits, TokenizerFacts
 from fairlead_runtime.request.sequence import RequestError
 from fairlead_runtime.request.structured import StructuredOutputs
+from fairlead_runtime.request.tenant_queue import TenantQueue
 
-MAX_WAITING = 32  # checks that wait or run; one more is refused
+MAX_WAITING = 32  # checks that wait or run; one more of the tenant that has most is refused
 MAX_WAIT = 4.5  # seconds for a verdict, from asking; the child's own deadline is shorter
 DEFAULT_LIMITS = CheckLimits()
 COMMAND = command_of("fairlead_runtime.grammar.child")
@@ -33,6 +36,9 @@ MAX_CACHED_TEXT = 16 * 1024 * 1024  # characters of these
 NO_GRAMMARS = "this model has no end-of-sequence token, or a tokenizer that llguidance cannot read"
 BUSY = "too many grammars wait to be compiled: retry"
 LOST = "the program that compiles grammars ended: retry"
+LATE = "the grammar was not compiled in time, since the processor is busy: retry"
+
+Key = tuple[str, str]  # a check's tenant and its grammar's digest
 
 
 class Verdict(NamedTuple):
@@ -42,7 +48,7 @@ class Verdict(NamedTuple):
 
 
 class CheckerBusy(Exception):  # noqa: N818 - named for the condition, as queue.Full is
-    """No verdict now: too many checks wait, or the child was lost. Retry."""
+    """No verdict now: too many checks wait, the processor is busy or the child was lost. Retry."""
 
     def __init__(self, message: str = BUSY) -> None:
         super().__init__(message)
@@ -50,8 +56,9 @@ class CheckerBusy(Exception):  # noqa: N818 - named for the condition, as queue.
 
 @dataclasses.dataclass(slots=True)
 class CheckCounts:
-    """Totals since the start. ``compilations`` is their number, ``refusals`` those that failed;
-    ``hits`` are requests whose verdict was known, ``busy`` those that got none.
+    """Totals since the start. ``compilations`` is the number of those with a verdict, ``refusals``
+    of those that failed; ``hits`` are requests whose verdict was known, ``busy`` those that got
+    none.
     """
 
     compilations: int = 0
@@ -81,84 +88,142 @@ class Checker:
             self._program = ChildProgram(command, setup, QUESTION, ANSWER, ENVIRONMENT)
         self._max_wait = max_wait
         self._lock = threading.Lock()
-        self._verdicts: OrderedDict[str, Verdict] = OrderedDict()
+        self._verdicts: OrderedDict[str, Verdict] = OrderedDict()  # by digest
         self._text = 0  # characters that the verdicts hold
-        self._checks: dict[str, Future[Verdict]] = {}  # by digest
+        self._checks: dict[Key, Future[Verdict]] = {}  # those that wait or run
+        self._waiting = TenantQueue[tuple[Key, Check]]()
+        self._running: set[Key] = set()
 
     @property
     def pending(self) -> int:
         """Checks that wait or run."""
         return len(self._checks)
 
-    async def check(self, outputs: StructuredOutputs) -> StructuredOutputs:
+    async def check(self, outputs: StructuredOutputs, tenant: str = "") -> StructuredOutputs:
         """The checked outputs with the memory that they take. Raises RequestError for what cannot
         be compiled, CheckerBusy when no verdict comes in time.
         """
-        future = self.ask(outputs)
         try:
             # Shielded: another request may wait for the same verdict.
-            verdict = await asyncio.wait_for(
-                asyncio.shield(asyncio.wrap_future(future)), timeout=self._max_wait
-            )
-        except TimeoutError:
+            future = asyncio.shield(asyncio.wrap_future(self.ask(outputs, tenant)))
+            verdict = await asyncio.wait_for(future, timeout=self._max_wait)
+        except (TimeoutError, CheckerBusy) as error:
             self.counts.busy += 1
-            raise CheckerBusy from None
+            raise CheckerBusy(str(error) or BUSY) from None
         return _judged(outputs, verdict)
 
     def check_now(self, outputs: StructuredOutputs) -> StructuredOutputs:
         """``check`` for a caller that may block."""
         return _judged(outputs, self.ask(outputs).result())
 
-    def ask(self, outputs: StructuredOutputs) -> "Future[Verdict]":
-        """The verdict, at once when it is known. Raises RequestError for a model without structured
-        output and CheckerBusy.
+    def ask(self, outputs: StructuredOutputs, tenant: str = "") -> "Future[Verdict]":
+        """The verdict, at once when it is known. Its exception is CheckerBusy. Raises RequestError
+        for a model without structured output and CheckerBusy.
         """
         if self._program is None:
             raise RequestError("structured_outputs", f"is not possible: {NO_GRAMMARS}")
-        digest = outputs.digest
+        key = tenant, outputs.digest
         with self._lock:
-            known = self._verdicts.get(digest)
-            if known is not None:
-                self._verdicts.move_to_end(digest)
+            future = self._known(key)
+            if future is not None:
                 self.counts.hits += 1
-                future: Future[Verdict] = Future()
-                future.set_result(known)
                 return future
-            if digest in self._checks:
-                self.counts.hits += 1
-                return self._checks[digest]
-            if len(self._checks) >= MAX_WAITING:
-                self.counts.busy += 1
-                raise CheckerBusy
-            future = self._checks[digest] = Future()
-        question = Check(json.dumps(_fields(outputs)))
-        self._program.ask(question).add_done_callback(functools.partial(self._answered, digest))
+            refusals = self._make_room(tenant)
+            future = self._checks[key] = Future()
+            self._waiting.add(tenant, (key, Check(json.dumps(_fields(outputs)))))
+        for refusal in refusals:
+            refusal.set_exception(CheckerBusy())
+        self._start()
         return future
 
-    def _answered(self, digest: str, answer: "Future[Checked]") -> None:
-        """Runs in a thread of the child program."""
-        with self._lock:
-            future = self._checks.pop(digest)
-            if isinstance(answer.exception(), ChildLost):
-                verdict = None
-            else:
-                checked = answer.result()
-                verdict = Verdict(checked.error, checked.size, checked.enforced)
-                self._verdicts[digest] = verdict
-                self._text += len(verdict.enforced)
-                while len(self._verdicts) > MAX_CACHED or self._text > MAX_CACHED_TEXT:
-                    _, oldest = self._verdicts.popitem(last=False)
-                    self._text -= len(oldest.enforced)
-                self.counts.compilations += 1
-                self.counts.seconds += checked.seconds
-                self.counts.refusals += bool(verdict.error)
+    def _known(self, key: Key) -> "Future[Verdict] | None":
+        """The verdict that is there, or that the tenant waits for."""
+        _, digest = key
+        verdict = self._verdicts.get(digest)
         if verdict is None:
-            future.set_exception(CheckerBusy(LOST))
-        else:
-            future.set_result(verdict)
+            return self._checks.get(key)
+        self._verdicts.move_to_end(digest)
+        future: Future[Verdict] = Future()
+        future.set_result(verdict)
+        return future
+
+    def _make_room(self, tenant: str) -> "list[Future[Verdict]]":
+        """What no longer waits, so that a check of the tenant may. Raises CheckerBusy where no
+        other tenant has more.
+        """
+        refusals: list[Future[Verdict]] = []
+        while len(self._checks) >= MAX_WAITING:
+            last = self._waiting.make_room(tenant)
+            if last is None:
+                raise CheckerBusy
+            refusals += self._end([last[0]])
+        return refusals
+
+    def _end(self, keys: Iterable[Key]) -> "list[Future[Verdict]]":
+        """Let these checks neither wait nor run. Returns those that did."""
+        return [self._checks.pop(key) for key in keys if key in self._checks]
+
+    def _start(self) -> None:
+        """Ask the child whatever it may be asked now."""
+        while self._program is not None and (first := self._first()) is not None:
+            key, question = first
+            answer = self._program.ask(question)
+            answer.add_done_callback(functools.partial(self._answered, key))
+
+    def _first(self) -> tuple[Key, Check] | None:
+        """The check whose turn it is, which runs from now on. Those of a named tenant run one at a
+        time: it never has the whole child.
+        """
+        with self._lock:
+            busy = {tenant for tenant, _ in self._running if tenant}
+            while len(self._running) < MAX_FORKS and (turn := self._waiting.take(busy)):
+                _, first = turn
+                if first[0] in self._checks:  # else another tenant's check has answered it
+                    self._running.add(first[0])
+                    return first
+        return None
+
+    def _answered(self, key: Key, answer: "Future[Checked]") -> None:
+        """Runs in a thread of the child program."""
+        lost = isinstance(answer.exception(), ChildLost)
+        checked = None if lost or answer.result().late else answer.result()
+        with self._lock:
+            self._running.discard(key)
+            if checked is None:
+                futures = self._end([key])
+            else:
+                verdict = self._remember(key[1], checked)
+                futures = self._end([check for check in self._checks if check[1] == key[1]])
+        for future in futures:
+            if checked is None:
+                future.set_exception(CheckerBusy(LOST if lost else LATE))
+            else:
+                future.set_result(verdict)
+        self._start()
+
+    def _remember(self, digest: str, checked: Checked) -> Verdict:
+        verdict = Verdict(checked.error, checked.size, checked.enforced)
+        self._forget(digest)  # two tenants may have asked at a time
+        self._verdicts[digest] = verdict
+        self._text += len(verdict.enforced)
+        while len(self._verdicts) > MAX_CACHED or self._text > MAX_CACHED_TEXT:
+            self._forget(next(iter(self._verdicts)))
+        self.counts.compilations += 1
+        self.counts.seconds += checked.seconds
+        self.counts.refusals += bool(verdict.error)
+        return verdict
+
+    def _forget(self, digest: str) -> None:
+        if digest in self._verdicts:
+            self._text -= len(self._verdicts.pop(digest).enforced)
 
     def close(self) -> None:
         """End the child and what it runs."""
+        with self._lock:
+            waiting = self._end([key for key in self._checks if key not in self._running])
+            self._waiting.clear()
+        for future in waiting:
+            future.set_exception(CheckerBusy(LOST))
         if self._program is not None:
             self._program.close()
 

@@ -1,9 +1,11 @@
 """The program that checks grammars: ``python -m fairlead_runtime.grammar.child``.
 
-It builds the tokenizer once, then forks for every check. The fork alone compiles hostile input: it
-has a limit on its memory and processor time, and is killed at its deadline. Owns the messages,
-which ``child.program`` numbers: in, first ``Setup``, then one ``Check`` for each question; out, one
-``Checked`` for each, in order of completion. Ends when its input does, and its forks with it.
+It builds the tokenizer once, then forks for every check. The fork alone compiles hostile input: its
+limits on memory and processor time are a verdict on that, and its deadline by the clock is none: a
+fork that is killed there was not given the processor. Owns the messages, which ``child.program``
+numbers: in, first ``Setup``, then one ``Check`` for each question, at most MAX_FORKS unanswered;
+out, one ``Checked`` for each, in order of completion. Ends when its input does, and its forks with
+it.
 """
 
 import json
@@ -22,7 +24,7 @@ from typing import Any
 from llguidance import LLMatcher, LLTokenizer
 
 from fairlead_runtime.child.frames import Channel, Codec, Message
-from fairlead_runtime.child.heap import release_memory
+from fairlead_runtime.child.heap import allocated_bytes, release_memory
 from fairlead_runtime.child.life import parent_socket
 from fairlead_runtime.grammar.compile import (
     NO_OUTPUT,
@@ -63,13 +65,15 @@ class Check(Message):
 class Checked(Message):
     """``error``: why it cannot be compiled; empty when it can. ``enforced``: what is compiled in
     place of the source; empty for the source. ``size`` of the compiled grammar in bytes.
-    ``seconds`` that the check took.
+    ``seconds`` that the check took. ``late``: it was killed before it had its processor time, and
+    the rest says nothing.
     """
 
     error: str
     enforced: str = ""
     size: int = 0
     seconds: float = 0.0
+    late: bool = False
 
 
 QUESTION: Codec[tuple[int, Setup | Check]] = Codec(tuple[int, Setup | Check])
@@ -104,14 +108,10 @@ def _serve(
     limits: CheckLimits,
     channel: Channel[tuple[int, Checked], tuple[int, Setup | Check]],
 ) -> None:
-    waiting: list[tuple[int, Check]] = []
     running: list[_Fork] = []
     with selectors.DefaultSelector() as selector:
         selector.register(channel.connection, selectors.EVENT_READ)
         while True:
-            while waiting and len(running) < MAX_FORKS:
-                running.append(_fork(tokenizer, ids, limits, *waiting.pop(0), channel.connection))
-                selector.register(running[-1].verdict, selectors.EVENT_READ, running[-1])
             now = time.monotonic()
             deadline = min((fork.deadline for fork in running), default=None)
             for key, _ in selector.select(None if deadline is None else max(0.0, deadline - now)):
@@ -122,7 +122,9 @@ def _serve(
                     continue
                 match channel.receive():
                     case (number, Check() as check):
-                        waiting.append((number, check))
+                        fork = _fork(tokenizer, ids, limits, number, check, channel.connection)
+                        selector.register(fork.verdict, selectors.EVENT_READ, fork)
+                        running.append(fork)
                     case _:
                         for fork in running:
                             os.kill(fork.pid, signal.SIGKILL)
@@ -156,14 +158,13 @@ def _verdict(fork: _Fork) -> tuple[int, Checked]:
     with fork.verdict:
         answer = ANSWER.receive(fork.verdict)
     _, status = os.waitpid(fork.pid, 0)
-    if answer is None:
-        expired = os.WIFSIGNALED(status) and os.WTERMSIG(status) in {
-            signal.SIGKILL,
-            signal.SIGXCPU,
-        }
-        checked = Checked(TIMED_OUT if expired else CRASHED)
-    else:
+    end = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
+    if answer is not None:
         _, checked = answer
+    elif end == signal.SIGKILL:  # at its deadline, or by a system that lacks memory
+        checked = Checked("", late=True)
+    else:
+        checked = Checked(TIMED_OUT if end == signal.SIGXCPU else CRASHED)
     checked.seconds = time.monotonic() - fork.began
     return fork.number, checked
 
@@ -181,23 +182,20 @@ def _check_and_exit(
         os.setpriority(os.PRIO_PROCESS, 0, NICENESS)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_CPU, (limits.cpu_seconds, limits.cpu_seconds + 1))
-        limit = _memory("size") + STACK + limits.memory
+        limit = _address_space() + STACK + limits.memory
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         # The library writes to standard error when it fails to get memory.
         with open(os.devnull, "wb") as nothing:  # noqa: PTH123 - for its descriptor
             os.dup2(nothing.fileno(), 1)
             os.dup2(nothing.fileno(), 2)
         threading.stack_size(STACK)
-        before = _memory("resident")
         answers: list[Checked] = []
         thread = threading.Thread(
             target=lambda: answers.append(_check(tokenizer, ids, json.loads(request.outputs)))
         )
         thread.start()
         thread.join()
-        grown = max(0, _memory("resident") - before)
         for checked in answers:
-            checked.size = grown
             sending.sendall(ANSWER.encode((number, checked)))
     finally:
         os._exit(0)
@@ -208,14 +206,16 @@ def _check(tokenizer: LLTokenizer, ids: int, fields: dict[str, Any]) -> Checked:
     try:
         outputs = StructuredOutputs(**fields)
         source = enforced(tokenizer, outputs)
+        before = allocated_bytes()
         matcher = compile_matcher(tokenizer, outputs.checked(0, source))
+        size = max(0, allocated_bytes() - before)
         for walk in range(WALKS):
             _walk(matcher.deep_copy(), ids, random.Random(walk))  # noqa: S311 - not for secrets
     except GrammarError as error:
         return Checked(str(error))
     except MemoryError:
         return Checked(CRASHED)
-    return Checked("", source)
+    return Checked("", source, size)
 
 
 def _walk(matcher: LLMatcher, ids: int, choose: random.Random) -> None:
@@ -247,11 +247,10 @@ def _check_mask(matcher: LLMatcher) -> None:
         raise GrammarError(NO_OUTPUT if str(error) == NO_OUTPUT else TOO_COMPLEX) from None
 
 
-def _memory(kind: str) -> int:
-    """Bytes of this process's address space ("size") or of its memory in use ("resident")."""
+def _address_space() -> int:
+    """Bytes of this process's address space."""
     with open("/proc/self/statm", encoding="ascii") as statm:  # noqa: PTH123 - not a user's path
-        pages = statm.read().split()
-    return int(pages[0 if kind == "size" else 1]) * resource.getpagesize()
+        return int(statm.read().split()[0]) * resource.getpagesize()
 
 
 if __name__ == "__main__":

@@ -161,9 +161,11 @@ def enforced(tokenizer: LLTokenizer, outputs: StructuredOutputs) -> str:
     return text
 
 
-def compile_matcher(tokenizer: LLTokenizer, outputs: StructuredOutputs) -> LLMatcher:
-    """A matcher at its start; at once where the check has told what is compiled. Raises
-    GrammarError.
+def compile_matcher(
+    tokenizer: LLTokenizer, outputs: StructuredOutputs, states: int = MAX_LEXER_STATES
+) -> LLMatcher:
+    """A matcher at its start; at once where the check has told what is compiled. It and its copies
+    together may come to ``states`` states of the lexer. Raises GrammarError.
     """
     source = outputs.enforced or enforced(tokenizer, outputs)
     try:
@@ -172,18 +174,18 @@ def compile_matcher(tokenizer: LLTokenizer, outputs: StructuredOutputs) -> LLMat
             grammar = _after_reasoning(grammar, tokenizer, outputs.reasoning_end)
     except ValueError as error:
         raise GrammarError(_brief(str(error), outputs.source)) from None
-    matcher = _matcher(tokenizer, grammar)
+    matcher = _matcher(tokenizer, grammar, states)
     check(matcher, outputs.source)
     return matcher
 
 
-def _matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
+def _matcher(tokenizer: LLTokenizer, grammar: str, states: int = MAX_LEXER_STATES) -> LLMatcher:
     """A matcher that may have failed already."""
     limits = LLParserLimits(
         initial_lexer_fuel=MAX_INITIAL_FUEL,
         step_lexer_fuel=MAX_STEP_FUEL,
         step_max_items=MAX_STEP_ITEMS,
-        max_lexer_states=MAX_LEXER_STATES,
+        max_lexer_states=states,
         max_grammar_size=MAX_GRAMMAR_SIZE,
         verbose_errors=False,
     )

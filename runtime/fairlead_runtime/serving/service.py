@@ -136,18 +136,18 @@ class Service:
         request = self._intake.request(submission)
         outputs = request.params.guided
         if outputs is not None:
-            request = replace(request, params=await self._checked(request.params, outputs))
+            request = replace(request, params=await self._checked(request, outputs))
         if request.id in self._streams:  # gateways repeat a request with its id
             request = replace(request, id=f"{request.id}-{uuid.uuid4().hex[:8]}")
         return self._start(request, submission, bounded=True)
 
-    async def _checked(self, params: SamplingParams, outputs: StructuredOutputs) -> SamplingParams:
+    async def _checked(self, request: Request, outputs: StructuredOutputs) -> SamplingParams:
         """The parameters, once their grammar was found to be one that the engine may compile."""
         try:
-            checked = await self._grammars.check(outputs)
+            checked = await self._grammars.check(outputs, request.tenant)
         except CheckerBusy as error:
             raise GrammarsBusy(str(error), retry_after=1.0) from None
-        return replace(params, structured_outputs=checked)
+        return replace(request.params, structured_outputs=checked)
 
     def _start(self, request: Request, submission: Submission, *, bounded: bool) -> Stream:
         params = submission.params

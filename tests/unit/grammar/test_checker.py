@@ -16,6 +16,7 @@ import pytest
 
 from fairlead_runtime.grammar import checker as module
 from fairlead_runtime.grammar.checker import Checker, CheckerBusy
+from fairlead_runtime.grammar.child import MAX_FORKS
 from fairlead_runtime.grammar.compile import CheckLimits
 from fairlead_runtime.request.sequence import RequestError
 from fairlead_runtime.request.structured import StructuredOutputs
@@ -24,6 +25,7 @@ from support.grammars import HOSTILE, LARGE, facts
 WITHIN = 300.0  # seconds; a limit for what hangs, long enough for a busy machine
 PATIENT = CheckLimits(seconds=WITHIN)  # processor time alone decides
 SLOW = ("counts of counts", "rules of counts")
+ANSWER = 60.0  # seconds; for a child that only has to start
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +89,6 @@ def test_what_is_only_large_is_compiled(name: str, shared: Checker) -> None:
 @pytest.mark.parametrize(
     ("limits", "regex", "reason"),
     [
-        (CheckLimits(seconds=0.0, cpu_seconds=600), "a{100000}", "takes too long"),
         (CheckLimits(seconds=WITHIN, cpu_seconds=1), "a{200000}", "takes too long"),  # 2 s alone
         (
             CheckLimits(seconds=WITHIN, cpu_seconds=600, memory=16 * 1024 * 1024),
@@ -100,6 +101,16 @@ def test_each_limit_of_the_child_holds_alone(limits: CheckLimits, regex: str, re
     checker = Checker(facts(), limits=limits, max_wait=WITHIN)
     with pytest.raises(RequestError, match=reason):
         checker.check_now(StructuredOutputs(regex=regex))
+    checker.close()
+
+
+def test_a_check_that_lacks_the_processor_is_no_verdict() -> None:
+    checker = Checker(facts(), limits=CheckLimits(seconds=0.0), max_wait=WITHIN)
+    for _ in range(2):
+        with pytest.raises(CheckerBusy, match="processor is busy: retry"):
+            asyncio.run(checker.check(StructuredOutputs(regex="a{100000}")))
+    counts = checker.counts
+    assert (counts.compilations, counts.refusals, counts.hits, counts.busy) == (0, 0, 0, 2)
     checker.close()
 
 
@@ -204,14 +215,80 @@ def test_too_many_waiting_checks_are_refused(tmp_path: Path) -> None:
     ]
     with pytest.raises(CheckerBusy, match="retry"):
         checker.ask(StructuredOutputs(regex="b"))
-    with pytest.raises(CheckerBusy, match="retry"):
-        asyncio.run(checker.check(StructuredOutputs(regex="a0")))
+    for asked in ("a0", "b"):
+        with pytest.raises(CheckerBusy, match="retry"):
+            asyncio.run(checker.check(StructuredOutputs(regex=asked)))
     assert checker.counts.busy == 2
     assert not any(future.done() for future in waiting)
     checker.close()
     for future in waiting:
         with pytest.raises(CheckerBusy, match="ended"):
             future.result()
+
+
+@pytest.fixture
+def selective(tmp_path: Path) -> Iterator[Checker]:
+    """Its child answers what is not slow, and the slow ones never."""
+    command = stand_in(
+        tmp_path,
+        """
+        from fairlead_runtime.child.frames import Channel
+        from fairlead_runtime.child.life import parent_socket
+        from fairlead_runtime.grammar.child import ANSWER, QUESTION, Checked
+
+        channel = Channel(parent_socket(), ANSWER, QUESTION)
+        channel.receive()
+        while (message := channel.receive()) is not None:
+            if "slow" not in message[1].outputs:
+                channel.send((message[0], Checked("", size=1)))
+        """,
+    )
+    checker = Checker(facts(), command=command, max_wait=WITHIN)
+    yield checker
+    checker.close()
+
+
+def test_a_tenant_with_many_slow_grammars_keeps_nobody_else_waiting(selective: Checker) -> None:
+    slow = [
+        selective.ask(StructuredOutputs(regex=f"slow{number}"), "a")
+        for number in range(module.MAX_WAITING)
+    ]
+    with pytest.raises(CheckerBusy):
+        selective.ask(StructuredOutputs(regex="slow"), "a")
+    for number in range(3):
+        assert selective.ask(StructuredOutputs(regex=f"b{number}"), "b").result(ANSWER)
+    assert [future.done() for future in slow] == [False] * (module.MAX_WAITING - 1) + [True]
+    assert isinstance(slow[-1].exception(), CheckerBusy)
+
+
+def test_tenants_share_the_places_evenly(selective: Checker) -> None:
+    def ask(tenant: str, number: int) -> bool:
+        with contextlib.suppress(CheckerBusy):
+            selective.ask(StructuredOutputs(regex=f"slow{number}"), tenant)
+            return True
+        return False
+
+    taken = [sum(ask(tenant, number) for number in range(40)) for tenant in "abc"]
+    assert taken == [32, 16, 10]
+    waiting = [tenant for tenant, _ in selective._checks]
+    assert sorted(map(waiting.count, "abc")) == [10, 11, 11]
+    assert len(selective._running) == MAX_FORKS
+
+
+def test_without_tenants_a_caller_may_have_the_whole_child(selective: Checker) -> None:
+    for name, running in (("a", 1), ("", MAX_FORKS)):
+        for number in range(3):
+            selective.ask(StructuredOutputs(regex=f"slow{name}{number}"), name)
+        assert len(selective._running) == running
+
+
+def test_one_verdict_answers_all_tenants_that_wait_for_it(selective: Checker) -> None:
+    selective.ask(StructuredOutputs(regex="slow"), "a")
+    behind = selective.ask(StructuredOutputs(regex="quick"), "a")
+    assert not behind.done()
+    verdict = selective.ask(StructuredOutputs(regex="quick"), "b").result(ANSWER)
+    assert behind.result(ANSWER) == verdict
+    assert (selective.counts.compilations, selective.pending) == (1, 1)
 
 
 def test_a_child_that_dies_is_replaced(checker: Checker) -> None:

@@ -1,11 +1,13 @@
 """Masks of allowed tokens: every output that they allow is what was asked for."""
 
+import gc
 import json
 import os
 import queue
 import random
 import re
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import jsonschema  # type: ignore[import-untyped]  # it has no stubs
@@ -17,9 +19,11 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from fairlead_runtime.api.tools.grammar import calls_schema
 from fairlead_runtime.api.tools.reasoning import END
+from fairlead_runtime.child.heap import allocated_bytes
 from fairlead_runtime.grammar import compile as compile_module
 from fairlead_runtime.grammar import guides as module
-from fairlead_runtime.grammar.compile import GrammarError, TokenizerFacts
+from fairlead_runtime.grammar.checker import Checker
+from fairlead_runtime.grammar.compile import CheckLimits, GrammarError, TokenizerFacts
 from fairlead_runtime.grammar.guides import Guide, Guides
 from fairlead_runtime.request.sequence import Failure, FailureKind, SamplingParams, Sequence
 from fairlead_runtime.request.structured import TOO_COMPLEX, StructuredOutputs
@@ -36,6 +40,13 @@ from support.grammars import (
 )
 
 GUIDES = Guides(facts())
+
+
+@pytest.fixture(scope="module")
+def shared_checker() -> Iterator[Checker]:
+    checker = Checker(facts(), limits=CheckLimits(seconds=300.0))
+    yield checker
+    checker.close()
 
 
 def guide(value: dict[str, Any]) -> Guide:
@@ -363,16 +374,87 @@ def test_compiled_grammars_are_kept_up_to_a_number_of_bytes(
     compiled = []
     compile_matcher = compile_module.compile_matcher
 
-    def counted(tokenizer: Any, outputs: StructuredOutputs) -> Any:
+    def counted(tokenizer: Any, outputs: StructuredOutputs, states: int) -> Any:
         compiled.append(outputs.source)
-        return compile_matcher(tokenizer, outputs)
+        return compile_matcher(tokenizer, outputs, states)
 
-    monkeypatch.setattr(module, "compile_matcher", counted)
-    monkeypatch.setattr(module, "CACHE_BYTES", 25)
     guides = Guides(facts())
+    fixed = module.SHARED_STATES[0] * module.STATE_BYTES + 4 * facts().words
+    monkeypatch.setattr(module, "compile_matcher", counted)
+    monkeypatch.setattr(module, "CACHE_BYTES", 2 * fixed + 25)
     for regex in ("a", "b", "a", "c", "a", "b"):
         guides.compile(StructuredOutputs(regex=regex).checked(10))
     assert compiled == ["a", "b", "c", "b"]
+
+
+# Every token that is followed makes states of the lexer that no other output needs.
+GROWING = "[ab]*a[ab]{40}"
+
+
+def follow(one: Guide, seed: int, tokens: int) -> None:
+    of, choose = sequence(), random.Random(seed)
+    letters = [TOKENIZER.convert_tokens_to_ids(letter) for letter in "ab"]
+    for _ in range(tokens):
+        one.mask(of)
+        of.tokens.append(choose.choice(letters))
+
+
+def test_what_an_output_can_follow_does_not_depend_on_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "MAX_LEXER_STATES", 1500)
+    monkeypatch.setattr(module, "SHARED_STATES", (100, 200))
+    guides, wanted = Guides(facts()), StructuredOutputs(regex=GROWING)
+    for seed in range(10):  # one after another
+        follow(guides.compile(wanted).fork(), seed, 200)
+    together = guides.compile(wanted)
+    for seed in range(10):
+        follow(together.fork(), seed, 200)
+    with pytest.raises(GrammarError, match="too many states"):
+        follow(together.fork(), 0, 2000)
+
+
+def test_a_grammar_that_has_needed_more_is_kept_with_a_larger_bound() -> None:
+    guides, wanted = Guides(facts()), StructuredOutputs(regex=GROWING)
+    first = guides.compile(wanted)
+    assert guides.compile(wanted) is first
+    follow(first.fork(), 0, 400)
+    second = guides.compile(wanted)
+    assert second is not first
+    follow(second.fork(), 0, 400)
+    assert guides.compile(wanted) is second
+    assert sum(kept.nbytes for kept in guides._cached.values()) == guides._cached_bytes
+    assert guides._cached_bytes > module.SHARED_STATES[1] * module.STATE_BYTES
+
+
+def test_kept_grammars_take_no_more_than_they_count(shared_checker: Checker) -> None:
+    guides = Guides(facts())
+    gc.collect()
+    before = allocated_bytes()
+    for number in range(20):
+        wanted = StructuredOutputs(regex=f"{GROWING}{number}")
+        kept = guides.compile(shared_checker.check_now(wanted))
+        follow(kept.fork(), number, 200)
+    gc.collect()
+    assert len(guides._cached) == 20
+    assert 0 < allocated_bytes() - before < guides._cached_bytes
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"regex": "id-1-[0-9]{1,4}"},
+        {"choice": ["yes", "no"]},
+        {"json": {"type": "object", "properties": {"a": {"type": "integer"}}}},
+    ],
+    ids=["regex", "choice", "json"],
+)
+def test_hundreds_of_small_grammars_are_kept(
+    value: dict[str, Any], shared_checker: Checker
+) -> None:
+    guides = Guides(facts())
+    guides.compile(shared_checker.check_now(StructuredOutputs.of(value)))
+    assert module.CACHE_BYTES / guides._cached_bytes > 190
 
 
 def test_the_steps_go_before_a_compilation() -> None:
