@@ -17,7 +17,10 @@ DIGEST = 32  # bytes of a digest
 
 
 def root(identity: bytes, salt: bytes) -> bytes:
-    """The parent of a first block. It covers the lengths: (b"ab", b"c") is not (b"a", b"bc")."""
+    """The parent of a first block: all that decides a block's content beside its tokens. The
+    ``identity`` is what a server has for all requests, the ``salt`` what a request adds; whatever
+    else one may add belongs here. It covers the lengths: (b"ab", b"c") is not (b"a", b"bc").
+    """
     framed = struct.pack("<QQ", len(identity), len(salt)) + identity + salt
     return hashlib.sha256(framed).digest()
 

@@ -24,8 +24,8 @@ def identity(files: ModelFiles, *traits: str) -> bytes:
 
     Two checkpoints that share every name, shape and setting, as two fine-tunes of one base do,
     differ in the samples: training changes whole tensors. An edit of single numbers between the
-    samples is not detected. ``traits`` are whatever else determines the cached values, such as the
-    dtype that the model runs in.
+    samples is not detected. ``traits`` are whatever else of a server determines the cached values,
+    such as the dtypes of the model and of its cache.
     """
     digest = hashlib.sha256(b"fairlead model 1")
     settings = {key: value for key, value in files.config.items() if key not in _NEUTRAL}

@@ -119,14 +119,12 @@ def load(
     model.requires_grad_(False).eval()
     log.info("loaded %.2f GiB in %.1f s", size, time.monotonic() - started)
     # RoPE is pinned to the longest sequence, so for some models that length decides the keys.
-    traits = [str(inspected.dtype), str(inspected.max_model_len)]
-    if settings.quantization != "none":
-        traits.append(settings.quantization)
+    traits = (str(inspected.max_model_len), settings.quantization, settings.cache_dtype)
     return LoadedModel(
         model=model,
         config=model.config,
         tokenizer=tokenizer,
-        identity=identity(inspected.files, *traits),
+        identity=identity(inspected.files, str(inspected.dtype), *traits),
         shape=inspected.shape,
         eos_ids=eos_ids(model, tokenizer, inspected.shape.vocab),
         max_model_len=inspected.max_model_len,

@@ -119,13 +119,14 @@ def test_changes_of_keys_and_values_change_the_identity(
     assert identity(model) != identity(good)
 
 
-def test_the_type_and_the_longest_sequence_are_part_of_the_identity(good: Path) -> None:
+def test_the_types_and_the_longest_sequence_are_part_of_the_identity(good: Path) -> None:
     identities = {
         identity(good),
         identity(good, dtype="bfloat16"),
         identity(good, max_model_len=512),
+        identity(good, cache_dtype="fp8"),
     }
-    assert len(identities) == 3
+    assert len(identities) == 4
 
 
 def test_weights_in_several_files_load_like_one(good: Path, tmp_path: Path) -> None:
