@@ -193,9 +193,9 @@ NEIGHBOURS = (
     ),
     PackageBug(
         "a tenant's large prompts wait behind all of another's",
-        "fairlead_runtime.front.turns:TenantExecutor._run_next",
-        "            if queue:\n                self._waiting[tenant] = queue\n",
-        "            if queue:\n                self._waiting = {tenant: queue} | self._waiting\n",
+        "fairlead_runtime.request.tenant_queue:TenantQueue.take",
+        "        if queue:\n            self._items[tenant] = queue\n",
+        "        if queue:\n            self._items = {tenant: queue} | self._items\n",
         ("unit/api/test_prompt_pool.py",),
     ),
 )
