@@ -7,7 +7,7 @@ which is vLLM's. Uses the same engine, intake and detokenizer as the server.
 import gc
 import itertools
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -34,6 +34,7 @@ from fairlead_runtime.request.sequence import (
     TooLongError,
 )
 from fairlead_runtime.serving.choice import ChoiceText
+from fairlead_runtime.serving.detokenize import vocabulary_of
 from fairlead_runtime.settings.engine_config import EngineConfig
 
 Prompt = str | Mapping[str, Sequence[int]]
@@ -68,11 +69,22 @@ class RequestOutput:
     prompt_logprobs: list[Mapping[int, Logprob] | None] | None = None
 
 
+@dataclass(slots=True)
+class Reader:
+    """Who reads some of the requests: a stream, or the caller of ``step``. ``live`` counts those
+    that have not ended, ``outputs`` are what steps have made of them.
+    """
+
+    live: int = 0
+    outputs: "deque[tuple[LiveText, Output]]" = field(default_factory=deque)
+
+
 class LiveText(NamedTuple):
-    """A request that lives: its submission's id, and the text of each choice."""
+    """A request that lives: its submission's id, the text of each choice, and who reads it."""
 
     id: str
     choices: Mapping[int, ChoiceText]
+    reader: Reader
 
 
 class LLM:
@@ -93,7 +105,8 @@ class LLM:
         self._live: dict[str, LiveText] = {}  # by the engine's id
         self._engine_ids: dict[str, str] = {}  # of those that live, by the submission's id
         self._numbers = itertools.count()
-        self._streams = False  # a stream has begun and has not ended
+        self._by_hand = Reader()  # of the requests of add_request
+        self._vocabulary = vocabulary_of(self._built_engine.tokenizer)
 
     def generate(
         self,
@@ -124,11 +137,14 @@ class LLM:
             for prompt, submission in zip(prompt_list, submissions, strict=True)
         ]
         unfinished = [submission.params.n for submission in submissions]
+        pieces: dict[tuple[int, int], list[str]] = defaultdict(list)  # of each choice's text
         with tqdm(
             total=len(prompt_list), desc="prompts", unit="prompt", disable=not use_tqdm
         ) as bar:
             for number, output in self.stream(submissions):
-                _append(results[number].outputs[output.index], output)
+                text = pieces[number, output.index]
+                text.append(output.text)
+                _append(results[number].outputs[output.index], output, text)
                 if output.prompt_logprobs is not None:
                     results[number].prompt_logprobs = list(output.prompt_logprobs)
                 unfinished[number] -= output.finish_reason is not None
@@ -140,50 +156,54 @@ class LLM:
         """Yield (index of the submission, Output) while the engine runs, one per choice and step.
 
         Closing the iterator early aborts the running requests. Too long prompts end and errors are
-        raised as ``generate`` does. Raises RuntimeError while a request of ``add_request`` lives or
-        another stream runs.
+        raised as ``generate`` does. Other streams and requests of ``add_request`` may run beside
+        it: a step is one of all, and what it made waits for its reader.
         """
-        self._check_no_stream()
-        if self._live:
-            raise RuntimeError("requests of add_request are unfinished: step or abort them first")
-        engine, requests = self._require_engine().engine, self._checked_all(submissions)
-        numbers: dict[str, int] = {}
-        self._streams = True
+        requests = self._checked_all(submissions)
+        reader, numbers = Reader(), {}
         try:
             for number, (submission, request) in enumerate(zip(submissions, requests, strict=True)):
                 if not isinstance(request, TooLongError):
-                    numbers[self._enqueue(submission, request)] = number
+                    numbers[self._enqueue(submission, request, reader)] = number
             for number, request in enumerate(requests):
                 if isinstance(request, TooLongError):
                     for choice in range(submissions[number].params.n):
                         yield number, _refused(choice, request)
-            while self._live:
-                for request_id, output in self._step():
-                    yield numbers[request_id], output
-                self._check_alive()
+            while reader.live or reader.outputs:
+                if not reader.outputs:
+                    self._step()
+                while reader.outputs:
+                    live, output = reader.outputs.popleft()
+                    yield numbers[live.id], output
         finally:
-            self._streams = False
-            unfinished = list(self._engine_ids)
-            for request_id in unfinished:
-                self.abort_request(request_id)
-            while unfinished and not engine.dead_reason:
-                engine.step()
-                if engine.idle:
-                    break
+            self._abort_all(reader)
+
+    def _abort_all(self, reader: Reader) -> None:
+        """Abort what still runs for ``reader``. Where nothing else runs, nobody may step any more:
+        the engine then gets the steps in which it frees their blocks.
+        """
+        unfinished = [live.id for live in self._live.values() if live.reader is reader]
+        for request_id in unfinished:
+            self.abort_request(request_id)
+        while unfinished and not self._live and not self._require_engine().engine.dead_reason:
+            self._require_engine().engine.step()
+            if self._require_engine().engine.idle:
+                break
 
     def add_request(self, submission: Submission) -> str:
         """Queue a request for the steps to come. Returns its id: the submission's, or a new one.
-        Raises RequestError for one that can never run, RuntimeError while a stream runs.
+        Raises RequestError for one that can never run.
         """
-        self._check_no_stream()
-        return self._enqueue(submission, self._checked(submission))
+        return self._enqueue(submission, self._checked(submission), self._by_hand)
 
     def abort_request(self, request_id: str) -> None:
         """End a request, of which nothing more comes. One that has ended is ignored."""
         engine_id = self._engine_ids.pop(request_id, None)
         if engine_id is None:
             return
-        del self._live[engine_id]
+        live = self._live.pop(engine_id)
+        outputs = [one for one in live.reader.outputs if one[0] is not live]
+        live.reader.live, live.reader.outputs = live.reader.live - 1, deque(outputs)
         queued = [request for request in self._queue if request.id == engine_id]
         for request in queued:
             self._queue.remove(request)
@@ -192,29 +212,28 @@ class LLM:
 
     @property
     def has_unfinished_requests(self) -> bool:
-        return bool(self._live)
+        """Whether ``step`` has more to return of the requests of ``add_request``."""
+        return bool(self._by_hand.live or self._by_hand.outputs)
 
     def step(self) -> list[tuple[str, Output]]:
-        """Compute one step of the requests that were added. Returns (request id, Output) of every
-        choice that it continued or ended; nothing without requests. Raises EngineDead, and
-        RuntimeError while a stream runs.
+        """Compute one step of all requests. Returns (request id, Output) of every choice of the
+        requests of ``add_request`` that it, or a stream's step since the last call, continued or
+        ended; nothing without requests. Raises EngineDead.
         """
-        self._check_no_stream()
-        return self._step()
+        self._step()
+        outputs = [(live.id, output) for live, output in self._by_hand.outputs]
+        self._by_hand.outputs.clear()
+        return outputs
 
-    def _check_no_stream(self) -> None:
-        if self._streams:
-            raise RuntimeError("a stream runs: read it to its end or close it first")
-
-    def _step(self) -> list[tuple[str, Output]]:
+    def _step(self) -> None:
+        """Compute one step; file what it made with its readers."""
         engine = self._require_engine().engine
         self._check_alive()
         self._feed()
         events = engine.step()
-        outputs = list(self._outputs(events))
+        self._file(events)
         if engine.idle and self._live and not events:
             engine.sleep()  # until a grammar is compiled
-        return outputs
 
     def _check_alive(self) -> None:
         reason = self._require_engine().engine.dead_reason
@@ -222,6 +241,7 @@ class LLM:
             self._live.clear()
             self._engine_ids.clear()
             self._queue.clear()
+            self._by_hand = Reader()
             raise EngineDead(reason)
 
     def _checked_all(self, submissions: Sequence[Submission]) -> list[Request | TooLongError]:
@@ -247,16 +267,16 @@ class LLM:
         checked = self._grammars.check_now(outputs)
         return replace(request, params=replace(request.params, structured_outputs=checked))
 
-    def _enqueue(self, submission: Submission, request: Request) -> str:
+    def _enqueue(self, submission: Submission, request: Request, reader: Reader) -> str:
         """Queue it under an id of its own: what the engine still says of an ended request must not
         be taken for a later one's with the same id.
         """
         if request.id in self._engine_ids:
             raise RequestError("id", f"{request.id!r} is already in use: choose another id")
-        vocabulary = self._require_engine().vocabulary
-        choices = {i: ChoiceText(i, submission, vocabulary) for i in range(request.params.n)}
+        choices = {i: ChoiceText(i, submission, self._vocabulary) for i in range(request.params.n)}
         engine_id = f"{request.id}-{next(self._numbers)}"
-        self._live[engine_id] = LiveText(request.id, choices)
+        self._live[engine_id] = LiveText(request.id, choices, reader)
+        reader.live += 1
         self._engine_ids[request.id] = engine_id
         self._queue.append(replace(request, id=engine_id))
         return request.id
@@ -271,19 +291,20 @@ class LLM:
                 return
             self._queue.popleft()
 
-    def _outputs(self, events: Sequence[ChoiceEvent]) -> Iterator[tuple[str, Output]]:
+    def _file(self, events: Sequence[ChoiceEvent]) -> None:
         for event in events:
             if event.request_id not in self._live:
                 continue  # a canary, an aborted one, or a choice that a stop string ended
-            request_id, choices = self._live[event.request_id]
-            choice = choices[event.choice]
+            live = self._live[event.request_id]
+            choice = live.choices[event.choice]
             if not choice.finished:
                 output, stopped_early = choice.take([event])
                 if stopped_early:
                     self._require_engine().engine.finish(event.request_id, event.choice)
-                if all(text.finished for text in choices.values()):
-                    del self._live[event.request_id], self._engine_ids[request_id]
-                yield request_id, output
+                if all(text.finished for text in live.choices.values()):
+                    del self._live[event.request_id], self._engine_ids[live.id]
+                    live.reader.live -= 1
+                live.reader.outputs.append((live, output))
 
     def _with_bad_word_ids(self, submission: Submission) -> Submission:
         words = submission.params.bad_words
@@ -360,11 +381,16 @@ def _refused(choice: int, error: TooLongError) -> Output:
     return Output(choice, (), "", finish_reason=FinishReason.ERROR, failure=failure)
 
 
-def _append(result: CompletionOutput, output: Output) -> None:
-    result.text += output.text
+def _append(result: CompletionOutput, output: Output, text: Sequence[str]) -> None:
+    """``text``: the pieces of the choice so far. Joined once: a copy at each token takes time that
+    grows with the square of an answer's length.
+    """
     result.token_ids += output.token_ids
     if output.logprobs is not None:
-        result.logprobs = [*(result.logprobs or []), *output.logprobs]
+        if result.logprobs is None:
+            result.logprobs = []
+        result.logprobs += output.logprobs
     if output.finish_reason is not None:
+        result.text = "".join(text)
         result.finish_reason, result.stop_reason = output.finish_reason, output.stop_reason
         result.message = str(output.failure or "")

@@ -9,6 +9,7 @@ from fairlead_runtime.build.build_engine import build
 from fairlead_runtime.grammar.checker import Checker
 from fairlead_runtime.grammar.compile import CheckLimits
 from fairlead_runtime.hub import source
+from fairlead_runtime.serving.detokenize import vocabulary_of
 from fairlead_runtime.serving.engine_link import LocalEngine
 from fairlead_runtime.serving.measurements import RequestMetrics
 from fairlead_runtime.serving.metrics import EngineMetrics
@@ -39,7 +40,8 @@ async def demo(config: EngineConfig = CONFIG, **settings: Any) -> AsyncIterator[
         built = build(source.resolve("demo:").path, config, observer=measurements)
         engine = LocalEngine(built.engine, measurements)
         grammars = Checker(built.grammar_facts, limits=PATIENT, max_wait=WITHIN)
-        service = Service(engine, built.intake, built.vocabulary, grammars=grammars)
+        vocabulary = vocabulary_of(built.tokenizer)
+        service = Service(engine, built.intake, vocabulary, grammars=grammars)
         services.append(service)
         service.start()
 
@@ -49,7 +51,7 @@ async def demo(config: EngineConfig = CONFIG, **settings: Any) -> AsyncIterator[
         return Backend(
             service=service,
             encoder=PromptEncoder(built.tokenizer),
-            vocabulary=built.vocabulary,
+            vocabulary=vocabulary,
             metrics=exposition,
             memory=built.memory.as_dict(),
             died=service.died,

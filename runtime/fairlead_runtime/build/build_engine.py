@@ -35,7 +35,6 @@ from fairlead_runtime.outputs import ModelFacts
 from fairlead_runtime.recording.record import RecordedScheduler
 from fairlead_runtime.scheduling.plan import Limits
 from fairlead_runtime.scheduling.scheduler import Scheduler
-from fairlead_runtime.serving.detokenize import Vocabulary, vocabulary_of
 from fairlead_runtime.serving.intake import Intake
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
 from fairlead_runtime.sizing.groups import group_layers
@@ -64,7 +63,6 @@ class BuiltEngine:
     engine: Engine
     facts: ModelFacts
     intake: Intake
-    vocabulary: Vocabulary
     tokenizer: PreTrainedTokenizerBase
     resolved: ResolvedConfig
     memory: MemoryReport
@@ -201,7 +199,6 @@ def _with_engine(
         engine=engine,
         facts=facts,
         intake=Intake(engine.bounds.resolve_max_tokens, facts),
-        vocabulary=vocabulary_of(loaded.tokenizer),
         tokenizer=loaded.tokenizer,
         resolved=resolved,
         memory=_memory_report(

@@ -136,9 +136,11 @@ async def _load(
     metrics = EngineMetrics(state.name)
     warmed = time.monotonic() - loaded.loaded_at
     metrics.started(loaded=process_age() - warmed, warmed=warmed)
-    vocabulary = vocabulary_of(tokenizer)
+    # Seconds for a large vocabulary, in which the probes must be answered.
+    vocabulary = await _in_thread(lambda: vocabulary_of(tokenizer))
+    ids = loaded.facts
+    facts = await _in_thread(lambda: TokenizerFacts.of(tokenizer, ids.vocab_size, ids.eos_ids))
     intake = Intake(loaded.bounds.resolve_max_tokens, loaded.facts)
-    facts = TokenizerFacts.of(tokenizer, loaded.facts.vocab_size, loaded.facts.eos_ids)
     service = Service(engine, intake, vocabulary, grammars=Checker(facts))
     encoder = _prompt_encoder(tokenizer, facts, service)
     running.callback(encoder.close)

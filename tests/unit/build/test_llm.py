@@ -1,6 +1,7 @@
 """The loop of ``LLM`` on an engine without a model: what it asks of ``build`` and of the engine."""
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,9 +9,9 @@ import pytest
 
 from fairlead_runtime import llm as module
 from fairlead_runtime.llm import LLM
-from fairlead_runtime.outputs import EngineDead, ModelFacts, Submission
+from fairlead_runtime.outputs import EngineDead, ModelFacts, Output, Submission
+from fairlead_runtime.request.logprobs import Logprob
 from fairlead_runtime.request.sequence import FinishReason, RequestError, SamplingParams
-from fairlead_runtime.serving.detokenize import vocabulary_of
 from fairlead_runtime.serving.intake import Intake
 from support import tiny
 from support.fake_engine import FakeRunner, rig
@@ -45,7 +46,6 @@ def built(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
             engine=engine,
             intake=intake,
             tokenizer=tokenizer,
-            vocabulary=vocabulary_of(tokenizer),
             grammar_facts=None,
             close=lambda: None,
         )
@@ -120,8 +120,6 @@ def test_requests_by_hand_run_step_by_step_join_and_are_aborted(built: dict[str,
         one.add_request(Submission(prompt=(5, 6), params=endless, id="second"))
         with pytest.raises(RequestError, match="already in use"):
             one.add_request(Submission(prompt=(5,), params=params, id="first"))
-        with pytest.raises(RuntimeError, match="unfinished"):
-            one.generate("abc")
         steps = 0
         while one.has_unfinished_requests:
             for name, output in one.step():
@@ -163,19 +161,77 @@ def test_an_id_is_free_once_its_request_has_ended(built: dict[str, Any], stop: A
     assert outputs[-1][1].finish_reason == "length"
 
 
-def test_a_stream_runs_alone(built: dict[str, Any]) -> None:
+def test_streams_and_requests_by_hand_are_read_in_turns_and_all_end(built: dict[str, Any]) -> None:
+    def ask(tokens: int) -> list[Submission]:
+        params = SamplingParams(temperature=0, max_tokens=tokens)
+        return [Submission(prompt=(5, 6), params=params)]
+
     with LLM("demo:") as one:
-        stream = one.stream([Submission(prompt=(5, 6))])
-        next(stream)
-        for call in (
-            lambda: one.add_request(Submission(prompt=(7,))),
-            one.step,
-            lambda: one.generate("abc"),
-        ):
-            with pytest.raises(RuntimeError, match="a stream runs: read it to its end"):
-                call()
-        stream.close()
-        assert one.add_request(Submission(prompt=(7,), id="a")) == "a"
+        outer, text = [], ""
+        one.add_request(*ask(3))
+        for _, output in one.stream(ask(6)):
+            outer.append(output)
+            if len(outer) == 2:
+                inner = [output.text for _, output in one.stream(ask(20))]
+        assert "".join(output.text for output in outer) == TEXT[:6]
+        assert outer[-1].finish_reason is FinishReason.LENGTH
+        assert "".join(inner) == (TEXT * 3)[:20]
+        while one.has_unfinished_requests:
+            text += "".join(output.text for _, output in one.step())
+        assert text == TEXT[:3], "the steps of the streams have made it"
+
+
+def test_closing_a_stream_ends_its_own_requests_only(built: dict[str, Any]) -> None:
+    endless = SamplingParams(temperature=0, max_tokens=100)
+    with LLM("demo:") as one:
+        first, second = (one.stream([Submission(prompt=(5, 6), params=endless)]) for _ in range(2))
+        next(first)
+        next(second)
+        first.close()
+        assert len(list(second)) == 99
+        last = one.stream([Submission(prompt=(5, 6), params=endless)])
+        next(last)
+        last.close()
+        assert built["engine"].idle, "nobody else steps"
+
+
+def test_what_a_stream_has_computed_of_an_aborted_request_is_dropped(built: dict[str, Any]) -> None:
+    params = SamplingParams(temperature=0, max_tokens=3)
+    with LLM("demo:") as one:
+        one.add_request(Submission(prompt=(5, 6), params=replace(params, max_tokens=100), id="a"))
+        list(one.stream([Submission(prompt=(5, 6), params=params)]))
+        one.abort_request("a")
+        assert not one.has_unfinished_requests
+        one.add_request(Submission(prompt=(5, 6), params=params, id="a"))
+        outputs = []
+        while one.has_unfinished_requests:
+            outputs += one.step()
+        assert "".join(output.text for _, output in outputs) == TEXT[:3]
+
+
+def test_a_dead_engine_ends_every_stream(built: dict[str, Any]) -> None:
+    with LLM("demo:") as one:
+        first, second = (one.stream([Submission(prompt=(5, 6))]) for _ in range(2))
+        next(first)
+        next(second)
+        built["engine"]._give_up("for the test")
+        for stream in (first, second):
+            with pytest.raises(EngineDead, match="for the test"):
+                list(stream)
+
+
+def test_the_parts_of_a_choice_are_not_copied_at_each_token() -> None:
+    """A copy of all that came before at every token takes the square of an answer's length."""
+    result, text, logprobs = module.CompletionOutput(0), [], None
+    for token in range(3):
+        output = Output(0, (token,), "a", ({token: Logprob(-1.0)},))
+        text.append(output.text)
+        module._append(result, output, text)
+        assert logprobs is None or result.logprobs is logprobs
+        logprobs = result.logprobs
+    module._append(result, Output(0, (), "", (), FinishReason.LENGTH), text)
+    assert (result.text, result.token_ids) == ("aaa", [0, 1, 2])
+    assert [*map(list, result.logprobs or [])] == [[0], [1], [2]]
 
 
 def test_a_dead_engine_ends_requests_by_hand(built: dict[str, Any]) -> None:

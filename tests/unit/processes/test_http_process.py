@@ -1,0 +1,68 @@
+"""What the HTTP process makes of the tokenizer while its ports are open."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Awaitable
+from contextlib import AsyncExitStack
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fairlead_runtime.api.state.state import ServerState
+from fairlead_runtime.outputs import ModelFacts
+from fairlead_runtime.processes import http_process
+from fairlead_runtime.settings.engine_config import EngineConfig
+from support.fake_engine import rig
+
+
+class Engine:
+    """A process that has loaded the demo model."""
+
+    bounds = rig().bounds
+
+    def __init__(self, _child: Any) -> None: ...
+    async def open(self) -> None: ...
+    async def stop(self, max_wait: float) -> None: ...
+    def start(self, deliver: Any, ended: Any) -> None: ...
+
+    def load(self, _start: Any) -> Awaitable[Any]:
+        loaded: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        facts = ModelFacts(frozenset({2}), 1024, 0)
+        loaded.set_result(
+            SimpleNamespace(facts=facts, bounds=self.bounds, memory={}, loaded_at=time.monotonic())
+        )
+        return loaded
+
+
+def test_what_takes_as_long_as_the_vocabulary_is_large_is_made_off_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    threads: dict[str, str] = {}
+
+    def spied(name: str, make: Any) -> Any:
+        def made(*arguments: Any) -> Any:
+            threads[name] = threading.current_thread().name
+            return make(*arguments)
+
+        return made
+
+    facts = http_process.TokenizerFacts
+    monkeypatch.setattr(http_process, "RemoteEngine", Engine)
+    monkeypatch.setattr(
+        http_process, "vocabulary_of", spied("vocabulary", http_process.vocabulary_of)
+    )
+    monkeypatch.setattr(
+        http_process, "TokenizerFacts", SimpleNamespace(of=spied("facts", facts.of))
+    )
+
+    async def go() -> None:
+        async with AsyncExitStack() as running:
+            child: Any = None
+            state = ServerState(name="demo:")
+            backend = await http_process._load(state, child, "demo:", EngineConfig(), running)
+            assert backend.vocabulary.decode([5])
+
+    asyncio.run(go())
+    assert threads == {"vocabulary": "loading", "facts": "loading"}
