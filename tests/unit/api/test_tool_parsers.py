@@ -350,3 +350,44 @@ def test_one_call_is_kept_where_parallel_calls_are_not_allowed() -> None:
     use = ToolUse(names=NAMES, parallel=False)
     parser = replies.parser(use, prompt_end="", show_reasoning=True)
     assert shown(parsed(parser, WRITTEN["hermes"])) == ("Let me look.", [("get_weather", PARIS)])
+
+
+class Looked(str):
+    """A text that counts the looks at single characters of it."""
+
+    __slots__ = ("looks",)
+    looks: int
+
+    def __getitem__(self, place: Any) -> str:
+        self.looks += isinstance(place, int)
+        return super().__getitem__(place)
+
+    def __iter__(self) -> Any:
+        self.looks += len(self)
+        return super().__iter__()
+
+
+LONG = "It thinks, and " * 2000
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("think", f"<think>{LONG}</think>{LONG}"),
+        ("inside", LONG),
+        ("hermes", LONG),
+        ("hermes", f'<tool_call>{{"name": "f", "arguments": {{"a": "{LONG}"}}}}</tool_call>{LONG}'),
+        ("mistral", f'[TOOL_CALLS] [{{"name": "f", "arguments": {{"a": "{LONG}"}}}}]'),
+        ("mistral", f'[TOOL_CALLS]f[ARGS]{{"a": "{LONG}"}}'),
+        ("llama", LONG),
+        ("required", f'[{{"name": "f", "parameters": {{"a": "{LONG}"}}}}]'),
+        ("named", f'{{"a": "{LONG}"}} {LONG}'),
+    ],
+)
+def test_long_texts_are_searched_not_read_character_by_character(name: str, text: str) -> None:
+    looked = Looked(text)
+    looked.looks = 0
+    parts = parsed(PARSERS[name](), looked)
+    assert looked.looks < 100
+    # The same in pieces of one character, which nothing can skip.
+    assert parts == parsed(PARSERS[name](), *text)

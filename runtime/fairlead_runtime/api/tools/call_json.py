@@ -2,15 +2,20 @@
 
 Owns the decision whether text is a call, and the raw text of its arguments. A call is decided once
 its name, one of the request's tools, and the first brace of its arguments are read; nothing before
-that is shown, nothing after that is taken back. Reads each character once.
+that is shown, nothing after that is taken back. Reads each character once, and of long values only
+those that may end them.
 """
 
 import enum
 import json
+import re
 from collections.abc import Callable, Container
 
 SPACE = " \t\r\n"
 _PLAIN = frozenset("+-.0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
+
+
+_IN_TEXT, _IN_VALUE = re.compile(r'["\\]'), re.compile(r'["\[\]{}]')
 
 
 class Progress(enum.Enum):
@@ -27,6 +32,13 @@ class Value:
         self._text = first == '"'
         self._escaped = False
         self._depth = 1 if first in "[{" else 0
+
+    def run(self, text: str, place: int) -> int:
+        """The place of the next character from ``place`` on that ``take`` must see."""
+        if self._escaped:
+            return place
+        match = (_IN_TEXT if self._text else _IN_VALUE).search(text, place)
+        return len(text) if match is None else match.start()
 
     def take(self, c: str) -> bool:
         """Whether ``c`` ends a text, an object or a list. Numbers and words have no such end."""
@@ -66,6 +78,17 @@ class CallReader:
 
     def take(self, c: str) -> Progress:
         return self._state(c)
+
+    def run(self, text: str, place: int) -> int:
+        """Take the characters from ``place`` on that belong to the value that is being read.
+        Returns the place of the first that ``take`` must see.
+        """
+        if self._value is None or self._state not in (self._in_arguments, self._in_value):
+            return place
+        end = self._value.run(text, place)
+        pieces = self._arguments if self.name and self._state == self._in_arguments else self._raw
+        pieces.append(text[place:end])
+        return end
 
     def arguments(self) -> str:
         """The text of the arguments since the last time; empty until the call is decided."""

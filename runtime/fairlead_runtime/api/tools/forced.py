@@ -15,13 +15,6 @@ class RequiredParser(ArrayParser):
         super().__init__(names, new_id)
         self._expect("[", self._enter_list)
 
-    def _in_text(self, c: str) -> None:
-        if c in SPACE:
-            self._pending.append(c)
-        else:
-            self._show_held()
-            self._parts.content(c)
-
 
 class NamedParser(MarkedParser):
     """The arguments of one tool: ``{…}``."""
@@ -42,14 +35,14 @@ class NamedParser(MarkedParser):
         else:
             self._back_to_text(c)
 
+    def _run(self, text: str, place: int) -> int:
+        if self._state != self._in_arguments:
+            return super()._run(text, place)
+        end = self._value.run(text, place)
+        self._parts.arguments(0, text[place:end])
+        return end
+
     def _in_arguments(self, c: str) -> None:
         self._parts.arguments(0, c)
         if self._value.take(c):
             self._state = self._in_text
-
-    def _in_text(self, c: str) -> None:
-        if c in SPACE:
-            self._pending.append(c)
-        else:
-            self._show_held()
-            self._parts.content(c)

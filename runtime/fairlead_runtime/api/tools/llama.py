@@ -29,6 +29,12 @@ class LlamaParser(MarkedParser):
         else:
             self._back_to_text(c)
 
+    def _run(self, text: str, place: int) -> int:
+        if self._state != self._in_text:
+            return super()._run(text, place)
+        self._parts.content(text[place:])
+        return len(text)
+
     def _in_text(self, c: str) -> None:
         self._parts.content(c)
 

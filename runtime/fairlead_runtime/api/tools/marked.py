@@ -36,9 +36,26 @@ class MarkedParser:
         self._state: Callable[[str], None] = self._in_text
 
     def feed(self, text: str) -> list[Part]:
-        for c in text:
-            self._state(c)
+        place = 0
+        while (place := self._run(text, place)) < len(text):
+            self._state(text[place])
+            place += 1
         return self._parts.take()
+
+    def _run(self, text: str, place: int) -> int:
+        """Take the characters from ``place`` on that the state takes alike. Returns the place of
+        the first one that it must see by itself.
+        """
+        if self._state == self._in_text:
+            end = text.find(self.marker[0], place) if self.marker else -1
+            end = len(text) if end < 0 else end
+            self._add_text(text[place:end])
+            return end
+        if self._state == self._in_object:
+            end = self._reader.run(text, place)
+            self._add_to_object(text[place:end])
+            return end
+        return place
 
     def finish(self) -> list[Part]:
         nothing = self._calls and not "".join(self._pending).strip(self.separators)
@@ -50,14 +67,20 @@ class MarkedParser:
 
     def _in_text(self, c: str) -> None:
         """White space, or the beginning of a marker, may precede a call."""
-        if c == self.marker[0]:
+        if c == self.marker[:1]:
             self._expect(self.marker, self._after_marker)
             self._in_expected(c)
-        elif c in SPACE:
-            self._pending.append(c)
         else:
+            self._add_text(c)
+
+    def _add_text(self, run: str) -> None:
+        """Text without the beginning of a marker."""
+        shown = run.rstrip(SPACE)
+        if shown:
             self._show_held()
-            self._parts.content(c)
+            self._parts.content(shown)
+        if len(shown) < len(run):
+            self._pending.append(run[len(shown) :])
 
     def _expect(self, marker: str, then: Callable[[], None], *, closing: bool = False) -> None:
         """Read ``marker``, after white space, then call ``then``. Other text is content."""
@@ -105,14 +128,18 @@ class MarkedParser:
             return
         if self._reader.name and not decided:
             self._begin_call(self._reader.name)
-        if self._reader.name:
-            self._parts.arguments(self._calls - 1, self._reader.arguments())
-        else:
-            self._pending.append(c)
+        self._add_to_object(c)
         if progress is not Progress.MORE:
             self._after_call()
             if progress is Progress.ENDED_BEFORE:
                 self._state(c)
+
+    def _add_to_object(self, text: str) -> None:
+        """Show what the reader has taken, once it has decided that this is a call."""
+        if self._reader.name:
+            self._parts.arguments(self._calls - 1, self._reader.arguments())
+        elif text:
+            self._pending.append(text)
 
     def _begin_call(self, name: str) -> None:
         """What is held back belongs to a call."""

@@ -40,6 +40,13 @@ class MistralParser(ArrayParser):
             self._value, self._state = Value(c), self._in_arguments
             self._parts.arguments(self._calls - 1, c)
 
+    def _run(self, text: str, place: int) -> int:
+        if self._state != self._in_arguments:
+            return super()._run(text, place)
+        end = self._value.run(text, place)
+        self._parts.arguments(self._calls - 1, text[place:end])
+        return end
+
     def _in_arguments(self, c: str) -> None:
         self._parts.arguments(self._calls - 1, c)
         if self._value.take(c):

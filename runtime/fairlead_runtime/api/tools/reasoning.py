@@ -29,11 +29,31 @@ class ReasoningParser:
         self._state: Callable[[str], None] | None = self._before
 
     def feed(self, text: str) -> list[Part]:
-        for place, c in enumerate(text):
+        place = 0
+        while (place := self._run(text, place)) < len(text):
             if self._state is None:
                 return [*self._take(), *self._answer.feed(text[place:])]
-            self._state(c)
+            self._state(text[place])
+            place += 1
         return self._take()
+
+    def _run(self, text: str, place: int) -> int:
+        """Take the characters of reasoning from ``place`` on, up to one that may begin its end.
+        Returns the place of that.
+        """
+        if self._state != self._reasoning or self._mark:
+            return place
+        end = text.find(END[0], place)
+        run = text[place:] if end < 0 else text[place:end]
+        written = run.rstrip(SPACE)
+        if self._empty:
+            written = written.lstrip(SPACE)
+        if written:
+            self._write(self._pending + written)
+            self._pending = ""
+        if not self._empty:
+            self._pending += run[len(run.rstrip(SPACE)) :]
+        return place + len(run)
 
     def finish(self) -> list[Part]:
         if self._state == self._reasoning and self._mark:
