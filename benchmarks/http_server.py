@@ -1,12 +1,16 @@
 """What HTTP costs: by itself, against the engine alone, and steps beside tokenizing.
 
-    .venv/bin/python benchmarks/http.py [--parts http,small,demo,servers] [--rounds 5]
+    .venv/bin/python benchmarks/http.py [--parts http,ends,small,demo,servers] [--rounds 5]
         [--against DIR]
 
 http: the real HTTP process with an engine that has no model (http_noop.py), at 1, 32 and 256
-clients. First whole answers of one token, on connections that are kept; then streams that get a
-token every 50 ms, and how long after the engine sent it each token reaches the client; and the
-processor time of the HTTP process.
+clients; with --against also that of other checkouts, in turns. First whole answers of one token, on
+connections that are kept; then streams that get a token every 50 ms, and how long after the engine
+sent it each token reaches the client; then whole answers that get a token every 20 ms, without what
+an answer of one token takes; and the processor time of the HTTP process.
+
+ends: streams that all end in one step, in the HTTP process's event loop without sockets, and what
+another stream waits for its next token; see http_ends.py.
 
 small and demo: models; small is a Llama of 135 M parameters (30 layers of 576), random weights,
 float32. Ways to run the same greedy requests: `LLM` in a process of its own, `fairlead serve` with
@@ -44,14 +48,16 @@ from tokenizers import Tokenizer
 sys.path.append(str(Path(__file__).parents[1]))
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
-from benchmarks import http_peers
+from benchmarks import http_ends, http_peers
 from benchmarks.http_peers import free_port, spread
 
 STREAMS = (1, 8, 32)
 TOKENS = 64
 PROMPT = 16
 PACE = 0.05  # seconds between two steps of the engine without a model
+WHOLE_PACE, WHOLE_TOKENS = 0.02, 256  # of whole answers
 ANSWERS = 2000
+CLIENTS = (1, 32, 256)
 CHARACTERS = 100_000
 LOOKS = 8  # at the gaps, in each round: 64 steps say little, and the machine's speed changes
 WORDS = "the quick brown fox jumps over a lazy dog and runs away from it "
@@ -236,16 +242,18 @@ class WithoutEngine(Served):
     ``pace`` seconds, see http_noop.py.
     """
 
-    def __init__(self, folder: Path, pace: float) -> None:
+    def __init__(self, folder: Path, pace: float, checkout: Path | None = None) -> None:
         from fairlead_runtime.hub import source
 
-        self._log = folder / f"sent-{pace}.jsonl"
+        name = "here" if checkout is None else checkout.name
+        self._log = folder / f"sent-{name}-{pace}.jsonl"
         tokenizer = Tokenizer.from_file(str(source.resolve("demo:").path / "tokenizer.json"))
         token, vocabulary = tokenizer.token_to_id("a"), tokenizer.get_vocab_size()
         arguments = [str(pace), str(token), str(vocabulary), str(self._log)]
         here = str(Path(__file__).parent)
         super().__init__(
             "demo:",
+            checkout,
             first=f"sys.path.append({here!r}); import http_noop; "
             f"http_noop.replace_engine(*{arguments!r}); ",
         )
@@ -255,9 +263,9 @@ class WithoutEngine(Served):
         stat = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK")
 
-    def requests(self, clients: int, total: int) -> float:
-        """Seconds for whole answers of one token, on connections that are kept."""
-        content = request({"model": self.model, "prompt": [10, 11], "max_tokens": 1})
+    def requests(self, clients: int, total: int, tokens: int = 1) -> float:
+        """Seconds for whole answers, on connections that are kept."""
+        content = request({"model": self.model, "prompt": [10, 11], "max_tokens": tokens})
         left = iter(range(total))
 
         async def client() -> None:
@@ -304,30 +312,84 @@ class WithoutEngine(Served):
         return times
 
 
-def http_alone(rounds: int) -> None:
-    columns = "answers/s", "ms a token: median", "p99", "CPU of HTTP, µs: an answer", "a token"
-    print(f"\n| clients | {' | '.join(columns)} |\n|---|---|---|---|---|---|")
+def http_alone(rounds: int, against: Sequence[Path]) -> None:
+    columns = (
+        "clients",
+        "answers/s",
+        "ms a token: median",
+        "p99",
+        "CPU of HTTP, µs: an answer",
+        "a streamed token",
+        "a token of a whole answer",
+    )
+    print(f"\n| | {' | '.join(columns)} |\n|---{len(columns) * '|---'}|")
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        at_once, paced = (WithoutEngine(Path(folder), pace) for pace in (0.0, PACE))
-        for each in (at_once, paced):
+        found = {
+            "here" if each is None else each.name: Costs(Path(folder), each, stack)
+            for each in (None, *against)
+        }
+        for clients in CLIENTS:
+            for costs in found.values():
+                costs.clear()
+            for number in range(rounds):
+                for name in [*found][:: 1 if number % 2 else -1]:
+                    found[name].measure(clients)
+            for name, costs in found.items():
+                print(f"| {name} | {clients} | {costs} |")
+
+
+class Costs:
+    """What one checkout's HTTP process takes, of all rounds at one number of clients."""
+
+    def __init__(self, folder: Path, checkout: Path | None, stack: ExitStack) -> None:
+        paces = 0.0, PACE, WHOLE_PACE
+        self._servers = [WithoutEngine(folder, pace, checkout) for pace in paces]
+        for each in self._servers:
             stack.callback(each.close)
-        for clients in (1, 32, 256):
-            total = ANSWERS if clients > 1 else ANSWERS // 10
-            answers: list[float] = []
-            delays: list[float] = []
-            answer_cpu = token_cpu = 0.0
-            for _ in range(rounds):
-                before = at_once.cpu()
-                answers.append(total / at_once.requests(clients, total))
-                answer_cpu += at_once.cpu() - before
-                before = paced.cpu()
-                delays += paced.delays(clients)
-                token_cpu += paced.cpu() - before
-            cut = statistics.quantiles(delays, n=100)
-            print(
-                f"| {clients} | {spread(answers, 0)} | {1000 * cut[49]:.2f} | {1000 * cut[98]:.2f} "
-                f"| {1e6 * answer_cpu / rounds / total:.0f} | {1e6 * token_cpu / len(delays):.0f} |"
-            )
+        self.clear()
+
+    def clear(self) -> None:
+        self._answers: list[float] = []
+        self._delays: list[float] = []
+        self._cpu: list[tuple[float, float, float]] = []  # µs: an answer, a token of each kind
+
+    def measure(self, clients: int) -> None:
+        at_once, paced, whole = self._servers
+        total = ANSWERS if clients > 1 else ANSWERS // 10
+        before = at_once.cpu()
+        self._answers.append(total / at_once.requests(clients, total))
+        answer = (at_once.cpu() - before) / total
+        before = paced.cpu()
+        delays = paced.delays(clients)
+        streamed = (paced.cpu() - before) / len(delays)
+        self._delays += delays
+        before = whole.cpu()
+        whole.requests(clients, clients, WHOLE_TOKENS)
+        token = ((whole.cpu() - before) / clients - answer) / WHOLE_TOKENS
+        self._cpu.append((1e6 * answer, 1e6 * streamed, 1e6 * token))
+
+    def __str__(self) -> str:
+        cut = statistics.quantiles(self._delays, n=100)
+        shown = [spread(list(values), 0) for values in zip(*self._cpu, strict=True)]
+        figures = [spread(self._answers, 0), f"{1000 * cut[49]:.2f}", f"{1000 * cut[98]:.2f}"]
+        return " | ".join(figures + shown)
+
+
+def ends_together(rounds: int, against: Sequence[Path]) -> None:
+    """Runs http_ends.py with the modules of each checkout, in turns."""
+    print(f"\n| | {' | '.join(http_ends.COLUMNS)} |\n|---{len(http_ends.COLUMNS) * '|---'}|")
+    here = Path(__file__).parents[1]
+    seconds: dict[str, list[list[float]]] = {}
+    for number in range(rounds):
+        for each in [here, *against][:: 1 if number % 2 else -1]:
+            environ = environment(each)
+            environ["PYTHONPATH"] += f":{each}/tests"
+            command = [sys.executable, "-P", http_ends.__file__]
+            answer = subprocess.run(command, env=environ, capture_output=True, check=True).stdout
+            seconds.setdefault(each.name, []).append(json.loads(answer))
+    for name, values in seconds.items():
+        shown = [spread(column, 1) for column in zip(*values, strict=True)]
+        print(f"| {name} | {' | '.join(shown)} |")
 
 
 # -- the rounds
@@ -397,10 +459,12 @@ def main() -> None:
         return
     parts = options.parts.split(",")
     if "http" in parts:
-        http_alone(options.rounds)
+        http_alone(options.rounds, options.against)
+    if "ends" in parts:
+        ends_together(options.rounds, options.against)
     with tempfile.TemporaryDirectory() as folder:
         for name in parts:
-            if name in {"http", "servers"}:
+            if name in {"http", "ends", "servers"}:
                 continue
             model = small(Path(folder)) if name == "small" else "demo:"
             with competitors(model, options.against) as found:

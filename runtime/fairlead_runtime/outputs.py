@@ -6,10 +6,10 @@ Every value can be sent over a socket: the engine may run in a process of its ow
 Imports neither torch nor asyncio.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 from fairlead_runtime.request.logprobs import Logprob, PromptLogprobs, TokenLogprobs
 from fairlead_runtime.request.sequence import Failure, FinishReason, SamplingParams, Status
@@ -83,7 +83,8 @@ class Submission:
 
     ``prompt``: token ids within the vocabulary. ``id``: if a live request has it, the service
     appends to it; if empty, the service makes one. ``priority``: lower runs first.
-    ``visible_tokens``: special tokens that make text, which others do not.
+    ``visible_tokens``: special tokens that make text, which others do not. ``whole``: nothing is
+    shown before the end, so outputs may come seldom and late.
     """
 
     prompt: Sequence[int]
@@ -93,10 +94,10 @@ class Submission:
     salt: bytes = b""
     priority: int = 0
     visible_tokens: frozenset[int] = frozenset()
+    whole: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
+class Output(NamedTuple):
     """The part of one choice that was generated since its last Output; a slow reader gets several
     steps in one.
 
@@ -104,7 +105,8 @@ class Output:
     Logprob) per token id. Only the last Output of a choice has a ``finish_reason``. ERROR comes
     with a ``failure``. ``stop_reason`` is the stop token's id or the stop text that ended the
     choice. ``prompt_logprobs``, in the first Output of the first choice if requested, has an entry
-    per prompt token, None for the first.
+    per prompt token, None for the first. ``lengths``: the characters of ``text`` that each token
+    made final, where the tokens are several; what the end adds belongs to none.
     """
 
     index: int
@@ -115,6 +117,11 @@ class Output:
     stop_reason: int | str | None = None
     failure: Failure | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    lengths: tuple[int, ...] = ()
+
+
+# Takes an Output; what it returns must be awaited before it takes the next.
+Take = Callable[[Output], Coroutine[Any, Any, None] | None]
 
 
 class ChoiceEvent(NamedTuple):
@@ -317,6 +324,13 @@ class OutputStream(Protocol):
     def times(self) -> StreamTimes: ...
     def __aiter__(self) -> Self: ...
     async def __anext__(self) -> Output: ...
+    async def forward(self, take: Take) -> None:
+        """Let ``take`` have every Output, each as soon as it is made, until the stream ends. What
+        comes while its result is awaited is one Output. Raises as iterating does, and what
+        ``take`` raises.
+        """
+        ...
+
     async def aclose(self) -> None: ...
     async def __aenter__(self) -> Self: ...
     async def __aexit__(self, *exc: object) -> None: ...

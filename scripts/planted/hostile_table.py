@@ -8,7 +8,7 @@ from planted.bug import PackageBug
 STREAMS = (
     PackageBug(
         "a reader that lags loses tokens",
-        "fairlead_runtime.serving.stream:Stream.push",
+        "fairlead_runtime.serving.stream:Stream._buffer",
         "self._events.setdefault(event.choice, []).append(event)",
         "self._events[event.choice] = [event]",
         ("functional/api/test_api_streams.py",),

@@ -28,6 +28,7 @@ from fairlead_runtime.outputs import (
     RequestView,
     StreamTimes,
     Submission,
+    Take,
 )
 from fairlead_runtime.request.logprobs import Logprob
 from fairlead_runtime.request.sequence import FinishReason, RequestError
@@ -66,6 +67,11 @@ class FakeStream:
         if self._service.error is not None:
             raise self._service.error
         raise StopAsyncIteration
+
+    async def forward(self, take: Take) -> None:
+        async for output in self:
+            if (rest := take(output)) is not None:
+                await rest
 
     async def aclose(self) -> None:
         self._service.live.pop(self.request_id, None)

@@ -1,10 +1,11 @@
 """The ``timeout`` of a request: its streams up to a time of the event loop's clock."""
 
 import asyncio
-from typing import Self
+from collections.abc import Coroutine
+from typing import Any, Self
 
 from fairlead_runtime.front.errors import ApiError
-from fairlead_runtime.outputs import Output, OutputStream, StreamTimes
+from fairlead_runtime.outputs import Output, OutputStream, StreamTimes, Take
 
 
 class TimedStream:
@@ -38,6 +39,18 @@ class TimedStream:
         if asyncio.get_running_loop().time() > self._deadline:
             raise _late()
         return output
+
+    async def forward(self, take: Take) -> None:
+        def take_in_time(output: Output) -> Coroutine[Any, Any, None] | None:
+            if asyncio.get_running_loop().time() > self._deadline:
+                raise _late()
+            return take(output)
+
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                await self._stream.forward(take_in_time)
+        except TimeoutError:
+            raise _late() from None
 
     async def aclose(self) -> None:
         await self._stream.aclose()

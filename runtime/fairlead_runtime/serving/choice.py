@@ -140,4 +140,5 @@ class ChoiceText:
             stop_reason,
             last.failure if last is not None else None,
             prompt,
+            tuple(map(len, pieces[: len(token_ids)])) if len(token_ids) > 1 else (),
         )

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 import uuid
+from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import TypeVar
@@ -37,12 +38,13 @@ from fairlead_runtime.serving.detokenize import Vocabulary
 from fairlead_runtime.serving.engine_link import EngineLink
 from fairlead_runtime.serving.intake import Intake
 from fairlead_runtime.serving.measurements import EngineReport
-from fairlead_runtime.serving.stream import Stream
+from fairlead_runtime.serving.stream import STOP_EVENTS, WHOLE_EVENTS, Stream
 from fairlead_runtime.serving.text_thread import TextThread
 
 log = logging.getLogger("fairlead.service")
 
 IDLE_CANARY_INTERVAL = 30.0  # seconds between two canaries of an idle engine
+ENDS_A_TURN = 8  # readers woken for their end in one turn of the event loop: each takes 0.3 ms
 MAX_FAILED_CANARIES = 3  # idle canaries that fail in a row make the server not ready
 ViewT = TypeVar("ViewT")
 INSPECT_SECONDS = 2.0  # the debug view waits this long for the running step
@@ -72,13 +74,15 @@ class Service:
         self._draining = False
         self._refusing = False
         self._drain_requests = 0  # that ran when the drain began, or came since
-        self._no_clients = asyncio.Event()  # set while no client's request is live
+        self._clients = 0  # live requests that are not canaries
+        self._no_clients = asyncio.Event()  # set while there are none
         self._no_clients.set()
         self._tokens = 0  # delivered so far, of all requests
         self._last_token = 0
         self._slow_readers = 0
         self._turn = 0  # how often readers had a chance to run after a delivery
         self._turn_pending = False
+        self._ended: deque[Stream] = deque()  # whose readers are to be woken for the end
         self._failed_canaries = 0  # idle canaries that failed in a row
         self._idle_probe: asyncio.Task[None] | None = None
 
@@ -99,7 +103,7 @@ class Service:
 
     def begin_drain(self) -> None:
         if not self._draining:
-            self._drain_requests = len(self._clients())
+            self._drain_requests = self._clients
         self._draining = True
 
     def refuse_new(self) -> None:
@@ -116,17 +120,13 @@ class Service:
             async with asyncio.timeout(max_wait):
                 await self._no_clients.wait()
         except TimeoutError:
-            unfinished = self._clients()
+            unfinished = [i for i in self._streams if not i.startswith(CANARY)]
             error = Draining(f"the server stopped after {waited + max_wait:g} s of draining")
             for request_id in unfinished:
                 self._engine.abort(request_id, error=error)
                 # An engine that hangs delivers no end.
                 self._streams[request_id].end(error)
         return DrainResult(self._drain_requests - len(unfinished), len(unfinished))
-
-    def _clients(self) -> list[str]:
-        """The ids of the live requests that are not canaries."""
-        return [i for i in self._streams if not i.startswith(CANARY)]
 
     # -- requests
 
@@ -153,10 +153,14 @@ class Service:
         params = submission.params
         choices = {i: ChoiceText(i, submission, self._vocabulary) for i in range(params.n)}
         times = StreamTimes(submitted=self._now(), prompt_tokens=len(request.prompt))
-        stream = Stream(request.id, self, choices, times)
+        batch = None
+        if submission.whole:
+            batch = STOP_EVENTS if params.stop else WHOLE_EVENTS
+        stream = Stream(request.id, self, choices, times, batch)
         self._engine.submit(request, bounded=bounded)
         self._streams[request.id] = stream
         if bounded:
+            self._clients += 1
             self._no_clients.clear()
             self._drain_requests += self._draining
         return stream
@@ -180,6 +184,20 @@ class Service:
         """
         if self._streams.get(stream.request_id) is stream:
             self._engine.finish(stream.request_id, choice)
+
+    def wake_in_turn(self, stream: Stream) -> None:
+        """Wake its reader in one of the next turns of the event loop, with few others: streams
+        that go on are served between them.
+        """
+        self._ended.append(stream)
+        if len(self._ended) == 1:
+            asyncio.get_running_loop().call_soon(self._wake_ended)
+
+    def _wake_ended(self) -> None:
+        for _ in range(min(ENDS_A_TURN, len(self._ended))):
+            self._ended.popleft().wake()
+        if self._ended:
+            asyncio.get_running_loop().call_soon(self._wake_ended)
 
     async def canary(self, max_wait: float = 10.0) -> int:
         request, before = canary(), self._tokens
@@ -293,7 +311,8 @@ class Service:
 
     def _remove(self, request_id: str) -> None:
         del self._streams[request_id]
-        if not self._clients():
+        self._clients -= not request_id.startswith(CANARY)
+        if not self._clients:
             self._no_clients.set()
 
     def _end_all_streams(self, reason: str) -> None:

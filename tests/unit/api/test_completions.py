@@ -4,12 +4,14 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import orjson
 import pytest
 
 from fairlead_runtime.api.answers.response_bodies import (
+    SHORT,
     ChatEncoder,
     CompletionEncoder,
     Frame,
@@ -17,12 +19,16 @@ from fairlead_runtime.api.answers.response_bodies import (
     WholeChoice,
 )
 from fairlead_runtime.api.bodies import request_bodies
+from fairlead_runtime.api.responses.encoder import ResponseEncoder
 from fairlead_runtime.api.routes.completions import _Generation, _JsonAnswer, _StreamedAnswer
+from fairlead_runtime.api.routes.eager import run_eagerly
+from fairlead_runtime.api.tools.parts import Part, PlainParser
+from fairlead_runtime.api.tools.reasoning import ReasoningParser
 from fairlead_runtime.front.auth import AuthMiddleware
 from fairlead_runtime.front.errors import ApiError
 from fairlead_runtime.front.key_file import MAX_KEY, KeyRing
 from fairlead_runtime.front.limits import PromptPool
-from fairlead_runtime.outputs import Output
+from fairlead_runtime.outputs import Output, Take
 from fairlead_runtime.request.logprobs import Logprob
 from fairlead_runtime.request.sequence import Failure, FailureKind, FinishReason, RequestError
 from support.api_harness import asgi, chat
@@ -43,6 +49,11 @@ class Scripted:
         for output in self._outputs:
             yield output
 
+    async def forward(self, take: Take) -> None:
+        async for output in self:
+            if (rest := take(output)) is not None:
+                await rest
+
 
 NAMES = {"structured_outputs": "guided_json"}
 
@@ -56,7 +67,7 @@ def answered(kind: str, encoder: Any, *outputs: Output) -> tuple[list[Any], byte
 
     async def go() -> bytes:
         pool = PromptPool()
-        generation = _Generation([Scripted(*outputs)], 1, Usage(prompt=3), NAMES)  # type: ignore[list-item]  # what outputs() reads
+        generation = _Generation([Scripted(*outputs)], 1, Usage(prompt=3), NAMES)  # type: ignore[list-item]  # what forward() reads
         answer = (
             _StreamedAnswer(generation, encoder(replace(FRAME, usage=True)), pool)
             if kind == "stream"
@@ -198,3 +209,94 @@ def test_log_probabilities_are_encoded_outside_the_event_loop(
     answered(kind, lambda frame: Spied(replace(frame, top=0 if with_logprobs else None)), output)
     here = threading.current_thread().name
     assert threads == ({"encode_0"} if with_logprobs else {here})
+
+
+@pytest.mark.parametrize(("characters", "thread"), [(SHORT, "MainThread"), (SHORT + 1, "encode_0")])
+def test_a_long_whole_answer_is_parsed_and_encoded_outside_the_event_loop(
+    characters: int, thread: str
+) -> None:
+    threads: set[str] = set()
+
+    class Spied(PlainParser):
+        def feed(self, text: str) -> list[Part]:
+            threads.add(threading.current_thread().name)
+            return super().feed(text)
+
+    encoder = partial(_with_parser, Spied)
+    _, last = answered("json", encoder, output("a" * characters, FinishReason.STOP))
+    assert threads == {thread}
+    assert orjson.loads(last)["choices"][0]["message"]["content"] == "a" * characters
+
+
+def _with_parser(parser: Any, frame: Frame) -> ChatEncoder:
+    return ChatEncoder(replace(frame, new_parser=parser))
+
+
+def test_a_coroutine_that_waits_goes_on_where_it_is_awaited() -> None:
+    steps: list[str] = []
+
+    async def work(event: asyncio.Event) -> None:
+        steps.append("begun")
+        try:
+            await event.wait()
+            await asyncio.sleep(0)
+            steps.append("ended")
+        except asyncio.CancelledError:
+            raise AssertionError("is closed, not cancelled") from None
+        finally:
+            steps.append("left")
+
+    async def at_once() -> None:
+        steps.append("at once")
+
+    async def fails() -> None:
+        raise ValueError("refused")
+
+    async def go() -> None:
+        event = asyncio.Event()
+        assert run_eagerly(at_once()) is None
+        with pytest.raises(ValueError, match="refused"):
+            run_eagerly(fails())
+        rest = run_eagerly(work(event))
+        assert rest is not None
+        assert steps == ["at once", "begun"]
+        event.set()
+        await rest
+        assert steps[2:] == ["ended", "left"]
+        rest = run_eagerly(work(asyncio.Event()))
+        assert rest is not None
+        waiting = asyncio.create_task(rest)
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert steps[4:] == ["begun", "left"]
+
+    asyncio.run(go())
+
+
+def test_each_token_of_a_merged_output_is_of_reasoning_or_not() -> None:
+    texts = ["<think>", "a", " b", "</think>", "c", "d"]
+    merged = Output(
+        0, (1, 2, 3, 4, 5, 6), "".join(texts), finish_reason=FinishReason.STOP, lengths=LENGTHS
+    )
+    single = [Output(0, (1,), text) for text in texts]
+    single[-1] = single[-1]._replace(finish_reason=FinishReason.STOP)
+
+    def encoder(frame: Frame) -> ResponseEncoder:
+        def parser() -> ReasoningParser:
+            return ReasoningParser(PlainParser(), inside=False, show=True)
+
+        return ResponseEncoder(replace(frame, new_parser=parser))
+
+    counts = set()
+    for outputs in ([merged], single):
+        for kind in ("json", "stream"):
+            _, last = answered(kind, encoder, *outputs)
+            body = orjson.loads(last.decode().partition("data: ")[2] if kind == "stream" else last)
+            usage = body.get("response", body)["usage"]
+            counts.add(usage["output_tokens_details"]["reasoning_tokens"])
+    assert counts == {3}
+
+
+LENGTHS = (7, 1, 2, 8, 1, 1)

@@ -158,3 +158,12 @@ def test_the_last_output_has_the_failure() -> None:
     event = ChoiceEvent("r", 0, None, None, FinishReason.ERROR, failure)
     choice = ChoiceText(0, Submission(prompt=(0,)), VOCABULARY)
     assert choice.take([event])[0].failure == failure
+
+
+@given(st.lists(st.integers(0, 3), min_size=2, max_size=8))
+def test_an_output_of_several_tokens_says_how_long_the_text_of_each_is(tokens: list[int]) -> None:
+    together, alone = choice(max_tokens=99), choice(max_tokens=99)
+    events = [ChoiceEvent("r", 0, token, None, None) for token in tokens]
+    output, _ = together.take(events)
+    texts = [alone.take([event])[0].text for event in events]
+    assert (output.text, output.lengths) == ("".join(texts), tuple(map(len, texts)))

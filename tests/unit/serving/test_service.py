@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -38,7 +39,7 @@ from fairlead_runtime.serving.choice import ChoiceText
 from fairlead_runtime.serving.detokenize import Vocabulary
 from fairlead_runtime.serving.engine_link import LocalEngine
 from fairlead_runtime.serving.intake import Intake
-from fairlead_runtime.serving.service import Service
+from fairlead_runtime.serving.service import ENDS_A_TURN, Service
 from fairlead_runtime.serving.stream import (
     EVENT_BYTES,
     MAX_UNREAD_BYTES,
@@ -505,6 +506,7 @@ def test_unread_time_counts_from_the_first_chance_to_read() -> None:
 
         def make_text(self, stream: Stream) -> None: ...
         def stop_choice(self, stream: Stream, choice: int) -> None: ...
+        def wake_in_turn(self, stream: Stream) -> None: ...
 
     stream = Stream("r", Owner(), {0: ChoiceText(0, ask(), words())})
     event = ChoiceEvent("r", 0, 7, None, None)
@@ -517,6 +519,41 @@ def test_unread_time_counts_from_the_first_chance_to_read() -> None:
     ):
         stream.push(event, now, turn)
         assert stream.overdue(now) is overdue
+
+
+async def test_streams_that_end_in_one_step_wake_few_readers_in_a_turn() -> None:
+    """Each end takes long beside a token: another stream's tokens come between them."""
+    gate, count = Gate(), 3 * ENDS_A_TURN
+    ended = 0
+
+    async def one(service: Service, start: int) -> None:
+        nonlocal ended
+        await read(await service.submit(ask(start=start, max_tokens=1)))
+        ended += 1
+
+    async with running(gate, max_requests=count, max_queue=count, num_blocks=1024) as service:
+        readers = [asyncio.create_task(one(service, number)) for number in range(count)]
+        await asyncio.sleep(0)
+        gate.open()
+        while ended < count:
+            before = ended
+            await asyncio.sleep(0)
+            assert ended - before <= ENDS_A_TURN
+        await asyncio.gather(*readers)
+        assert (await service.drain(WITHIN)).aborted == 0
+
+
+async def test_a_whole_answer_has_the_tokens_and_the_text_of_a_stream() -> None:
+    async with running() as service:
+        for more in ({}, {"stop": "t9 "}, {"n": 3}):
+            asked = ask(max_tokens=40, seed=3, **more)
+            streamed = await read(await service.submit(asked))
+            whole = await read(await service.submit(replace(asked, whole=True)))
+            for index, outputs in streamed.items():
+                assert tokens(whole[index]) == tokens(outputs)
+                texts = ["".join(part.text for part in each) for each in (whole[index], outputs)]
+                assert texts[0] == texts[1]
+                assert whole[index][-1][4:7] == outputs[-1][4:7], "why it ended"
 
 
 async def test_a_reader_that_lags_gets_several_steps_in_one_output() -> None:

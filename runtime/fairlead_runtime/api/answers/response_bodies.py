@@ -30,6 +30,7 @@ from fairlead_runtime.request.sequence import FinishReason
 
 DONE = b"data: [DONE]\n\n"
 PIECE = 64 * 1024  # bytes of a whole answer that are written at once
+SHORT = 4096  # characters of a choice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,22 +78,32 @@ class Usage:
 class WholeChoice:
     """One whole choice, for an answer that is not streamed."""
 
-    text: list[str] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)  # of the tokens of each text
+    outputs: list[Output] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Mapping[int, Logprob]] = field(default_factory=list)
     prompt_logprobs: PromptLogprobs | None = None
-    last: Output | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(output.text for output in self.outputs)
+
+    @property
+    def last(self) -> Output | None:
+        return self.outputs[-1] if self.outputs else None
+
+    @property
+    def short(self) -> bool:
+        """Whether it is encoded, and its text parsed, in less than the way to another thread."""
+        slow = self.logprobs or self.prompt_logprobs
+        return not slow and sum(len(output.text) for output in self.outputs) <= SHORT
 
     def add(self, output: Output) -> None:
-        self.text.append(output.text)
-        self.counts.append(len(output.token_ids))
+        self.outputs.append(output)
         self.token_ids.extend(output.token_ids)
         if output.logprobs is not None:
             self.logprobs.extend(output.logprobs)
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = output.prompt_logprobs
-        self.last = output
 
 
 class Encoder(Protocol):
@@ -209,7 +220,7 @@ class ChatEncoder(_ChoicesEncoder):
 
     def _choice(self, index: int, choice: WholeChoice) -> dict[str, Any]:
         parser = self._frame.new_parser()
-        answer = message([*parser.feed("".join(choice.text)), *parser.finish()])
+        answer = message([*parser.feed(choice.text), *parser.finish()])
         reasons = {}
         if choice.last is not None:
             reasons = self._reasons(choice.last, calls="tool_calls" in answer)
@@ -324,7 +335,7 @@ class CompletionEncoder(_ChoicesEncoder):
         prompts = self._frame.prompts
         return {
             "index": index,
-            "text": prompts.text(index) + "".join(choice.text),
+            "text": prompts.text(index) + choice.text,
             **_finished(choice),
         }
 

@@ -29,6 +29,7 @@ class ResponseEncoder:
         self._parser = frame.new_parser()
         self._events: list[bytes] = []
         self._number = 0  # of the next event
+        self._whole = False  # the answer is one body: there are no events
         self._items: list[Fields] = []
         self._text: list[str] = []  # of the last item, while it is open
         self._open = False
@@ -39,8 +40,7 @@ class ResponseEncoder:
 
     def events(self, index: int, output: Output) -> bytes:  # noqa: ARG002 - a response has one choice
         """The events of one output."""
-        entries = self._entries(output.token_ids, output.logprobs)
-        self._read(output.text, len(output.token_ids), entries, output.finish_reason)
+        self._read_output(output)
         events, self._events = b"".join(self._events), []
         return events
 
@@ -58,19 +58,28 @@ class ResponseEncoder:
 
     def body_pieces(self, choices: list[WholeChoice], usage: Usage) -> Iterator[bytes]:
         (choice,) = choices
-        at = 0
-        last = len(choice.text) - 1
-        for place, (text, count) in enumerate(zip(choice.text, choice.counts, strict=True)):
-            entries = self._entries(
-                choice.token_ids[at : at + count], choice.logprobs[at : at + count]
-            )
-            at += count
-            finish = choice.last.finish_reason if place == last and choice.last else None
-            self._read(text, count, entries, finish)
+        self._whole = True
+        for output in choice.outputs:
+            self._read_output(output)
             yield b""
         yield orjson.dumps(self._response("incomplete" if self._cut else "completed", usage))
 
     # -- from text to items
+
+    def _read_output(self, output: Output) -> None:
+        """Token by token where it has several: each is one of reasoning or not."""
+        at = 0
+        for place, length in enumerate(output.lengths[:-1]):
+            entries = self._entries(
+                output.token_ids[place : place + 1],
+                output.logprobs and output.logprobs[place : place + 1],
+            )
+            self._read(output.text[at : at + length], 1, entries, None)
+            at += length
+        last = max(0, len(output.lengths) - 1)
+        entries = self._entries(output.token_ids[last:], output.logprobs and output.logprobs[last:])
+        tokens = len(output.token_ids) - last
+        self._read(output.text[at:], tokens, entries, output.finish_reason)
 
     def _read(self, text: str, tokens: int, entries: Entries, finish: FinishReason | None) -> None:
         if not self._number:
@@ -201,8 +210,10 @@ class ResponseEncoder:
         return [orjson.Fragment(orjson.dumps(entry)) for entry in content]
 
     def _emit(self, kind: str, **fields: Any) -> None:
-        data = orjson.dumps({"type": kind, "sequence_number": self._number, **fields})
-        self._number += 1
+        number, self._number = self._number, self._number + 1
+        if self._whole:
+            return
+        data = orjson.dumps({"type": kind, "sequence_number": number, **fields})
         self._events.append(b"event: %s\ndata: %s\n\n" % (kind.encode(), data))
 
 

@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from fairlead_runtime.api.answers.prompt_echo import PromptEcho
 from fairlead_runtime.api.answers.response_bodies import (
@@ -29,6 +29,7 @@ from fairlead_runtime.api.bodies import request_bodies
 from fairlead_runtime.api.bodies.prompts import PreparedRequest, Validate, prepare
 from fairlead_runtime.api.responses.bodies import response
 from fairlead_runtime.api.responses.encoder import ResponseEncoder
+from fairlead_runtime.api.routes.eager import Rest, run_eagerly
 from fairlead_runtime.api.state.state import Backend, ServerState
 from fairlead_runtime.api.state.tracing import SCOPE as TRACE
 from fairlead_runtime.api.state.tracing import Trace
@@ -213,6 +214,7 @@ class EndpointHandler:
                 salt=salt if key is None else key.salt(salt),
                 priority=priority,
                 visible_tokens=visible,
+                whole=not request.stream,
             )
             for number, prompt in enumerate(prompts)
         ]
@@ -269,20 +271,21 @@ class _Generation(NamedTuple):
     prompt_only: bool = False  # the generated token is no part of the answer
     request_id: str = ""
 
-    async def outputs(self) -> AsyncGenerator[tuple[int, Output], None]:
-        """Every output with its choice's index among the choices of all prompts. Raises the error
-        that ends the request.
+    async def forward(self, take: Callable[[int, Output], Rest | None]) -> None:
+        """Let ``take`` have every output with its choice's index among the choices of all prompts;
+        await what it returns before the next. Raises the error that ends the request.
         """
         if len(self.streams) == 1:  # the usual case needs neither tasks nor a queue
-            async for output in self.streams[0]:
-                yield output.index, self._as_shown(output)
+            await self.streams[0].forward(lambda output: take(output.index, self._shown(output)))
         else:
             async with aclosing(_interleaved(self.streams)) as outputs:
                 async for place, output in outputs:
-                    yield place * self.n + output.index, self._as_shown(output)
+                    rest = take(place * self.n + output.index, self._shown(output))
+                    if rest is not None:
+                        await rest
         self.usage.cached = sum(stream.cached_tokens for stream in self.streams)
 
-    def _as_shown(self, output: Output) -> Output:
+    def _shown(self, output: Output) -> Output:
         """The output as the answer shows it, counted. Raises what its end stands for."""
         if output.finish_reason is FinishReason.ERROR:
             match output.failure:
@@ -322,16 +325,14 @@ class _JsonAnswer:
     async def write(self, send: Send) -> bytes:
         """Send the head; return the last bytes of the body."""
         choices = [WholeChoice() for _ in range(self._generation.n * len(self._generation.streams))]
-        async with aclosing(self._generation.outputs()) as outputs:
-            async for index, output in outputs:
-                choices[index].add(output)
+        await self._generation.forward(lambda index, output: choices[index].add(output))
         await send({"type": "http.response.start", "status": 200, "headers": _JSON})
         chunks = self._encoder.body_pieces(choices, self._generation.usage)
-        if not any(choice.logprobs or choice.prompt_logprobs for choice in choices):
+        if all(choice.short for choice in choices):
             return b"".join(chunks)
         piece = await self._pool.encode(_next_piece, chunks)
         while following := await self._pool.encode(_next_piece, chunks):
-            await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await send(_part(piece))
             piece = following
         return piece
 
@@ -358,16 +359,15 @@ class _StreamedAnswer:
 
     async def write(self, send: Send) -> bytes:
         """Send all events but the last and return that. Raises only before the first byte."""
+
+        def take(index: int, output: Output) -> Rest | None:
+            if not self._started or output.logprobs or output.prompt_logprobs:
+                return self._send(send, index, output)
+            events = self._encoder.events(index, output)
+            return run_eagerly(send(_part(events))) if events else None
+
         try:
-            async with aclosing(self._generation.outputs()) as outputs:
-                async for index, output in outputs:
-                    if not self._started:
-                        self._started = True
-                        await send({"type": "http.response.start", "status": 200, "headers": _SSE})
-                    if events := await self._encode(index, output):
-                        await send(
-                            {"type": "http.response.body", "body": events, "more_body": True}
-                        )
+            await self._generation.forward(take)
         except Exception as error:
             if not self._started:
                 raise
@@ -376,11 +376,23 @@ class _StreamedAnswer:
             return self._encoder.failure(self.failure)
         return self._encoder.ending(self._generation.usage)
 
-    async def _encode(self, index: int, output: Output) -> bytes:
-        """Log-probabilities in the thread; text alone takes less than the way there."""
+    async def _send(self, send: Send, index: int, output: Output) -> None:
+        """Send the head before the first output. Log-probabilities are encoded in the thread; text
+        alone takes less than the way there.
+        """
+        if not self._started:
+            self._started = True
+            await send({"type": "http.response.start", "status": 200, "headers": _SSE})
         if output.logprobs or output.prompt_logprobs:
-            return await self._pool.encode(self._encoder.events, index, output)
-        return self._encoder.events(index, output)
+            events = await self._pool.encode(self._encoder.events, index, output)
+        else:
+            events = self._encoder.events(index, output)
+        if events:
+            await send(_part(events))
+
+
+def _part(body: bytes) -> Message:
+    return {"type": "http.response.body", "body": body, "more_body": True}
 
 
 async def _interleaved(streams: Sequence[OutputStream]) -> AsyncGenerator[tuple[int, Output], None]:
