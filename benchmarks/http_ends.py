@@ -57,7 +57,8 @@ async def measure() -> tuple[float, float]:
     link, tokenizer = Link(), tiny.tokenizer()
     vocabulary, (token,) = vocabulary_of(tokenizer), tokenizer.encode("a", add_special_tokens=False)
     facts = ModelFacts(eos_ids=frozenset(), vocab_size=1000, seed=0)
-    service: Any = Service(link, Intake(link.bounds.resolve_max_tokens, facts), vocabulary)
+    engine: Any = link
+    service: Any = Service(engine, Intake(link.bounds.resolve_max_tokens, facts), vocabulary)
     service.start()
     state, pool = ServerState(name=MODEL), PromptPool()
     state.attach(replace(backend_of(FakeService()), service=service, vocabulary=vocabulary))
@@ -82,7 +83,8 @@ async def measure() -> tuple[float, float]:
         path = "/v1/completions"
         scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode()}
         scope |= {"headers": headers, "query_string": b"", "root_path": ""}
-        return app(scope, receive, send)
+        served: Any = app
+        return served(scope, receive, send)
 
     tasks = [asyncio.create_task(stream(number)) for number in range(STREAMS + 1)]
     await link.complete.wait()

@@ -109,7 +109,7 @@ class Output(NamedTuple):
     made final, where the tokens are several; what the end adds belongs to none.
     """
 
-    index: int
+    index: int  # type: ignore[assignment]  # hides the method of tuples
     token_ids: tuple[int, ...]
     text: str
     logprobs: tuple[Mapping[int, Logprob], ...] | None = None

@@ -1209,6 +1209,13 @@ BUGS = (
         ("unit/serving/test_service.py",),
     ),
     PackageBug(
+        "an answer that is not streamed is made token by token",
+        "fairlead_runtime.api.routes.completions:EndpointHandler._submissions",
+        "whole=not request.stream",
+        "whole=False",
+        ("functional/api/test_api_fields.py",),
+    ),
+    PackageBug(
         "a whole answer is made to text token by token",
         "fairlead_runtime.serving.stream:Stream._buffer",
         "self._buffered >= self._batch",

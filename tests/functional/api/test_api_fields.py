@@ -175,6 +175,17 @@ def test_a_completion_shows_its_token_ids_and_those_of_each_prompt_once(echo: bo
     run(scenario())
 
 
+@pytest.mark.parametrize("route", ROUTES)
+def test_an_answer_is_whole_unless_it_is_streamed(route: str) -> None:
+    async def scenario() -> None:
+        async with fake_server() as (server, service), server.client() as client:
+            for stream in (False, True):
+                await client.post(route, json=ROUTES[route] | {"stream": stream})
+                assert service.seen[-1].whole is not stream
+
+    run(scenario())
+
+
 def test_a_chat_shows_its_token_ids_also_of_text_that_is_held_back() -> None:
     call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
     tools = [{"type": "function", "function": {"name": "f"}}]

@@ -201,9 +201,10 @@ def test_what_a_stream_has_computed_of_an_aborted_request_is_dropped(built: dict
         one.add_request(Submission(prompt=(5, 6), params=replace(params, max_tokens=100), id="a"))
         list(one.stream([Submission(prompt=(5, 6), params=params)]))
         one.abort_request("a")
-        assert not one.has_unfinished_requests
+        unfinished = one.has_unfinished_requests
+        assert not unfinished
         one.add_request(Submission(prompt=(5, 6), params=params, id="a"))
-        outputs = []
+        outputs: list[tuple[str, Output]] = []
         while one.has_unfinished_requests:
             outputs += one.step()
         assert "".join(output.text for _, output in outputs) == TEXT[:3]
@@ -222,7 +223,8 @@ def test_a_dead_engine_ends_every_stream(built: dict[str, Any]) -> None:
 
 def test_the_parts_of_a_choice_are_not_copied_at_each_token() -> None:
     """A copy of all that came before at every token takes the square of an answer's length."""
-    result, text, logprobs = module.CompletionOutput(0), [], None
+    result, text = module.CompletionOutput(0), list[str]()
+    logprobs: Any = None
     for token in range(3):
         output = Output(0, (token,), "a", ({token: Logprob(-1.0)},))
         text.append(output.text)

@@ -48,11 +48,10 @@ def test_what_takes_as_long_as_the_vocabulary_is_large_is_made_off_the_event_loo
 
         return made
 
-    facts = http_process.TokenizerFacts
+    module: Any = http_process
+    facts = module.TokenizerFacts
     monkeypatch.setattr(http_process, "RemoteEngine", Engine)
-    monkeypatch.setattr(
-        http_process, "vocabulary_of", spied("vocabulary", http_process.vocabulary_of)
-    )
+    monkeypatch.setattr(http_process, "vocabulary_of", spied("vocabulary", module.vocabulary_of))
     monkeypatch.setattr(
         http_process, "TokenizerFacts", SimpleNamespace(of=spied("facts", facts.of))
     )

@@ -44,6 +44,8 @@ from fairlead_runtime.serving.stream import (
     EVENT_BYTES,
     MAX_UNREAD_BYTES,
     MAX_UNREAD_SECONDS,
+    STOP_EVENTS,
+    WHOLE_EVENTS,
     Stream,
 )
 from support.fake_engine import VOCABULARY, Clock, FakeRunner, rig
@@ -548,7 +550,9 @@ async def test_a_whole_answer_has_the_tokens_and_the_text_of_a_stream() -> None:
         for more in ({}, {"stop": "t9 "}, {"n": 3}):
             asked = ask(max_tokens=40, seed=3, **more)
             streamed = await read(await service.submit(asked))
-            whole = await read(await service.submit(replace(asked, whole=True)))
+            stream = await service.submit(replace(asked, whole=True))
+            assert stream._batch == (STOP_EVENTS if "stop" in more else WHOLE_EVENTS)
+            whole = await read(stream)
             for index, outputs in streamed.items():
                 assert tokens(whole[index]) == tokens(outputs)
                 texts = ["".join(part.text for part in each) for each in (whole[index], outputs)]

@@ -37,6 +37,13 @@ class Owner:
     def stop_choice(self, stream: Stream, choice: int) -> None: ...
 
 
+class Later(Owner):
+    """Makes no text by itself."""
+
+    def make_text(self, stream: Stream) -> None:
+        self.made += 1
+
+
 class Text:
     """A choice's text: one output of all its events."""
 
@@ -180,12 +187,38 @@ def test_an_output_is_forwarded_without_its_reader_and_what_comes_in_a_wait_is_o
     asyncio.run(go())
 
 
+def test_text_that_was_begun_before_a_wait_is_not_forwarded_in_it() -> None:
+    async def go() -> None:
+        one = Stream("r", cast("Any", Later()), {0: cast("Any", Text())})
+        written = asyncio.Event()
+        outputs: list[Output] = []
+
+        async def write() -> None:
+            await written.wait()
+
+        def take(output: Output) -> Any:
+            outputs.append(output)
+            return write()
+
+        reading = asyncio.create_task(one.forward(take))
+        await asyncio.sleep(0)
+        one.push(event(1), 0.0, 0)
+        one.deliver(one.make(one.take()))
+        one.push(event(2), 0.0, 0)
+        await asyncio.sleep(0)
+        one.deliver(one.make(one.take()))
+        assert [output.token_ids for output in outputs] == [(1,)]
+        written.set()
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert [output.token_ids for output in outputs] == [(1,), (2,)]
+        reading.cancel()
+
+    asyncio.run(go())
+
+
 def test_a_reader_is_woken_for_its_end_also_while_more_events_are_made_to_text() -> None:
     """The engine hears of a stop text late: what comes then makes no output."""
-
-    class Later(Owner):
-        def make_text(self, stream: Stream) -> None:
-            self.made += 1
 
     class Stopped(Text):
         def take(self, events: list[ChoiceEvent]) -> tuple[Output, bool]:
@@ -204,7 +237,9 @@ def test_a_reader_is_woken_for_its_end_also_while_more_events_are_made_to_text()
         await asyncio.sleep(0)
         assert not reading.done()
         one.deliver(one.make(one.take()))
-        await reading
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert reading.done()
 
     asyncio.run(go())
 
