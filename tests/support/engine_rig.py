@@ -33,7 +33,7 @@ from fairlead_runtime.device.step.graph_cache import GraphCache
 from fairlead_runtime.device.step.model_runner import ModelRunner
 from fairlead_runtime.engine.isolate import Executor
 from fairlead_runtime.grammar.guides import Guides
-from fairlead_runtime.models import families, rope
+from fairlead_runtime.models import families, rope, text_model
 from fairlead_runtime.request.logprobs import TokenLogprobs
 from fairlead_runtime.request.sequence import FinishReason, Request, SamplingParams, Sequence
 from fairlead_runtime.scheduling.plan import Finished, Limits, Result, Row, Work
@@ -41,7 +41,7 @@ from fairlead_runtime.scheduling.scheduler import Scheduler, SchedulerStats
 from fairlead_runtime.settings.engine_config import EngineConfig
 from fairlead_runtime.sizing.graph_sizes import step_sizes
 from fairlead_runtime.sizing.groups import LayerGroup, group_layers
-from support import flashinfer_standin, rank_pair, tiny, triton_standin
+from support import flashinfer_standin, rank_pair, tiny, tiny_parts, triton_standin
 from support.fp8_reference import Fp8Cache
 from support.graph_standin import TapeRecorder
 from support.operation_cases import fixed_attention, fixed_operations
@@ -197,7 +197,11 @@ def paged(
     **overrides: Any,
 ) -> PagedModel:
     """A tiny model on our paged attention."""
-    model = tiny.build(family, **overrides)
+    if family in tiny_parts.FAMILIES:
+        model = tiny_parts.build(family, **overrides)
+        text_model.drop_other_parts(model)
+    else:
+        model = tiny.build(family, **overrides)
     dtype = torch.bfloat16 if bfloat16 else dtype
     if dtype is not None:
         model = model.to(dtype)

@@ -375,9 +375,17 @@ CASES: dict[str, tuple[str, Spoil]] = {
     "more layers than the weights": ("BadWeights", _config(num_hidden_layers=5)),
     "a state-space model": ("UnsupportedModel", _config(model_type="mamba2")),
     "a hybrid model": ("UnsupportedModel", _config(model_type="qwen3_next")),
-    "a model with images": (
+    "a model with images whose text is not served": (
         "UnsupportedModel",
-        _config(model_type="gemma3", text_config={"model_type": "gemma3_text"}),
+        _config(model_type="qwen3_5", text_config={"model_type": "qwen3_5_text"}),
+    ),
+    "a model with images whose text has other sizes": (
+        "BadWeights",
+        _config(model_type="internvl", text_config={"num_hidden_layers": 1}),
+    ),
+    "a model with images whose text is a list": (
+        "UnsupportedModel",
+        _config(model_type="internvl", text_config=[]),
     ),
     "an encoder-decoder": ("UnsupportedModel", _config(model_type="bart")),
     "quantized weights": (

@@ -32,11 +32,10 @@ FAMILIES = (
 )
 # Buildable too: families of the table that are not in the full matrix of token equality, and
 # families that are not in the table.
-SIZED = ("gemma", "granite", "olmo2", "cohere", "starcoder2")
+SIZED = ("gemma", "granite", "olmo2", "cohere", "cohere2", "starcoder2")
 UNLISTED = (
     "apertus",
     "arcee",
-    "cohere2",
     "ernie4_5",
     "exaone4",
     "glm",

@@ -12,10 +12,9 @@ from fairlead_runtime.models.headers import Header
 from fairlead_runtime.models.model_error import ModelError, unsupported_shape
 from fairlead_runtime.settings.engine_config import ConfigError
 from fairlead_runtime.sizing.config_json import ShapeError, UnknownFamilyError
-from fairlead_runtime.sizing.family_table import FAMILIES
+from fairlead_runtime.sizing.family_table import FAMILIES, PARTS
 from fairlead_runtime.sizing.shape import ModelShape
 
-_COMPOSITE = ("text_config", "llm_config", "language_config", "thinker_config")
 _OWN_CODE_FIX = "serve a model whose architecture is part of transformers"
 
 
@@ -35,14 +34,6 @@ def check(
     """
     if auto_maps and not _in_transformers(config.get("model_type")):
         _refuse_own_code(config, auto_maps, trusted=trusted)
-    for key in _COMPOSITE:
-        if isinstance(config.get(key), Mapping):
-            raise ModelError(
-                "UnsupportedModel",
-                f"config.json: {key}: models of several parts (text with images or sound) are not "
-                "served",
-                "use a text-only checkpoint of the family",
-            )
     try:
         shape = ModelShape.from_config(config)
     except UnknownFamilyError:
@@ -65,7 +56,7 @@ def _in_transformers(model_type: object) -> bool:
 
 
 def _in_table(model_type: object) -> bool:
-    return isinstance(model_type, str) and model_type in FAMILIES
+    return isinstance(model_type, str) and model_type in {**FAMILIES, **PARTS}
 
 
 def _refuse_own_code(

@@ -12,10 +12,20 @@ import inspect
 import sys
 from typing import Any
 
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
+from transformers import PretrainedConfig
 
+from fairlead_runtime.models import text_model
 from fairlead_runtime.models.model_error import ModelError
-from fairlead_runtime.sizing.family_table import FAMILIES, OLD, REFUSED, STATE
+from fairlead_runtime.sizing.config_json import CAUSAL_TEXT
+from fairlead_runtime.sizing.family_table import (
+    FAMILIES,
+    JUDGED,
+    NO_TEXT,
+    OLD,
+    REFUSED,
+    STATE,
+    TEXTS,
+)
 
 
 def unsupported(model_type: str, reason: str) -> ModelError:
@@ -39,31 +49,31 @@ def check(config: PretrainedConfig) -> tuple[int | None, ...]:
     Reads the configuration and transformers' class for it, never weights.
     """
     name = str(config.model_type)
-    refuse_by_name(name)
+    text = config.get_text_config()
+    for part in (config, text):
+        refuse_by_name(str(part.model_type))
+    if text is not config and str(text.model_type) not in {*FAMILIES, *TEXTS, *JUDGED}:
+        raise unsupported(str(text.model_type), NO_TEXT)
     if config.is_encoder_decoder:
         raise unsupported(name, "it is an encoder-decoder")
     # Except for gpt_neox, only encoders have is_decoder in their configuration: they are decoders
     # on request.
-    is_encoder = name not in FAMILIES and getattr(config, "is_decoder", True) is False
-    if is_encoder or getattr(config, "use_bidirectional_attention", False):
+    is_encoder = name not in FAMILIES and getattr(text, "is_decoder", True) is False
+    bidirectional = getattr(text, "use_bidirectional_attention", None) or None
+    if is_encoder or bidirectional not in (None, *CAUSAL_TEXT):
         raise unsupported(
             name, "its attention is bidirectional: it encodes text and does not generate any"
         )
-    model_class = _class_of(config)
-    if getattr(model_class, "_is_stateful", False):
-        raise unsupported(name, STATE)
-    if name not in FAMILIES and not model_class._can_set_attn_implementation():  # noqa: SLF001 - there is no public method
-        raise unsupported(name, OLD)
-    return _windows(config, model_class)
-
-
-def _class_of(config: PretrainedConfig) -> Any:
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise unsupported(
-            str(config.model_type), "transformers has no causal language model of that type"
-        )
-    classes = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    return classes[0] if isinstance(classes, list | tuple) else classes
+    model_class, text_class = text_model.class_of(config), text_model.text_class_of(config)
+    if model_class is None or text_class is None:
+        kind = "no class of text with images" if text is not config else "no causal language model"
+        raise unsupported(name, f"transformers has {kind} of that type")
+    for code in (model_class, text_class):
+        if getattr(code, "_is_stateful", False):
+            raise unsupported(name, STATE)
+        if name not in FAMILIES and not code._can_set_attn_implementation():  # noqa: SLF001 - there is no public method
+            raise unsupported(name, OLD)
+    return _windows(text, text_class)
 
 
 def _windows(config: PretrainedConfig, model_class: Any) -> tuple[int | None, ...]:

@@ -18,13 +18,12 @@ import torch
 import transformers
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
-from fairlead_runtime.models import architecture, published
+from fairlead_runtime.models import architecture, published, text_model
 from fairlead_runtime.models import files as model_files
 from fairlead_runtime.models.files import ModelFiles
 from fairlead_runtime.models.identity import identity
@@ -141,8 +140,10 @@ def eos_ids(
     """
     ids: set[int] = set()
     generation = getattr(model.generation_config, "eos_token_id", None)
+    configs = (model.config, model.config.get_text_config())
+    stored = [getattr(config, "eos_token_id", None) for config in configs]
     for value in (
-        generation if generation is not None else model.config.eos_token_id,
+        *([generation] if generation is not None else stored),
         tokenizer.eos_token_id,
     ):
         ids |= set(value) if isinstance(value, list | tuple) else {value}
@@ -176,9 +177,9 @@ def _out_of_memory(error: BaseException) -> bool:
 
 def _read_weights(inspected: InspectedModel, *, sharded: bool) -> PreTrainedModel:
     path, stored = inspected.files.path, stored_format(inspected.config_json)
-    factory: Any = AutoModelForCausalLM  # transformers' classes are untyped
     try:
         settings = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        factory = text_model.class_to_load(settings)
         with _progress_on_terminals_only():
             model, info = factory.from_pretrained(
                 path,

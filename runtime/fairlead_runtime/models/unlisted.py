@@ -9,13 +9,14 @@ headers. Loads no weight. The self-test decides whether its text is right
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
-from fairlead_runtime.models import families
+from fairlead_runtime.models import families, text_model
 from fairlead_runtime.models.headers import Header
-from fairlead_runtime.models.model_error import ModelError, unsupported_shape
+from fairlead_runtime.models.model_error import ModelError, first_line, unsupported_shape
 from fairlead_runtime.sizing.checkpoint_formats import published
-from fairlead_runtime.sizing.config_json import STANDARD, ShapeError
+from fairlead_runtime.sizing.config_json import STANDARD, TEXT, ShapeError
 from fairlead_runtime.sizing.shape import ModelShape
 
 LARGEST_COUNT = 1 << 14
@@ -33,8 +34,12 @@ def shape_of(config: Mapping[str, Any], weights: Mapping[str, Header]) -> ModelS
     """
     full_config = _complete(config)
     windows = families.check(full_config)
-    settings = {name: getattr(full_config, name, None) for name in STANDARD}
+    text = full_config.get_text_config()
+    settings = {name: getattr(text, name, None) for name in STANDARD}
     sizes = [(name, t.shape) for header in weights.values() for name, t in header.tensors.items()]
+    if text is not full_config:
+        settings["tie_word_embeddings"] = getattr(full_config, "tie_word_embeddings", None)
+        sizes = _sizes_of_text(full_config) if weights else []
     try:
         stored = published(config)
         if stored is not None:
@@ -47,6 +52,17 @@ def shape_of(config: Mapping[str, Any], weights: Mapping[str, Header]) -> ModelS
             shape.model_type, f"{len(windows)} layer types for {shape.layers} layers"
         )
     return shape
+
+
+def _sizes_of_text(config: PretrainedConfig) -> list[tuple[str, tuple[int, ...]]]:
+    """Name and dimensions of the parameters that are loaded of a model of several parts."""
+    try:
+        with torch.device("meta"):
+            model = text_model.class_to_load(config)(config)
+    # As where the values are read: they are untrusted.
+    except Exception as error:
+        raise families.unsupported(str(config.model_type), first_line(error)) from error
+    return [(name, tuple(x.shape)) for name, x in model.named_parameters()]
 
 
 def _check_counts(config: Mapping[str, Any]) -> None:
@@ -69,7 +85,9 @@ def _complete(config: Mapping[str, Any]) -> PretrainedConfig:
     name = config.get("model_type")
     if not isinstance(name, str) or name not in CONFIG_MAPPING:
         raise families.unsupported(str(name), "transformers has no architecture of that name")
-    _check_counts(config)
+    for part in (config, config.get(TEXT)):
+        if isinstance(part, Mapping):
+            _check_counts(part)
     factory: Any = CONFIG_MAPPING[name]  # transformers' classes are untyped
     try:
         full_config = factory.from_dict(dict(config))

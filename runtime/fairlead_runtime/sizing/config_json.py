@@ -1,13 +1,26 @@
 """A model's ``config.json``, read key by key: every value is typed and bounded before it is used.
 
-Owns the errors that name a key, the limits, and the defaults of a family beneath the file's own
-values. The values are untrusted. Reads one mapping; never a file or a network.
+Owns the verdict on the family, one for the plan, which has this file alone, and for the pod; what
+of the file describes the text of a model of several parts; the errors that name a key, the limits,
+and the defaults of a family beneath the file's own values. The values are untrusted. Reads one
+mapping; never a file or a network.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
-from fairlead_runtime.sizing.family_table import Family
+from fairlead_runtime.sizing.family_table import (
+    FAMILIES,
+    INNER,
+    JUDGED,
+    NO_TEXT,
+    PARTS,
+    REFUSED,
+    TEXTS,
+    WORKING,
+    Family,
+    Parts,
+)
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
 LARGEST = {
@@ -16,6 +29,7 @@ LARGEST = {
     "vocab_size": 1 << 26,
 }
 LARGEST_OTHER = 1 << 24
+CAUSAL_TEXT = ("vision",)  # bidirectional attention of images: texts are causal beside them
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 # The settings that most families share, by the names that transformers gives them.
 STANDARD = (
@@ -30,6 +44,12 @@ STANDARD = (
     *("num_attention_heads", "num_key_value_heads", "head_dim", "tie_word_embeddings"),
     *("use_bidirectional_attention", "num_experts_per_tok", *EXPERTS),
 )
+
+
+TEXT = "text_config"
+# Other keys for the text's settings: no model of these is served.
+OTHER_TEXTS = ("llm_config", "language_config", "thinker_config")
+_TIED = "tie_word_embeddings"
 
 
 class ShapeError(ValueError):
@@ -49,6 +69,83 @@ class UnknownFamilyError(ShapeError):
             f"{name[:100]!r} is not in the table of families: its weights' size is known once the "
             "files are downloaded; a pod loads such a model, runs the self-test and measures it",
         )
+
+
+def has_parts(config: Mapping[str, Any]) -> bool:
+    """Whether the model has parts beside its text, as for images; no pod loads them."""
+    name = config.get("model_type")
+    return isinstance(config.get(TEXT), Mapping) or (isinstance(name, str) and name in PARTS)
+
+
+def family_of(config: Mapping[str, Any]) -> tuple[Family, Mapping[str, Any]]:
+    """The family of a model's text, and the settings of that text: ``config`` itself unless the
+    model has several parts.
+
+    Raises UnknownFamilyError for a family that is not in the table, ShapeError for one that is not
+    served.
+    """
+    name = config.get("model_type")
+    if not isinstance(name, str):
+        raise _refused("model_type", str(name), "it is not a name")
+    if name in REFUSED:
+        raise _refused("model_type", name, REFUSED[name])
+    for key in OTHER_TEXTS:
+        if isinstance(config.get(key), Mapping):
+            raise _refused(key, name, f"settings of its text are served as {TEXT} alone")
+    if has_parts(config):
+        return _family_of_text(name, config)
+    if name in TEXTS:
+        raise _refused("model_type", name, INNER)
+    if name not in FAMILIES:
+        raise UnknownFamilyError(name)
+    return FAMILIES[name], config
+
+
+def _refused(field: str, name: str, reason: str) -> ShapeError:
+    works = f"; of the same maker {WORKING[name]}" if name in WORKING else ""
+    supported = ", ".join(sorted({**FAMILIES, **PARTS}))
+    return ShapeError(
+        field,
+        f"{name[:100]!r} is not supported: {reason}{works}; supported are {supported}, and "
+        "ordinary decoders that pass the self-test",
+    )
+
+
+def _family_of_text(name: str, config: Mapping[str, Any]) -> tuple[Family, Mapping[str, Any]]:
+    parts = PARTS.get(name)
+    text = _text_settings(config, parts)
+    kind = str(text.get("model_type"))
+    family = FAMILIES.get(kind) or TEXTS.get(kind)
+    if family is None and kind not in JUDGED:
+        raise _refused(f"{TEXT}.model_type", kind, REFUSED.get(kind, NO_TEXT))
+    if family is None or parts is None:
+        raise UnknownFamilyError(name)
+    return family, _with_outer(text, config, parts)
+
+
+def _text_settings(config: Mapping[str, Any], parts: Parts | None) -> Mapping[str, Any]:
+    """The text's own settings, with its model_type where that is known."""
+    text = config.get(TEXT)
+    if isinstance(text, Mapping):
+        return text if parts is None else {"model_type": parts.text, **text}
+    if text is not None or parts is None or not parts.flat:
+        raise ShapeError(TEXT, "must be an object with the settings of the text")
+    return {**config, "model_type": parts.text}
+
+
+def _with_outer(
+    text: Mapping[str, Any], config: Mapping[str, Any], parts: Parts
+) -> Mapping[str, Any]:
+    """The text's settings, with its type and the tie of its head where the whole says them."""
+    outer = {key: config[key] for key in ("dtype", "torch_dtype") if config.get(key)}
+    own = text.get(_TIED)
+    tied = config.get(_TIED, own if parts.tied is None else parts.tied)
+    # transformers compares the two where the text denies it, and may hold both.
+    if own is False or (own and parts.either):
+        tied = own or (parts.either and tied)
+    dropped = {_TIED, *(("dtype", "torch_dtype") if outer else ())}
+    settings = {key: value for key, value in text.items() if key not in dropped}
+    return settings | outer | ({} if tied is None else {_TIED: tied})
 
 
 class ConfigReader:
@@ -96,7 +193,7 @@ class ConfigReader:
 
 def check_traits(s: ConfigReader) -> None:
     """Raise ShapeError for a setting that paged attention does not support."""
-    if s.get("use_bidirectional_attention"):
+    if s.get("use_bidirectional_attention") not in (None, False, *CAUSAL_TEXT):
         raise ShapeError(
             "use_bidirectional_attention", "such a model encodes text and does not generate any"
         )

@@ -174,6 +174,15 @@ FAMILIES: Mapping[str, Family] = {
         qk_norm_if="use_qk_norm",
         **_ATTENTION_BIAS,
     ),
+    "cohere2": Family(
+        _defaults(256000, 8192, 22528, 40, 64, 8192, tie_word_embeddings=True)
+        | {"sliding_window": 4096, "sliding_window_pattern": 4},
+        norms=1,
+        logit_copies=2,
+        window="types",
+        full_every="sliding_window_pattern",
+        **_ATTENTION_BIAS,
+    ),
     "starcoder2": Family(
         _defaults(49152, 3072, 12288, 30, 24, 4096, num_key_value_heads=2)
         | {"tie_word_embeddings": True, "use_bias": True},
@@ -215,6 +224,79 @@ FAMILIES: Mapping[str, Family] = {
     ),
 }
 
+_QWEN_VL = Family(
+    _defaults(152064, 8192, 29568, 80, 64, 32768, num_key_value_heads=8)
+    | {"sliding_window": 4096, "max_window_layers": 80},
+    qkv_bias=True,
+    **_QWEN_WINDOWS,
+)
+# The texts of models of several parts that are no models of their own, by the text's model_type.
+TEXTS: Mapping[str, Family] = {
+    "qwen2_vl_text": _QWEN_VL,
+    "qwen2_5_vl_text": _QWEN_VL,
+    "qwen3_vl_text": Family(
+        _defaults(151936, 4096, 22016, 32, 32, 128000, num_key_value_heads=32, head_dim=128),
+        shardable=False,
+        qk_norm="head",
+        **_ATTENTION_BIAS,
+    ),
+    "qwen3_vl_moe_text": Family(
+        _defaults(151936, 2048, 5632, 24, 16, 128000, num_key_value_heads=16)
+        | {"moe_intermediate_size": 1408, "num_local_experts": 60, "num_experts_per_tok": 4},
+        aliases={"num_local_experts": "num_experts"},
+        qk_norm="head",
+        experts="moe_intermediate_size",
+        **_ATTENTION_BIAS,
+    ),
+    "glm4v_text": Family(
+        _defaults(151552, 4096, 13696, 40, 32, 32768, num_key_value_heads=2),
+        shardable=False,
+        qkv_bias=True,
+        norms=4,
+        mlp_copies=4,
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """How the config of a model of several parts describes its text. ``text``: the text's
+    model_type where its settings do not name it.
+    """
+
+    text: str
+    # Whether the head is the embedding where the whole does not say; None: what the text says.
+    tied: bool | None = None
+    either: bool = False  # the head is the embedding, too, where the text alone says so
+    flat: bool = False  # older checkpoints have the text's settings among those of the whole
+
+
+# By the model_type of the whole. Another one whose text is of FAMILIES, TEXTS or JUDGED is tried
+# and measured.
+PARTS: Mapping[str, Parts] = {
+    "gemma3": Parts("gemma3_text"),
+    "mistral3": Parts("mistral"),
+    "qwen2_vl": Parts("qwen2_vl_text", tied=False, either=True, flat=True),
+    "qwen2_5_vl": Parts("qwen2_5_vl_text", tied=False, either=True, flat=True),
+    "qwen3_vl": Parts("qwen3_vl_text", tied=False),
+    "qwen3_vl_moe": Parts("qwen3_vl_moe_text", tied=False),
+    "glm4v": Parts("glm4v_text", tied=False, either=True),
+    "internvl": Parts("qwen2"),
+    "smolvlm": Parts("llama", tied=False),
+    "idefics3": Parts("llama", tied=False),
+    "aya_vision": Parts("cohere2"),
+    "cohere2_vision": Parts("cohere2"),
+}
+
+# Families without sizes here that are known to work: they are tested as a model of one part.
+JUDGED = frozenset(
+    (
+        *("apertus", "arcee", "ernie4_5", "exaone4", "glm", "glm4", "gpt_bigcode", "granitemoe"),
+        *("helium", "hunyuan_v1_dense", "ministral", "nemotron", "olmo", "olmo3", "olmoe", "opt"),
+        *("persimmon", "phi", "phimoe", "qwen2_moe", "seed_oss", "smollm3", "stablelm"),
+    )
+)
+
 # A family that is not in the table is sized by the most that any family in it keeps alive at once.
 UNKNOWN_DENSE = Family({}, mlp_copies=6, logit_copies=2)
 UNKNOWN_EXPERTS = Family({}, mlp_copies=8, logit_copies=2)
@@ -225,6 +307,12 @@ OLD = "its attention does not go through transformers' attention interface"
 _SHARED = "its layers share keys and values or differ in head size"
 _LATENT = "its latent attention has keys and values of different sizes"
 _CHUNKED = "its chunked attention is neither full nor a sliding window"
+_SOUND = "transformers has no class of it for text with images, only for sound"
+_IMAGES = "it writes no text without an image"
+_PACKAGES = "transformers builds its other parts with packages that the runtime has not"
+_PREFIX = "its prompts are attended in both directions"
+NO_TEXT = "no model of several parts is served for such a text yet"
+INNER = "it is the text of a model of several parts and no model of its own"
 
 REFUSED: dict[str, str] = {
     **dict.fromkeys(
@@ -276,10 +364,60 @@ REFUSED: dict[str, str] = {
             "flaubert",
             "prophetnet",
             "megatron-bert",
+            "got_ocr2",
+            "pp_chart2table",
         ],
         OLD,
     ),
-    **dict.fromkeys(["gemma3n", "gemma3n_text", "gemma4", "gemma4_text"], _SHARED),
+    **dict.fromkeys(
+        ["gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "gemma4_unified"], _SHARED
+    ),
     **dict.fromkeys(["llama4", "llama4_text"], _CHUNKED),
-    **dict.fromkeys(["deepseek_v2", "deepseek_v3", "minicpm3", "longcat_flash", "youtu"], _LATENT),
+    **dict.fromkeys(
+        ["deepseek_v2", "deepseek_v3", "kimi_k25", "minicpm3", "longcat_flash", "youtu"], _LATENT
+    ),
+    **dict.fromkeys(["lfm2_vl"], STATE),
+    **dict.fromkeys(
+        [
+            *("audioflamingo3", "fun_asr_nano", "glmasr", "granite_speech", "granite_speech_plus"),
+            *("moss_transcribe_diarize", "musicflamingo", "qwen2_audio", "qwen3_asr"),
+            *("vibevoice", "vibevoice_asr", "voxtral"),
+        ],
+        _SOUND,
+    ),
+    **dict.fromkeys(["blip-2", "instructblip", "instructblipvideo"], _IMAGES),
+    **dict.fromkeys(["fast_vlm", "perception_lm"], _PACKAGES),
+    **dict.fromkeys(["colpali", "colqwen2", "shieldgemma2"], "it writes no text"),
+    "paligemma": _PREFIX,
+}
+
+# What works of the maker of a refused family.
+WORKING: Mapping[str, str] = {
+    **dict.fromkeys(
+        [
+            *("gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "gemma4_unified"),
+            *("paligemma", "recurrent_gemma"),
+        ],
+        "Gemma 3 works ('gemma3', 'gemma3_text')",
+    ),
+    **dict.fromkeys(
+        [
+            *("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text"),
+            *("qwen2_audio", "qwen3_asr"),
+        ],
+        "Qwen3 and Qwen3-VL work ('qwen3', 'qwen3_moe', 'qwen3_vl', 'qwen3_vl_moe')",
+    ),
+    **dict.fromkeys(["llama4", "llama4_text"], "Llama 3 works ('llama')"),
+    **dict.fromkeys(
+        ["deepseek_v2", "deepseek_v3"],
+        "the distilled DeepSeek-R1 models work ('llama', 'qwen2')",
+    ),
+    "nemotron_h": "Nemotron 4 and Llama-Nemotron work ('nemotron', 'llama')",
+    "voxtral": "Mistral Small 3 works ('mistral', 'mistral3')",
+    **dict.fromkeys(["falcon", "falcon_mamba", "falcon_h1"], "Falcon 3 works ('llama')"),
+    **dict.fromkeys(
+        ["granitemoehybrid", "granite_speech", "granite_speech_plus"],
+        "Granite 3 works ('granite', 'granitemoe')",
+    ),
+    "olmo_hybrid": "OLMo 2 and 3 work ('olmo2', 'olmo3')",
 }

@@ -13,19 +13,15 @@ from typing import Any
 from fairlead_runtime.sizing.checkpoint_formats import published
 from fairlead_runtime.sizing.config_json import (
     EXPERTS,
+    TEXT,
     ConfigReader,
     ShapeError,
-    UnknownFamilyError,
     check_traits,
     dtype_of,
+    family_of,
+    has_parts,
 )
-from fairlead_runtime.sizing.family_table import (
-    FAMILIES,
-    REFUSED,
-    UNKNOWN_DENSE,
-    UNKNOWN_EXPERTS,
-    Family,
-)
+from fairlead_runtime.sizing.family_table import UNKNOWN_DENSE, UNKNOWN_EXPERTS, Family
 from fairlead_runtime.sizing.parameters import ParameterCount, count_layer, has_flat_norm
 from fairlead_runtime.sizing.stored import KEY, Published, QuantizedError, Stored
 
@@ -84,19 +80,8 @@ class ModelShape:
         UnknownFamilyError for a ``model_type`` that is not in the table, ShapeError for one that is
         refused and for values out of bounds.
         """
-        name = config.get("model_type")
-        if not isinstance(name, str) or name in REFUSED:
-            reason = REFUSED[name] if isinstance(name, str) else "it is not a name"
-            supported = ", ".join(sorted(FAMILIES))
-            raise ShapeError(
-                "model_type",
-                f"{str(name)[:100]!r} is not supported: {reason}; supported are {supported}, and "
-                "ordinary decoders that pass the self-test",
-            )
-        if name not in FAMILIES:
-            raise UnknownFamilyError(name)
-        family = FAMILIES[name]
-        s = ConfigReader(config, family)
+        family, text = family_of(config)
+        s = ConfigReader(text, family)
         check_traits(s)
         stored = _quantized(config, experts=bool(family.experts))
         layers, hidden, vocab = (
@@ -110,7 +95,7 @@ class ModelShape:
         outside += s.integer("max_position_embeddings") * hidden if family.positions else 0
         outside += hidden * (2 if family.norm_bias else 1)
         return cls(
-            model_type=name,
+            model_type=str(config["model_type"]),
             layers=layers,
             windows=_windows(s, family, layers),
             heads=s.heads,
@@ -126,7 +111,7 @@ class ModelShape:
             tied=tied,
             experts=s.integer("num_local_experts") if family.experts else 0,
             experts_per_token=s.integer("num_experts_per_tok") if family.experts else 0,
-            dtype=dtype_of(config),
+            dtype=dtype_of(text),
             quantized=stored.format,
             parameters=body.matrices + body.rest + outside,
             layer_matrices=body.matrices,
@@ -193,7 +178,7 @@ class ModelShape:
             tied=bool(settings.get("tie_word_embeddings")),
             experts=s.integer(experts_setting) if experts_setting else 0,
             experts_per_token=chosen,
-            dtype=dtype_of(config),
+            dtype=dtype_of(config) or dtype_of(config.get(TEXT) or {}),
             quantized=stored.format,
             parameters=sum(math.prod(dimensions) for _, dimensions in sizes),
             layer_matrices=in_layers,
@@ -230,6 +215,8 @@ def _slab_width(s: ConfigReader, family: Family, inner: int) -> int:
 
 def _quantized(config: Mapping[str, Any], *, experts: bool) -> Published:
     stored = published(config)
+    if has_parts(config) and (stored is not None or (config.get(TEXT) or {}).get(KEY)):
+        raise QuantizedError(KEY, "quantized models of several parts are not supported")
     if stored is not None and experts:
         raise QuantizedError(KEY, "quantized experts are not supported")
     return stored or Published("")

@@ -20,7 +20,7 @@ from fairlead_runtime.models import architecture, loading, unlisted
 from fairlead_runtime.models.headers import read_header
 from fairlead_runtime.models.model_error import ModelError, SelfTestError
 from fairlead_runtime.request.sequence import SamplingParams
-from fairlead_runtime.sizing.family_table import FAMILIES
+from fairlead_runtime.sizing.family_table import FAMILIES, JUDGED
 from support import tiny
 from support.engine_rig import Setting, greedy, prompts, rig
 from support.kernel_sets import rows_beyond_the_plan
@@ -97,6 +97,10 @@ def test_an_unlisted_family_is_served_from_its_files(tmp_path: Path) -> None:
     assert 0 <= weights["measuredBytes"] - (weights["plannedBytes"] - padding) < 1024
 
 
+def test_the_families_that_may_be_the_text_of_a_larger_model_are_those_tested_here() -> None:
+    assert sorted(JUDGED) == sorted(tiny.UNLISTED)
+
+
 def test_the_documentation_names_the_families_tested_here() -> None:
     text = (Path(__file__).parents[3] / "docs" / "models.md").read_text("utf-8")
     listed = text.split("as tiny random models:")[1].split("What `config.json`")[0]
@@ -144,7 +148,7 @@ def test_an_attention_that_does_not_run_packed_fails_the_self_test_with_its_reas
         ({"model_type": "smollm3", "num_hidden_layers": 10**9}, "num_hidden_layers"),
         ({"model_type": "stablelm", "num_attention_heads": 0}, "num_attention_heads"),
         ({"model_type": "stablelm", "num_experts": 10**9}, "num_experts"),
-        ({"model_type": "fuyu"}, "num_hidden_layers"),
+        ({"model_type": "aria"}, "aria_text"),
     ],
 )
 def test_models_that_cannot_be_tried_are_refused_before_their_weights_load(

@@ -1,5 +1,6 @@
 """Which families are refused, by name or by structure, and the windows of those served."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -7,8 +8,11 @@ from transformers import CONFIG_MAPPING, AutoConfig
 
 from fairlead_runtime.models import families
 from fairlead_runtime.models.model_error import ModelError
-from fairlead_runtime.sizing.family_table import FAMILIES, REFUSED
+from fairlead_runtime.sizing.config_json import ShapeError, UnknownFamilyError
+from fairlead_runtime.sizing.family_table import FAMILIES, PARTS, REFUSED, TEXTS
+from fairlead_runtime.sizing.shape import ModelShape
 from support import tiny
+from support.full import LONG_FORM
 
 SMALL: dict[str, Any] = {
     "hidden_size": 32,
@@ -113,3 +117,61 @@ def test_a_window_that_the_models_own_mask_ignores_does_not_count() -> None:
 def test_every_served_family_passes(family: str) -> None:
     built = tiny.build(family).config
     assert len(families.check(built)) == built.num_hidden_layers
+
+
+def text_types() -> Iterator[tuple[str, str]]:
+    """transformers' types of models with a text_config, each with its text's type."""
+    for name in sorted(CONFIG_MAPPING):
+        parts = getattr(CONFIG_MAPPING[name], "sub_configs_defaults", None) or {}
+        if "text_config" in parts:
+            yield name, parts["text_config"].model_type
+
+
+def admitted_by_the_plan(name: str, text: str) -> bool:
+    try:
+        ModelShape.from_config({"model_type": name, "text_config": {"model_type": text}})
+    except UnknownFamilyError:
+        return True  # it is tried
+    except ShapeError:
+        return False
+    return True
+
+
+def test_the_pod_serves_or_tries_every_model_of_several_parts_that_the_plan_admits() -> None:
+    admitted = [name for name, text in text_types() if admitted_by_the_plan(name, text)]
+    assert {*admitted} >= {*PARTS, "llava", "lighton_ocr", "exaone4_5", "idefics2"}
+    for name in admitted if LONG_FORM else admitted[::6]:  # each imports its model's code
+        assert families.check(CONFIG_MAPPING[name]())
+
+
+@pytest.mark.full
+def test_the_pod_refuses_every_model_of_several_parts_that_the_plan_refuses() -> None:
+    refused = [name for name, text in text_types() if not admitted_by_the_plan(name, text)]
+    assert len(refused) > 50
+    for name in refused:
+        try:
+            config = CONFIG_MAPPING[name]()
+        except Exception:  # noqa: BLE001 - some have no defaults
+            continue
+        with pytest.raises(ModelError):
+            families.check(config)
+
+
+def test_a_text_without_a_class_of_its_own_is_no_model() -> None:
+    for name in TEXTS:
+        with pytest.raises(ShapeError, match="no model of its own"):
+            ModelShape.from_config({"model_type": name})
+
+
+@pytest.mark.parametrize("key", ["llm_config", "language_config", "thinker_config"])
+def test_settings_of_a_text_under_another_key_are_refused_by_its_name(key: str) -> None:
+    with pytest.raises(ShapeError, match=f"{key}: .*text_config"):
+        ModelShape.from_config({"model_type": "new_vl", key: {"model_type": "llama"}})
+
+
+@pytest.mark.parametrize(
+    ("family", "works"), [("gemma4", "gemma3"), ("qwen3_5", "qwen3_vl"), ("llama4", "llama")]
+)
+def test_the_refusal_names_what_works_of_the_same_maker(family: str, works: str) -> None:
+    with pytest.raises(ShapeError, match=rf"of the same maker .*'{works}'"):
+        ModelShape.from_config({"model_type": family})

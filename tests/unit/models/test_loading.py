@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import PreTrainedModel
 
 from fairlead_runtime.models import chat, files, loading
 from fairlead_runtime.models.model_error import ModelError
@@ -222,7 +222,7 @@ def test_no_memory_for_the_weights_has_its_own_code(
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
+    monkeypatch.setattr(PreTrainedModel, "from_pretrained", fail)
     with pytest.raises(ModelError) as refused:
         loading.load(good)
     assert refused.value.code == "OutOfMemory"
@@ -247,7 +247,7 @@ def test_any_other_failure_of_the_loader_means_damaged_weights(
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("sizes differ")
 
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
+    monkeypatch.setattr(PreTrainedModel, "from_pretrained", fail)
     with pytest.raises(ModelError) as refused:
         loading.load(good)
     assert refused.value.code == "BadWeights"

@@ -61,6 +61,10 @@ SWITCHES = {
     "phi3": ({"sliding_window": 20}, {"tie_word_embeddings": True, "num_key_value_heads": None}),
     "olmo2": ({"attention_bias": True}, {"num_key_value_heads": None}),
     "cohere": ({"use_qk_norm": True}, {"attention_bias": True, "tie_word_embeddings": False}),
+    "cohere2": (
+        {"attention_bias": True, "sliding_window": 16},
+        {"layer_types": ["full_attention"] * 7, "tie_word_embeddings": False},
+    ),
     "starcoder2": ({"use_bias": False}, {"sliding_window": 10, "tie_word_embeddings": False}),
     "gpt2": ({"n_inner": 50}, {"tie_word_embeddings": False}),
     "gpt_neox": ({"attention_bias": False}, {"tie_word_embeddings": True}),

@@ -324,7 +324,9 @@ def random_tokens(model: PagedModel, *, seed: int) -> tuple[Tensor, Tensor]:
     """
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(model.vocabulary, (TOKENS,), generator=generator)
-    longest = getattr(model.model.config, "max_position_embeddings", None) or TOKENS + 1
+    longest = (
+        getattr(model.model.config.get_text_config(), "max_position_embeddings", None) or TOKENS + 1
+    )
     positions = torch.linspace(seed, longest - 1, TOKENS).long()
     return ids.to(model.device), positions.to(model.device)
 

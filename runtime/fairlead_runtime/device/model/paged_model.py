@@ -124,7 +124,9 @@ class PagedModel:
             if isinstance(module, PreTrainedModel):
                 module.warn_if_padding_and_no_attention_mask = _nothing
         # transformers picks grouped_mm where the model and torch support it, else eager.
-        self._fast_experts: str = getattr(model.config, "_experts_implementation", None) or "eager"
+        self._fast_experts: str = (
+            getattr(model.config.get_text_config(), "_experts_implementation", None) or "eager"
+        )
         self._experts = self._fast_experts
         self.heads = self._probe()
 

@@ -703,7 +703,7 @@ def _distances(paged: torch.Tensor, plain: torch.Tensor, *, median: bool) -> tor
 
 def has_experts(model: PagedModel) -> bool:
     """Whether rounding may choose another expert for a token."""
-    return any(getattr(model.model.config, name, None) for name in EXPERTS)
+    return any(getattr(model.model.config.get_text_config(), name, None) for name in EXPERTS)
 
 
 def text_ids(loaded: LoadedModel) -> list[int]:

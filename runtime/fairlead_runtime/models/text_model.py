@@ -1,0 +1,83 @@
+"""transformers' class for a model, without the parts beside its text.
+
+Owns which class a configuration has, and what of a model of several parts is left out: all that
+lies outside its text model and its head, as towers and projectors of images. It keeps the whole's
+own code and names, so that transformers maps the names of published tensors, old and new, to it.
+"""
+
+import re
+from typing import Any
+
+from torch import nn
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_MAPPING,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+
+
+def has_parts(config: PretrainedConfig) -> bool:
+    """Whether the model has parts beside its text."""
+    return config.get_text_config() is not config
+
+
+def class_of(config: PretrainedConfig) -> Any:
+    """Transformers' class that generates text, None without one. With parts it is the whole's."""
+    if not has_parts(config):
+        return _only(MODEL_FOR_CAUSAL_LM_MAPPING, config)
+    return _only(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, config)
+
+
+def text_class_of(config: PretrainedConfig) -> Any:
+    """The class whose code makes the masks of the text: of a model of several parts that of its
+    text model, None without one.
+    """
+    if not has_parts(config):
+        return class_of(config)
+    return _only(MODEL_MAPPING, config.get_text_config())
+
+
+def _only(mapping: Any, config: PretrainedConfig) -> Any:
+    classes = mapping.get(type(config), None)
+    return classes[0] if isinstance(classes, list | tuple) else classes
+
+
+def class_to_load(config: PretrainedConfig) -> Any:
+    """The class to load weights with: ``class_of``, which with parts builds the text alone."""
+    whole = class_of(config)
+    if not has_parts(config):
+        return whole
+
+    def init(self: PreTrainedModel, config: PretrainedConfig, *args: Any, **kwargs: Any) -> None:
+        whole.__init__(self, config, *args, **kwargs)
+        drop_other_parts(self)
+
+    # transformers knows the mapping of names by the name of the class, and reads its module.
+    names = {"__init__": init, "__module__": whole.__module__, "__qualname__": whole.__qualname__}
+    return type(whole.__name__, (whole,), names)
+
+
+def drop_other_parts(model: PreTrainedModel) -> None:
+    """Remove what lies outside the text model and the head, from the model's configuration, too."""
+    kept = [model.get_decoder(), model.get_output_embeddings()]
+    inside = {id(module) for part in kept for module in part.modules()}
+    for parent in list(model.modules()):
+        if id(parent) in inside or not _holds(parent, kept):
+            continue
+        for name, child in list(parent.named_children()):
+            if not _holds(child, kept):
+                setattr(parent, name, None)
+        for name, _ in list(parent.named_parameters(recurse=False)):
+            setattr(parent, name, None)
+    for key in model.config.sub_configs:
+        if getattr(model.config, key) is not kept[0].config:
+            setattr(model.config, key, None)  # transformers warns of a part that it does not find
+    names = "|".join(re.escape(n) for n, part in model.named_modules() if part in kept)
+    model._keys_to_ignore_on_load_unexpected = {rf"^(?!({names})\.)"}  # noqa: SLF001 - no public one
+    model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
+
+
+def _holds(module: nn.Module, parts: list[nn.Module]) -> bool:
+    return any(child is part for child in module.modules() for part in parts)

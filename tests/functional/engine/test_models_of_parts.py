@@ -1,0 +1,158 @@
+"""Models of several parts: their text equals that of transformers' whole model, which has read the
+same files, token for token; the other parts are neither loaded nor counted.
+
+The engine's runs are on ``support.engine_rig``, whose model has the weights that are loaded here.
+"""
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText
+
+from fairlead_runtime.llm import LLM
+from fairlead_runtime.models import architecture, loading
+from fairlead_runtime.models.model_error import ModelError
+from fairlead_runtime.request.sequence import SamplingParams
+from fairlead_runtime.sizing.family_table import PARTS
+from support import tiny, tiny_parts
+from support.engine_rig import EOS, Setting, greedy, prompts, rig
+from support.kernel_sets import rows_beyond_the_plan
+
+LENGTHS, SHARED, NEW = (17, 41, 26, 53, 34), 24, 24
+# Chunks, single tokens, prefix hits, forks and preemptions in one run.
+TIGHT = Setting(block_size=4, chunk=16, num_blocks=28)
+# Their text is that of a family of its own, whose layers other tests run.
+LIKE_THE_LISTED = ("mistral3", "internvl", "smolvlm", "idefics3", "aya_vision", "qwen2_vl", "llava")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """By family its checkpoint, stored once."""
+
+    @functools.cache
+    def save(family: str) -> Path:
+        return tiny_parts.save(family, tmp_path_factory.mktemp(family))
+
+    return save
+
+
+def whole_text(path: Path, prompt: tuple[int, ...]) -> list[int]:
+    """The greedy ``generate`` of transformers' whole model."""
+    factory: Any = AutoModelForImageTextToText
+    whole = factory.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    ids = torch.tensor([prompt])
+    with torch.inference_mode():
+        out = whole.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False,
+            eos_token_id=sorted(EOS), pad_token_id=0,
+        )  # fmt: skip
+    text: list[int] = out[0, len(prompt) :].tolist()
+    return text
+
+
+def seed_of(family: str) -> int:
+    return tiny_parts.FAMILIES.index(family)
+
+
+@pytest.mark.parametrize("family", tiny_parts.FAMILIES)
+def test_the_text_of_published_files_is_the_whole_models(family: str, folder: Any) -> None:
+    path = folder(family)
+    prompt, other = prompts(seed_of(family), (41, 41), 0)
+    ours = rig(family)
+    want = whole_text(path, prompt)
+    assert ours.reference(prompt, NEW) == want
+    assert len(set(want)) > 2
+    changed = (*other[:20], *prompt[20:])
+    assert ours.reference(changed, NEW) != want
+
+    loaded = loading.load(path)
+    stored = ours.model.model.state_dict() if ours.fusion.fused == 0 else {}
+    assert stored
+    held = loaded.model.state_dict()
+    assert held.keys() == stored.keys()
+    assert all(torch.equal(held[name], stored[name]) for name in held)
+    parameters = sum(x.numel() for x in loaded.model.parameters())
+    assert loaded.shape.parameters == parameters
+    assert loaded.shape.model_type == family
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, marks=[pytest.mark.full] * (family in LIKE_THE_LISTED))
+        for family in tiny_parts.FAMILIES
+    ],
+)
+def test_greedy_text_equals_that_of_the_whole_model(family: str) -> None:
+    engine = rig(family)
+    batch = prompts(seed_of(family), LENGTHS, SHARED)
+    arrivals = [
+        (due, greedy(str(i), prompt, NEW, 1 + i % 2))
+        for i, (due, prompt) in enumerate(zip((0, 0, 4, 5, 9), batch, strict=True))
+    ]
+    outcome = engine.run(TIGHT, arrivals)
+    for _, request in arrivals:
+        want = engine.reference(request.prompt, NEW)
+        for choice in range(request.params.n):
+            assert outcome.texts[request.id, choice] == want
+    assert outcome.stats is not None
+    assert outcome.stats.preemptions > 0
+    assert outcome.stats.prefix_hits > 0
+
+
+def test_flat_settings_of_an_older_checkpoint_are_the_same_model(
+    folder: Any, tmp_path: Path
+) -> None:
+    nested = loading.inspect(folder("qwen2_5_vl"))
+    flat = tiny_parts.save("qwen2_5_vl", tmp_path)
+    tiny_parts.flatten(flat)
+    assert "text_config" not in json.loads((flat / "config.json").read_text())
+    assert loading.inspect(flat).shape == nested.shape
+    prompt = prompts(seed_of("qwen2_5_vl"), (41,), 0)[0]
+    assert whole_text(flat, prompt) == rig("qwen2_5_vl").reference(prompt, NEW)
+    loading.load(flat)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "llava"])
+def test_a_model_of_parts_is_served_from_its_files_within_its_plan(
+    family: str, folder: Any
+) -> None:
+    path = folder(family)
+    prompt = prompts(seed_of(family), (41,), 0)[0]
+    with LLM(str(path), num_blocks=64) as llm:
+        params = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
+        [result] = llm.generate([{"prompt_token_ids": list(prompt)}], params)
+        report = llm.built_engine.memory.as_dict()
+    want = rig(family).reference(prompt, NEW)
+    assert list(result.outputs[0].token_ids)[: len(want)] == want
+    weights = next(term for term in report["terms"] if term["name"] == "weights")
+    # The tables of the rotary embeddings are not in the files.
+    padding = rows_beyond_the_plan(tiny.VOCAB) * tiny.HIDDEN * 4
+    assert 0 <= weights["measuredBytes"] - (weights["plannedBytes"] - padding) < 1024
+
+
+def test_the_families_of_the_table_are_the_ones_tested_here() -> None:
+    assert {*PARTS, "llava"} == {*tiny_parts.FAMILIES}
+
+
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [
+        (family, {"model_type": family, "text_config": {"model_type": text}})
+        for family, text in [
+            *(("gemma4", "gemma4_text"), ("gemma4_unified", "gemma4_unified_text")),
+            *(("qwen3_5", "qwen3_5_text"), ("qwen3_5_moe", "qwen3_5_moe_text")),
+            *(("llama4", "llama4_text"), ("kimi_k25", "deepseek_v3"), ("lfm2_vl", "lfm2")),
+            *(("minicpmv4_6", "qwen3_5_text"), ("paligemma", "gemma"), ("voxtral", "llama")),
+        ]
+    ],
+)
+def test_a_model_whose_text_is_not_served_is_refused(family: str, config: dict[str, Any]) -> None:
+    with pytest.raises(ModelError) as refused:
+        architecture.check(config)
+    assert refused.value.code == "UnsupportedModel"
+    assert family in str(refused.value) or config["text_config"]["model_type"] in str(refused.value)
