@@ -44,7 +44,58 @@ UNROUNDED = """        super().__init__(cache, backend, groups, keep)
 def spec_of"""
 ON_DETERMINISM = ("unit/device/test_determinism.py",)
 
+PARTS_TESTS = ("functional/engine/test_models_of_parts.py",)
+
 BUGS = (
+    PackageBug(
+        "the parts beside a text are loaded, too",
+        "fairlead_runtime.models.text_model:drop_other_parts",
+        "if not _holds(child, kept):",
+        "if False:",
+        PARTS_TESTS,
+    ),
+    PackageBug(
+        "a whole model whose text is not served is tried",
+        "fairlead_runtime.sizing.config_json:_family_of_text",
+        "if family is None and kind not in JUDGED:",
+        "if family is None and False:",
+        ("unit/sizing/test_shape.py",),
+    ),
+    PackageBug(
+        "a text's own word on its head comes before that of the whole",
+        "fairlead_runtime.sizing.config_json:_with_outer",
+        "config.get(_TIED, own if parts.tied is None else parts.tied)",
+        "own if own is not None else config.get(_TIED)",
+        ("unit/sizing/test_shape.py",),
+    ),
+    PackageBug(
+        "the type of a text comes before that of the whole",
+        "fairlead_runtime.sizing.config_json:_with_outer",
+        """*(("dtype", "torch_dtype") if outer else ())""",
+        "",
+        ("unit/sizing/test_shape.py",),
+    ),
+    PackageBug(
+        "a text is built without the windows that its own code masks by",
+        "fairlead_runtime.models.families:check",
+        "return _windows(text, text_class)",
+        "return _windows(text, model_class)",
+        ("unit/models/test_families.py", "unit/sizing/test_shape.py"),
+    ),
+    PackageBug(
+        "an image in a chat is passed over",
+        "fairlead_runtime.front.strict_body:refuse_media",
+        "kind in _MEDIA",
+        "kind in ()",
+        ("functional/api/test_api_errors.py",),
+    ),
+    PackageBug(
+        "the template of a whole model is not read",
+        "fairlead_runtime.models.tokenizer_files:load_tokenizer",
+        "if not getattr(",
+        "if getattr(",
+        ("unit/models/test_loading.py",),
+    ),
     PackageBug(
         "a trimmed torch takes the accelerator that it finds",
         "fairlead_runtime.build.checks:device_facts",

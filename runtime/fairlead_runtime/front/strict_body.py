@@ -11,6 +11,15 @@ MAX_NAME = 256  # characters of model, user, cache_salt
 MAX_ERRORS = 5
 
 
+# By the type of a content's part, what it is in words.
+_MEDIA = {
+    **dict.fromkeys(("image_url", "input_image", "image"), "images are not"),
+    **dict.fromkeys(("input_audio", "audio_url", "audio"), "sound is not"),
+    **dict.fromkeys(("video_url", "input_video", "video"), "videos are not"),
+    **dict.fromkeys(("file", "input_file", "document"), "files are not"),
+}
+
+
 class StrictBody(BaseModel):
     model_config = ConfigDict(
         strict=True, extra="ignore", allow_inf_nan=False, hide_input_in_errors=True, frozen=True
@@ -26,6 +35,14 @@ def validated(kind: type[BodyT], body: Mapping[str, Any]) -> BodyT:
         return kind.model_validate(body)
     except ValidationError as error:
         raise explain(error) from None
+
+
+def refuse_media(parts: Any) -> None:
+    """Raises ValueError, with its type, for a part of a content that is known and no text."""
+    for part in parts if isinstance(parts, list) else ():
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind in _MEDIA:
+            raise ValueError(f"{kind}: this model is served for text; {_MEDIA[kind]}")
 
 
 def check_model(name: Any, served: str) -> None:

@@ -21,6 +21,7 @@ CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 GENERATION_CONFIG = "generation_config.json"
+CHAT_TEMPLATE = "chat_template.json"
 _JSON = (
     CONFIG,
     INDEX,
@@ -30,7 +31,7 @@ _JSON = (
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
-    "chat_template.json",
+    CHAT_TEMPLATE,
 )
 # Everything that is downloaded or read. Repositories hold many more files, none of them needed.
 PATTERNS = ("*.safetensors", *_JSON, "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")

@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from fairlead_runtime.models.files import CHAT_TEMPLATE, has_file, read_json
 from fairlead_runtime.models.model_error import ModelError, first_line
 
 
@@ -28,7 +29,19 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
             "the tokenizer has no fast (Rust) implementation",
             "use a revision that has a tokenizer.json",
         )
+    if not getattr(tokenizer, "chat_template", None):
+        tokenizer.chat_template = _template_of_the_whole(path)
     return tokenizer
+
+
+def _template_of_the_whole(path: Path) -> str | None:
+    """The template of a model of several parts, of which older ones have it beside the tokenizer's
+    own files, where transformers' tokenizers do not look.
+    """
+    if not has_file(path, CHAT_TEMPLATE):
+        return None
+    template = read_json(path, CHAT_TEMPLATE).get("chat_template")
+    return template if isinstance(template, str) else None
 
 
 def encodes_as_defined(tokenizer: PreTrainedTokenizerBase) -> bool:

@@ -233,6 +233,33 @@ def test_a_bad_field_is_refused_by_name() -> None:
     run(scenario())
 
 
+@pytest.mark.parametrize(
+    ("route", "field", "kind", "words"),
+    [
+        (CHAT, "messages", "image_url", "images are not"),
+        (CHAT, "messages", "input_audio", "sound is not"),
+        ("/v1/responses", "input", "input_image", "images are not"),
+        ("/v1/responses", "input", "input_file", "files are not"),
+    ],
+)
+def test_what_is_no_text_is_refused_by_its_name(
+    route: str, field: str, kind: str, words: str
+) -> None:
+    text = "input_text" if field == "input" else "text"
+    parts = [{"type": text, "text": "What is this?"}, {"type": kind, kind: {"url": "data:,x"}}]
+
+    async def scenario() -> None:
+        async with fake_server() as (server, service), server.client() as client:
+            body = {"model": "tiny", field: [{"role": "user", "content": parts}]}
+            answer = await client.post(route, json=body)
+            _check_error(answer, 400)
+            message = f"{field}.0.content: {kind}: this model is served for text; {words}"
+            assert answer.json()["error"]["message"] == message
+            assert not service.live
+
+    run(scenario())
+
+
 def test_a_malformed_json_body_is_a_400() -> None:
     async def scenario() -> None:
         async with fake_server() as (server, _), server.client() as client:

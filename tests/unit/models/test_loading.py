@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from fairlead_runtime.models import chat, files, loading
 from fairlead_runtime.models.model_error import ModelError
+from fairlead_runtime.models.tokenizer_files import load_tokenizer
 from fairlead_runtime.request.sequence import RequestError
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
 from support import tiny
@@ -251,3 +252,16 @@ def test_any_other_failure_of_the_loader_means_damaged_weights(
     with pytest.raises(ModelError) as refused:
         loading.load(good)
     assert refused.value.code == "BadWeights"
+
+
+def test_the_template_of_a_whole_model_beside_its_tokenizer_is_read(model: Path) -> None:
+    template = "{% for message in messages %}<{{ message.content }}>{% endfor %}"
+    (model / files.CHAT_TEMPLATE).write_text(json.dumps({"chat_template": template}))
+    messages = [{"role": "user", "content": "hi"}]
+    own = chat.render_chat(load_tokenizer(model), messages)
+    assert own != "<hi>"
+    (model / "chat_template.jinja").unlink()
+    assert chat.render_chat(load_tokenizer(model), messages) == "<hi>"
+    (model / files.CHAT_TEMPLATE).write_text(json.dumps({"chat_template": 5}))
+    with pytest.raises(RequestError, match="no chat template"):
+        chat.render_chat(load_tokenizer(model), messages)

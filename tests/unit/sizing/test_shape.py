@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from fairlead_runtime.models import families, text_model
 from fairlead_runtime.sizing.config_json import ShapeError, UnknownFamilyError
-from fairlead_runtime.sizing.family_table import FAMILIES
+from fairlead_runtime.sizing.family_table import FAMILIES, PARTS
 from fairlead_runtime.sizing.shape import ModelShape
 
 SMALL = {
@@ -250,6 +251,247 @@ def test_public_checkpoints_have_their_published_size(name: str) -> None:
     compare(config, shape)
 
 
+TEXT = {**SMALL, "hidden_size": 48, "num_attention_heads": 6}
+SMALL_PARTS = [
+    *((family, {}) for family in sorted(PARTS)),
+    *((family, {"tie_word_embeddings": True}) for family in sorted(PARTS)),
+    ("gemma3", {"sliding_window_pattern": 3, "sliding_window": 16}),
+    ("cohere2_vision", {"sliding_window": 16}),
+    ("mistral3", {"sliding_window": 16}),
+    ("qwen2_5_vl", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 3}),
+    ("qwen3_vl_moe", {**MOE, "decoder_sparse_step": 2, "mlp_only_layers": [3]}),
+    ("qwen3_vl", {"attention_bias": True, "head_dim": 16}),
+]
+
+
+def build_whole(config: dict[str, Any], *, tied: bool) -> tuple[Any, torch.nn.Module]:
+    """transformers' configuration and whole model, without weights."""
+    plain = {k: v for k, v in config.items() if k not in ("model_type", "tie_word_embeddings")}
+    resolved = AutoConfig.for_model(config["model_type"], **plain, tie_word_embeddings=tied)
+    with torch.device("meta"):
+        return resolved, text_model.class_of(resolved)(resolved)
+
+
+@pytest.mark.parametrize(("family", "change"), SMALL_PARTS, ids=str)
+def test_the_text_of_a_model_of_several_parts_equals_transformers(
+    family: str, change: dict[str, Any]
+) -> None:
+    text = {"model_type": PARTS[family].text, "tie_word_embeddings": False, **TEXT, **change}
+    tied = bool(text["tie_word_embeddings"])
+    config = {"model_type": family, "text_config": text, "tie_word_embeddings": tied}
+    if family == "aya_vision":  # the sizes that its class has for images do not divide
+        config["vision_config"] = {"model_type": "siglip_vision_model"}
+    shape = ModelShape.from_config(config)
+    compare_text(config, shape)
+    assert (shape.model_type, shape.tied) == (family, tied)
+
+
+def compare_text(config: dict[str, Any], shape: ModelShape) -> int:
+    """The parameters of the whole."""
+    resolved, model = build_whole(config, tied=shape.tied)
+    total = sum(p.numel() for p in model.parameters())
+    text_model.drop_other_parts(model)
+    assert shape.parameters == sum(p.numel() for p in model.parameters())
+    matrices = [p for n, p in model.named_parameters() if is_layer_matrix(n, p)]
+    assert shape.layer_matrices == sum(p.numel() for p in matrices)
+    text = resolved.get_text_config()
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    assert (shape.layers, shape.heads) == (text.num_hidden_layers, text.num_attention_heads)
+    assert (shape.kv_heads, shape.head_dim) == (text.num_key_value_heads, head_dim)
+    assert (shape.vocab, shape.max_len) == (text.vocab_size, text.max_position_embeddings)
+    assert shape.windows == families.check(resolved)
+    return total
+
+
+# As REAL; the second number is that of the whole checkpoint, with its images' part.
+QWEN3_VL = {"dtype": "bfloat16", "max_position_embeddings": 262144, "head_dim": 128}
+REAL_PARTS: dict[str, tuple[dict[str, Any], int, int]] = {
+    "gemma-3-4b-it": (
+        {
+            "model_type": "gemma3",
+            "text_config": {
+                "model_type": "gemma3_text",
+                "hidden_size": 2560,
+                "intermediate_size": 10240,
+                "num_hidden_layers": 34,
+                "sliding_window": 1024,
+            },
+            "vision_config": {
+                "model_type": "siglip_vision_model",
+                "hidden_size": 1152,
+                "image_size": 896,
+                "intermediate_size": 4304,
+                "num_attention_heads": 16,
+                "num_hidden_layers": 27,
+                "patch_size": 14,
+                "vision_use_head": False,
+            },
+            "torch_dtype": "bfloat16",
+        },
+        3_880_263_168,
+        4_300_079_472,
+    ),
+    "Qwen2.5-VL-7B-Instruct": (
+        {
+            "model_type": "qwen2_5_vl",
+            "hidden_size": 3584,
+            "intermediate_size": 18944,
+            "num_attention_heads": 28,
+            "num_key_value_heads": 4,
+            "num_hidden_layers": 28,
+            "max_window_layers": 28,
+            "max_position_embeddings": 128000,
+            "vocab_size": 152064,
+            "tie_word_embeddings": False,
+            "use_sliding_window": False,
+            "sliding_window": 32768,
+            "vision_config": {"model_type": "qwen2_5_vl", "hidden_size": 1280},
+            "torch_dtype": "bfloat16",
+        },
+        7_615_616_512,
+        8_292_166_656,
+    ),
+    "Qwen3-VL-8B-Instruct": (
+        {
+            "model_type": "qwen3_vl",
+            "text_config": {
+                **QWEN3_VL,
+                "hidden_size": 4096,
+                "intermediate_size": 12288,
+                "num_key_value_heads": 8,
+                "num_hidden_layers": 36,
+            },
+            "tie_word_embeddings": False,
+            "vision_config": {"hidden_size": 1152, "out_hidden_size": 4096},
+        },
+        8_190_735_360,
+        8_767_123_696,
+    ),
+    "Qwen3-VL-30B-A3B-Instruct": (
+        {
+            "model_type": "qwen3_vl_moe",
+            "text_config": {
+                **QWEN3_VL,
+                "hidden_size": 2048,
+                "intermediate_size": 6144,
+                "num_attention_heads": 32,
+                "num_key_value_heads": 4,
+                "num_hidden_layers": 48,
+                "num_experts": 128,
+                "num_experts_per_tok": 8,
+                "moe_intermediate_size": 768,
+            },
+            "tie_word_embeddings": False,
+            "vision_config": {"hidden_size": 1152, "out_hidden_size": 2048},
+        },
+        30_532_122_624,
+        31_070_754_032,
+    ),
+    "Mistral-Small-3.1-24B-Instruct": (
+        {
+            "model_type": "mistral3",
+            "text_config": {
+                "model_type": "mistral",
+                "head_dim": 128,
+                "hidden_size": 5120,
+                "intermediate_size": 32768,
+                "num_hidden_layers": 40,
+                "num_key_value_heads": 8,
+                "sliding_window": None,
+                "vocab_size": 131072,
+            },
+            "torch_dtype": "bfloat16",
+        },
+        23_572_403_200,
+        24_011_361_280,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REAL_PARTS)
+def test_the_text_of_public_checkpoints_has_its_published_size(name: str) -> None:
+    config, parameters, whole = REAL_PARTS[name]
+    shape = ModelShape.from_config(config)
+    assert (shape.parameters, shape.dtype) == (parameters, "bfloat16")
+    assert compare_text(config, shape) == whole
+
+
+@pytest.mark.parametrize(
+    ("outer", "text", "tied"),
+    [
+        ({"model_type": "gemma3"}, {}, True),
+        ({"model_type": "gemma3", "tie_word_embeddings": False}, {}, False),
+        ({"model_type": "mistral3"}, {}, False),  # its files have a head
+        ({"model_type": "mistral3", "tie_word_embeddings": True}, {}, True),
+        # The files may have both: what is held is never more than what is counted.
+        (
+            {"model_type": "internvl", "tie_word_embeddings": True},
+            {"tie_word_embeddings": False},
+            False,
+        ),
+        ({"model_type": "smolvlm"}, {"tie_word_embeddings": True}, False),
+        ({"model_type": "qwen2_5_vl"}, {"tie_word_embeddings": True}, True),
+        ({"model_type": "qwen3_vl"}, {}, False),
+        ({"model_type": "glm4v"}, {"tie_word_embeddings": True}, True),
+    ],
+    ids=str,
+)
+def test_the_head_is_the_embedding_where_the_whole_or_its_text_says_so(
+    outer: dict[str, Any], text: dict[str, Any], *, tied: bool
+) -> None:
+    assert ModelShape.from_config({**outer, "text_config": text}).tied is tied
+
+
+@pytest.mark.parametrize(
+    ("outer", "text", "dtype"),
+    [
+        ({"torch_dtype": "bfloat16"}, {"torch_dtype": "float32"}, "bfloat16"),
+        ({"dtype": "float16"}, {"torch_dtype": "bfloat16"}, "float16"),
+        ({"torch_dtype": "float16"}, {"dtype": "bfloat16"}, "float16"),
+        ({}, {"dtype": "bfloat16"}, "bfloat16"),
+        ({}, {}, None),
+    ],
+    ids=str,
+)
+def test_the_type_of_the_whole_comes_before_its_texts(
+    outer: dict[str, Any], text: dict[str, Any], dtype: str | None
+) -> None:
+    config = {"model_type": "internvl", **outer, "text_config": text}
+    assert ModelShape.from_config(config).dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"text_config": None}, "text_config"),
+        ({"text_config": []}, "text_config"),
+        ({"text_config": {"hidden_size": "x"}}, "hidden_size"),
+        ({"text_config": {"model_type": "qwen3_5_text"}}, "text_config.model_type"),
+        ({"text_config": {"model_type": 5}}, "text_config.model_type"),
+        (
+            {"text_config": {}, "quantization_config": {"quant_method": "awq"}},
+            "quantization_config",
+        ),
+        ({"text_config": {"quantization_config": {"bits": 4}}}, "quantization_config"),
+    ],
+    ids=str,
+)
+def test_a_model_of_several_parts_is_refused_by_the_field(
+    change: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(ShapeError, match=field) as caught:
+        ModelShape.from_config({"model_type": "internvl"} | change)
+    assert caught.value.field == field
+
+
+def test_bidirectional_attention_of_images_alone_leaves_a_text_causal() -> None:
+    config = {"model_type": "gemma3_text", "use_bidirectional_attention": "vision"}
+    assert ModelShape.from_config(config).layers == 26
+    for whole in ("all", True):
+        with pytest.raises(ShapeError, match="use_bidirectional_attention"):
+            ModelShape.from_config(config | {"use_bidirectional_attention": whole})
+
+
 def test_a_refused_family_is_an_error_that_lists_the_supported_ones() -> None:
     with pytest.raises(
         ShapeError, match=r"'mamba2' is not supported: it keeps .*gemma2.*qwen3_moe"
@@ -305,10 +547,15 @@ KEYS = st.sampled_from(
 )
 
 
-@given(st.sampled_from(sorted(FAMILIES)), st.dictionaries(KEYS, JSON, max_size=4))
+@given(st.sampled_from(sorted({**FAMILIES, **PARTS})), st.dictionaries(KEYS, JSON, max_size=4))
 def test_a_hostile_config_is_sized_or_refused(family: str, change: dict[str, Any]) -> None:
     try:
-        shape = ModelShape.from_config({"model_type": family, "num_hidden_layers": 2} | change)
+        config = {"model_type": family, "num_hidden_layers": 2} | change
+        shape = ModelShape.from_config(
+            {"model_type": family, "text_config": config | {"model_type": PARTS[family].text}}
+            if family in PARTS
+            else config
+        )
     except ShapeError:
         return
     assert 0 < shape.layer_matrices <= shape.parameters

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, WithJsonSchema, field_validator
 
 from fairlead_runtime.front.errors import invalid
-from fairlead_runtime.front.strict_body import MAX_NAME, StrictBody
+from fairlead_runtime.front.strict_body import MAX_NAME, StrictBody, refuse_media
 
 MAX_MESSAGES = 1024
 MAX_CALLS = 128  # of one message
@@ -107,6 +107,7 @@ def _text(value: Any) -> str:
         return value
     if not isinstance(value, list):
         raise ValueError("must be text or a list of text parts")  # noqa: TRY004 - pydantic reports ValueError
+    refuse_media(value)
     texts = []
     for part in value:
         if (
@@ -115,7 +116,7 @@ def _text(value: Any) -> str:
             or not isinstance(part.get("text"), str)
         ):
             raise ValueError(
-                'parts must be {"type": "text", "text": ...}; other media are not supported'
+                'parts must be {"type": "text", "text": ...}; other parts are not supported'
             )
         texts.append(part["text"])
     return "".join(texts)

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, WithJsonSchema, field_validator
 
-from fairlead_runtime.front.strict_body import MAX_NAME, StrictBody
+from fairlead_runtime.front.strict_body import MAX_NAME, StrictBody, refuse_media
 
 MAX_ITEMS = 1024
 Name = Annotated[str, Field(max_length=MAX_NAME)]
@@ -134,11 +134,12 @@ def _text(value: Any) -> str:
     """Text, or a list of parts that are text, as one text."""
     if isinstance(value, str):
         return value
+    refuse_media(value)
     texts = [_part(part) for part in value] if isinstance(value, list) else [None]
     if any(text is None for text in texts):
         raise ValueError(
             'must be text or a list of parts {"type": "input_text", "text": ...}; '
-            "other media are not supported"
+            "other parts are not supported"
         )
     return "".join(text for text in texts if text is not None)
 
