@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from fairlead_runtime.request.sequence import FinishReason, Request
-from support import tiny
+from support import tiny, tiny_parts
 from support.engine_rig import (
     FP8_CACHE,
     GRAPHS,
@@ -43,7 +43,10 @@ TIES_ALLOWED = 1e-3
 FAMILIES = (*tiny.FAMILIES, *tiny.VARIANTS)
 # The place of a family is the seed of its prompts.
 OTHERS = {*tiny.SIZED, *tiny.UNLISTED}
-SEEDED = (*FAMILIES, *sorted(OTHERS, key=lambda name: (name != "gpt_bigcode", name)))
+SEEDED = (
+    *(*FAMILIES, *sorted(OTHERS, key=lambda name: (name != "gpt_bigcode", name))),
+    *tiny_parts.FAMILIES,
+)
 # Of those the ones whose layers do not fuse: experts, another activation, no norm before attention.
 SPLIT_UNFUSED = ("qwen3_moe", "mixtral", "apertus", "exaone4", "olmo")
 # Those whose decoder layers can be fused: test_fused_layers.py.
@@ -51,6 +54,8 @@ FUSED = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "gpt2", "gpt_neox"),
     *tiny.VARIANTS,
 )
+# The same of texts of models of several parts: test_models_of_parts.py.
+FUSED_TEXTS = tuple(family for family in tiny_parts.FAMILIES if family != "qwen3_vl_moe")
 PER_FAMILY = 8  # cases of the short form
 UNBOUNDED = 4096  # more tokens than all prompts of a run have together
 
@@ -250,7 +255,7 @@ def tally_over(family: str, cases: Iterable[Case]) -> Tally:
         if kernels.startswith("ranks"):
             fused = kernels != "ranks" and family not in SPLIT_UNFUSED
         else:
-            fused = kernels in UNFUSED and family in FUSED
+            fused = kernels in UNFUSED and family in (*FUSED, *FUSED_TEXTS)
         assert engine.fusion.fused == (engine.fusion.layers if fused else 0)
         setting, arrivals = setting_and_arrivals(case, engine)
         outcome = engine.run(setting, arrivals)
@@ -487,7 +492,24 @@ def test_with_an_fp8_cache_every_setting_gives_transformers_text(family: str, ke
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("family", SPLIT)
+@pytest.mark.parametrize("kernels", ["torch", "cpu"])
+@pytest.mark.parametrize("family", tiny_parts.FAMILIES)
+def test_of_models_of_several_parts_every_setting_gives_transformers_text(
+    family: str, kernels: str
+) -> None:
+    """``test_models_of_parts.py`` compares the reference with the whole model."""
+    cases = [
+        replace(case, family=family)
+        for case in every_case()
+        if (case.family, case.kernels) == ("llama", kernels)
+    ]
+    tally = tally_over(family, cases)
+    assert (tally.wrong, tally.without_hits) == ([], [])
+    assert len(tally.ties) <= max(1, TIES_ALLOWED * tally.requests)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", [*SPLIT, "gemma3", "qwen2_5_vl", "qwen3_vl_moe"])
 def test_on_two_ranks_greedy_text_equals_transformers(family: str) -> None:
     """Two processes, each with half of the model and of the cache, over gloo."""
     check_three_settings(family, "ranks")
