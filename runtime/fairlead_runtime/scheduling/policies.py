@@ -41,8 +41,8 @@ class Fifo:
 
     def candidates(
         self,
-        blocked: Container[int] = (),  # noqa: ARG002 - Fair reads both
-        cached: Mapping[int, int] = NOTHING,  # noqa: ARG002
+        blocked: Container[int] = (),  # noqa: ARG002 - Fair reads it
+        cached: Mapping[int, int] = NOTHING,  # noqa: ARG002 - Fair reads it
     ) -> Iterator[Sequence]:
         """Waiting sequences in the order in which they may start, as if each one started.
 
