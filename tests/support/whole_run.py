@@ -631,6 +631,8 @@ class Recount:
         """What is reserved for those that the sequence might delay: it neither ends before such a
         one can start, nor fits beside it then.
         """
+        if not self.entries:
+            return 0
         due, most = 0, self._most(sequence)
         prompts = self._prompt_steps(0)
         ends = [
