@@ -3160,8 +3160,8 @@ BUGS = (
     PackageBug(
         "a length does not grow while its step is in flight",
         "fairlead_runtime.scheduling.planner:_Draft.run",
-        "start, done = sequence.planned_length, ",
-        "start, done = sequence.computed, ",
+        "start = done = sequence.planned_length",
+        "start = done = sequence.computed",
         PIPELINE_TESTS,
         quick="test_each_call_brings_one_step_of_tokens",
     ),

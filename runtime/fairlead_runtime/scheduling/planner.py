@@ -206,7 +206,9 @@ class _Draft:
             if sequence.id in self._preempted_ids:
                 continue
             # A step in flight makes a sequence longer, whichever its token is.
-            start, done = sequence.planned_length, self._end_of_row(sequence)
+            start = done = sequence.planned_length
+            if (row := self.rows.get(sequence.id)) is not None:
+                done += row.count
             missing = sequence.length - done
             count = min(missing, self.tokens)
             end = done + count
@@ -271,6 +273,9 @@ class _Draft:
             if self._ends_admission(passed):
                 return
             passed += 1
+            if self._delays_an_entry(sequence):
+                blocked.add(sequence.id)
+                continue
             length = len(sequence.tokens) if len(sequence.tokens) > SHORT else 0
             if self._waits_for_sibling(sequence) or (length > tokens and not longer):
                 continue
@@ -290,6 +295,13 @@ class _Draft:
                 tokens -= length
             else:
                 longer -= 1
+
+    def _delays_an_entry(self, sequence: Sequence) -> bool:
+        """Whether it cannot start whatever the prefix cache has of it, which is then not asked."""
+        if not self.reserved or sequence.preemptions:
+            return False
+        claim = Claim(0, self.cache.most_units(sequence), sequence.limit - len(sequence.tokens))
+        return not self.reserved.leave(claim, self._room)
 
     def _reserve(self, candidate: _Candidate) -> None:
         """Keep blocks for the head, the first that cannot start, and for preempted sequences."""
