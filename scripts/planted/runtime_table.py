@@ -23,7 +23,6 @@ OFFLOAD_SIZES = ("unit/sizing/test_offload_sizes.py",)
 FIELD_TESTS = ("functional/api/test_api_fields.py",)
 FORM_TESTS = ("unit/models/test_template_forms.py",)
 BOUND_TESTS = ("unit/scheduling/test_prefill_bound.py",)
-FAIRNESS_TESTS = ("unit/scheduling/test_fairness.py",)
 
 # A shorter way for prompts that are whole in a step, whose keys are at hand.
 UNROUNDED = """        super().__init__(cache, backend, groups, keep)
@@ -3265,13 +3264,6 @@ BUGS = (
         "self.free - self.lacking - ",
         "self.free - ",
         BOUND_TESTS,
-    ),
-    PackageBug(
-        "a blocked request's own length closes the door for others",
-        "fairlead_runtime.scheduling.planner:_Draft.admit",
-        "            if length <= tokens:\n                tokens -= length\n",
-        "            if longer:\n                tokens -= len(sequence.tokens)\n",
-        FAIRNESS_TESTS,
     ),
     PackageBug(
         "after a preemption a younger one takes what the victim needs",
