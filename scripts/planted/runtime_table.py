@@ -2376,7 +2376,7 @@ BUGS = (
     PackageBug(
         "a row is taken from a sequence of the same step",
         "fairlead_runtime.device.model.table_rows:TableRows._take",
-        "[owner for owner in self._rows if owner not in kept]",
+        "[owner for owner in self._rows if owner not in owners]",
         "[*self._rows][:1]",
         (TABLE_TESTS,),
     ),
@@ -2386,6 +2386,13 @@ BUGS = (
         "np.arange(groups)[:, None]",
         "np.zeros((groups, 1), dtype=np.int64)",
         (TABLE_TESTS,),
+    ),
+    PackageBug(
+        "a decode keeps a block that its window has just passed",
+        "fairlead_runtime.cache.paged:PagedCache.__init__",
+        "(g.window - 1) % block_size",
+        "g.window % block_size",
+        ("unit/scheduling/test_scheduler.py",),
     ),
     PackageBug(
         "a step with a prompt sends all blocks of its decodes",

@@ -194,10 +194,10 @@ class TritonAttention:
             packet = packet.pin_memory()
         sent = packet.to(self._device, non_blocking=True)
         sizes = [field.numel() for field in fields]
-        decode_pieces, prefill_pieces, *own = (
+        decode_pieces, prefill_pieces, *copies = (
             x.view(field.shape) for x, field in zip(torch.split(sent, sizes), fields, strict=True)
         )
-        (tables,) = own or (ragged.tables,)
+        (tables,) = copies or (ragged.tables,)
         partial = self._room(len(single))
         return TritonPlan(
             ragged.window, ragged.block_size, tables, decode_pieces, prefill_pieces, partial

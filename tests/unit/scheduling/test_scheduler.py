@@ -475,6 +475,26 @@ def test_a_window_group_releases_blocks_and_a_full_one_keeps_them() -> None:
     assert s.stats().used == 5 + 2
 
 
+def test_a_decode_looks_at_its_tables_where_a_block_is_full_or_passed_and_nowhere_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A window of 6 passes a block of 4 with the 9th token, the 13th, ..."""
+    s = scheduler((None, 6), block_size=4)
+    q = s.add(request("r", 6, 16))[0]
+    step(s)
+    finish, looks = s.state.cache.finish_forward, list[int]()
+
+    def counted(sequence: Sequence) -> None:
+        looks.append(sequence.computed)
+        finish(sequence)
+
+    monkeypatch.setattr(s.state.cache, "finish_forward", counted)
+    for _ in range(11):
+        step(s)
+        assert q.tables[1].count(-1) == max(0, q.computed - 5) // 4
+    assert looks == [8, 9, 12, 13, 16, 17]
+
+
 def test_a_window_group_needs_only_its_window_for_a_prefix_hit() -> None:
     s = scheduler((4,), num_blocks=8)
     prompt = tuple(range(21))

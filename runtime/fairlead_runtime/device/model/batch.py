@@ -127,8 +127,8 @@ class BatchBuilder:
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers at present."""
-        own = (self._ids, self._positions, self._starts, self._lens, self._samples)
-        return sum(b.nbytes for b in own) + self._tables.nbytes
+        buffers = (self._ids, self._positions, self._starts, self._lens, self._samples)
+        return sum(b.nbytes for b in buffers) + self._tables.nbytes
 
     def build(
         self, rows: abc.Sequence[Row], *, ahead: bool = False, growth: Growth | None = None

@@ -49,7 +49,7 @@ class HostTables:
     ) -> None:
         self._groups = tuple(groups)
         self._block_size = block_size
-        self._kept = np.empty((len(groups), 0, 0), dtype=np.int32)
+        self._array = np.empty((len(groups), 0, 0), dtype=np.int32)
         self._packed = [HostBuffer(torch.int32, spare=1) for _ in groups]
         self._slots = [HostBuffer(torch.int64, pinned=pinned) for _ in groups]
 
@@ -60,21 +60,21 @@ class HostTables:
     @property
     def table_nbytes(self) -> int:
         """Bytes that follow from the tables' width."""
-        return self._kept.nbytes + sum(buffer.nbytes for buffer in self._packed)
+        return self._array.nbytes + sum(buffer.nbytes for buffer in self._packed)
 
     def write(self, growth: Growth) -> None:
         if not len(growth.spans):
             return
         row, begin, count = growth.spans.T
         self._extend(int(row.max()) + 1, int((begin + count).max()))
-        self._kept.reshape(-1)[growth.places(self._kept.shape)] = growth.units.reshape(-1)
+        self._array.reshape(-1)[growth.places(self._array.shape)] = growth.units.reshape(-1)
 
     def _extend(self, rows: int, width: int) -> None:
-        groups, had_rows, had_width = self._kept.shape
+        groups, had_rows, had_width = self._array.shape
         if rows > had_rows or width > had_width:
             shape = groups, max(rows, had_rows), max(width, had_width)
-            kept, self._kept = self._kept, np.full(shape, NULL, dtype=np.int32)
-            self._kept[:, :had_rows, :had_width] = kept
+            array, self._array = self._array, np.full(shape, NULL, dtype=np.int32)
+            self._array[:, :had_rows, :had_width] = array
 
     def of(
         self, rows: Array, positions: Array, query_starts: Tensor, kv_lens: Tensor
@@ -84,11 +84,11 @@ class HostTables:
         row = np.repeat(np.arange(len(rows)), np.diff(query_starts.numpy()))
         block, offset = np.divmod(positions, size)
         places = torch.from_numpy(rows)
-        for group, kept, packed, buffer in zip(
-            self._groups, self._kept, self._packed, self._slots, strict=True
+        for group, array, packed, buffer in zip(
+            self._groups, self._array, self._packed, self._slots, strict=True
         ):
             table, tables = packed.take(len(rows), width)
-            torch.index_select(torch.from_numpy(kept)[:, :width], 0, places, out=tables)
+            torch.index_select(torch.from_numpy(array)[:, :width], 0, places, out=tables)
             units = table[row, block].astype(np.int64)
             if units.min() < 0:
                 raise RuntimeError(f"layer group {group.index}: a token of this step has no block")

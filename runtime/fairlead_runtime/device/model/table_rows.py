@@ -91,8 +91,12 @@ class TableRows:
             dtype=np.int64,
         )
         preemptions = [sequence.preemptions for sequence in sequences]
-        others = rows[self._preemptions[rows] != preemptions]
-        self._preemptions[rows], self.blocks[others], self.fresh[others] = preemptions, 0, True
+        restarted = rows[self._preemptions[rows] != preemptions]
+        self._preemptions[rows], self.blocks[restarted], self.fresh[restarted] = (
+            preemptions,
+            0,
+            True,
+        )
         ends = np.array([len(sequence.tables[0]) for sequence in sequences], dtype=np.int64)
         begins = self.blocks[rows]
         (grown,) = (ends > begins).nonzero()
@@ -112,8 +116,8 @@ class TableRows:
         free.
         """
         if not self._free:
-            kept = set(map(ref, needed))
-            for unneeded in [owner for owner in self._rows if owner not in kept]:
+            owners = set(map(ref, needed))
+            for unneeded in [owner for owner in self._rows if owner not in owners]:
                 self._free.append(self._rows.pop(unneeded))
         row = self._rows[ref(sequence)] = self._free.pop()
         self.blocks[row], self.fresh[row] = 0, True
