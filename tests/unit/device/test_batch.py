@@ -166,17 +166,21 @@ def test_a_batch_of_the_next_decodes_is_the_last_one_changed() -> None:
     builder, one = BatchBuilder(FULL, 4), sequence(0, [1] * 7, [3, 7])
     other = sequence(1, [1] * 33, list(range(20, 29)))
     rows = [Row(other, 32, 1, samples=True), Row(one, 6, 1, samples=True)]
-    first, added = builder.build(rows), []
+    first = builder.build(rows)
     for step in range(1, 4):
         one.tokens.append(6)
         other.tokens.append(7)
         one.tables[0][2:] = [9] * (step > 1)
         rows = [Row(other, 32 + step, 1, samples=True), Row(one, 6 + step, 1, samples=True)]
         assert builder.build(rows) is first
-        added.append((first.growth.spans[:, 1:].tolist(), first.growth.units.tolist()))
     assert (first.positions.tolist(), first.slots[0].tolist()) == ([35, 9], [115, 37])
-    assert first.growth.rows.tolist() == [0, 1]
-    assert added == [([], [[]]), ([[2, 1]], [[9]]), ([], [[]])]
+    prompt = Row(sequence(2, [1, 2], [40]), 0, 2, samples=True)
+    beside = builder.build([*rows, prompt])  # what followed comes to the tables with it
+    assert beside.growth.rows.tolist() == [0, 1, 2]
+    assert beside.growth.spans.tolist() == [[1, 2, 1], [2, 0, 1]]
+    assert beside.slots[0].tolist() == [115, 37, 160, 161]
+    whole = BatchBuilder(FULL, 4, follows=False)
+    assert whole.build(rows) is not whole.build(rows)
 
 
 @pytest.mark.parametrize("on_device", [False, True])

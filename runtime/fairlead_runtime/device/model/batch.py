@@ -24,7 +24,7 @@ from fairlead_runtime.sizing.groups import LayerGroup
 UNKNOWN = 0  # in the place of an id that the device alone has
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Batch:
     """One step of T packed tokens in B rows, S of which sample. All tensors are on the host, but
     ``slots`` are where the block tables are.
@@ -32,7 +32,8 @@ class Batch:
     ``input_ids`` and ``positions`` int64 [T]. Per layer group: ``slots`` int64 [T], where each
     token's key and value are written, and ``ragged``, the rows with that group's tables.
     ``sample_index`` int64 [S]: the last packed token of each sampling row; ``sampling``: their
-    sequences, in the same order. ``growth``: what came to the block tables with it.
+    sequences, in the same order. ``growth``: what came to the block tables with it, but for a batch
+    that follows the last one.
     """
 
     input_ids: torch.Tensor
@@ -58,26 +59,24 @@ class _Decodes:
         self._slots = [slots.numpy() for slots in batch.slots]
         self._tables = [ragged.tables.numpy() for ragged in batch.ragged]
 
-    def follow(self, rows: abc.Sequence[Row], block_size: int) -> list[int] | None:
-        """The places of the rows that begin a block, once the batch is that of these rows. If it
-        cannot be, None: it is what it was.
-        """
+    def follow(self, rows: abc.Sequence[Row], block_size: int) -> bool:
+        """Whether the batch is now that of these rows. If not, it is what it was."""
         if len(rows) != len(self._rows):
-            return None
+            return False
         ids, starts = list[int](), list[int]()
-        begun: list[int] = []
+        begun: list[int] = []  # places of rows with a new block
         for row, (sequence, preemptions), last in zip(rows, self._rows, self._starts, strict=True):
             start = last + 1
             if row.sequence is not sequence or row[1:] != (start, 1, True):
-                return None
+                return False
             if sequence.preemptions != preemptions:
-                return None
+                return False
             if start % block_size == 0:
                 begun.append(len(ids))
             ids.append(sequence.tokens[start])
             starts.append(start)
         if any(starts[place] // block_size >= self._tables[0].shape[1] for place in begun):
-            return None
+            return False
         self._starts = starts
         self._ids[:] = ids
         self._positions[:] = starts
@@ -88,12 +87,13 @@ class _Decodes:
                 block = starts[place] // block_size
                 unit = table[place, block] = rows[place].sequence.tables[group][block]
                 slots[place] = unit * block_size
-        return begun
+        return True
 
 
 class BatchBuilder:
     """Turns rows into a Batch without a Python loop over tokens or blocks. ``tables`` has ``rows``;
-    by default they are on the host, and its own.
+    by default they are on the host, and its own. ``follows``: a batch may be the last one, changed;
+    its ``growth`` then is not the next one's.
     """
 
     def __init__(
@@ -104,6 +104,7 @@ class BatchBuilder:
         pinned: bool = False,
         tables: BlockTables | None = None,
         rows: TableRows | None = None,
+        follows: bool = True,
     ) -> None:
         self._block_size = block_size
         self._tables = tables or HostTables(groups, block_size, pinned=pinned)
@@ -116,7 +117,8 @@ class BatchBuilder:
         self._lens = HostBuffer(narrow, pinned=pinned)
         self._samples = HostBuffer(wide, pinned=pinned)
         # _Decodes changes a batch on the host, and knows no block that a window has passed.
-        self._follows = tables is None and all(group.window is None for group in groups)
+        windowed = any(group.window is not None for group in groups)
+        self._follows = follows and tables is None and not windowed
         self._last: _Decodes | None = None
 
     @property
@@ -140,12 +142,9 @@ class BatchBuilder:
         The same Batch again, changed, where the rows are the next decodes of those of the last one.
         """
         last, self._last = self._last, None
-        if last is not None and not ahead:
-            begun = last.follow(rows, self._block_size)
-            if begun is not None:
-                self._last = last
-                self._grow(last.batch, [rows[place] for place in begun])
-                return last.batch
+        if last is not None and not ahead and last.follow(rows, self._block_size):
+            self._last = last
+            return last.batch
         batch = self._build(rows, self._enter(rows) if growth is None else growth, ahead=ahead)
         if self._follows and not ahead and all(row.count == 1 and row.samples for row in rows):
             self._last = _Decodes(batch, rows)
@@ -157,11 +156,6 @@ class BatchBuilder:
         growth = self._rows.enter([row.sequence for row in rows])
         self._tables.write(growth)
         return growth
-
-    def _grow(self, batch: Batch, rows: abc.Sequence[Row]) -> None:
-        """Let the tables have the blocks that ``rows`` of the batch have begun."""
-        if rows or len(batch.growth.spans):
-            batch.growth = self._enter(rows)._replace(rows=batch.growth.rows)
 
     @contextmanager
     def forgetting(self, rows: abc.Sequence[Row]) -> Iterator[None]:

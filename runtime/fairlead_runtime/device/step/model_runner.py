@@ -94,7 +94,8 @@ class ModelRunner:
         table = None if self._row_sampler is None else self._row_sampler.table
         tables = None if table is None else table.tables_for(self._attention)
         if table is None or tables is None:
-            return BatchBuilder(groups, size, pinned=pinned)
+            # Followers are told what comes to the tables with each batch.
+            return BatchBuilder(groups, size, pinned=pinned, follows=self._followers is None)
         return BatchBuilder(groups, size, pinned=pinned, tables=tables, rows=table.rows)
 
     def copy(self, work: Work) -> None:
