@@ -13,7 +13,7 @@ import torch
 from fairlead_kernels.gpu import triton_cuts
 from fairlead_kernels.sampling import sample, sample_rows
 from fairlead_runtime import LLM, SamplingParams
-from fairlead_runtime.device.sampling.sampling_mode import GENERAL
+from fairlead_runtime.device.sampling.sampling_mode import GENERAL, SamplingMode
 from fairlead_runtime.device.sampling.sequence_table import SequenceTable
 from fairlead_runtime.device.step.decode_steps import DecodeSteps
 from fairlead_runtime.device.step.graph_cache import GraphCache
@@ -87,6 +87,17 @@ def test_graphs_give_the_tokens_of_steps_that_are_not_captured(
     assert same >= 5
 
 
+def sample_generally(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no step be sampled on the device from now on."""
+    choose = SequenceTable._choose
+
+    def general(self: SequenceTable, *rows: Any) -> tuple[SamplingMode, bool]:
+        return GENERAL, choose(self, *rows)[1]
+
+    monkeypatch.setattr(SequenceTable, "_choose", general)
+    monkeypatch.setattr(SequenceTable, "mode_of", lambda *_: GENERAL)
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_all_ways_to_sample_draw_the_same_from_captured_logits(
     folder: Path, temperature: float, replays: list[Any], monkeypatch: pytest.MonkeyPatch
@@ -97,7 +108,7 @@ def test_all_ways_to_sample_draw_the_same_from_captured_logits(
     with LLM(str(folder), cuda_graphs="on", **SETTINGS) as llm:
         on_device = tokens(llm, SamplingParams(**drawn))
         masked = tokens(llm, SamplingParams(**drawn, **MASKED))
-        monkeypatch.setattr(SequenceTable, "_mode", lambda *_: GENERAL)
+        sample_generally(monkeypatch)
         general = tokens(llm, SamplingParams(**drawn))
     assert on_device == masked == general
     assert len(replays) > 60
@@ -144,7 +155,7 @@ def test_changed_logits_and_log_probabilities_are_those_of_the_general_sampler(
     with LLM(str(folder), cuda_graphs="on", async_batching="on", **SETTINGS) as llm:
         params = SamplingParams(**drawn | changes)
         results = [llm.generate(PROMPTS, params, use_tqdm=False)]
-        monkeypatch.setattr(SequenceTable, "_mode", lambda *_: GENERAL)
+        sample_generally(monkeypatch)
         results.append(llm.generate(PROMPTS, params, use_tqdm=False))
     for mine, wanted in zip(*([r.outputs[0] for r in some] for some in results), strict=True):
         assert mine.token_ids == wanted.token_ids
