@@ -161,11 +161,9 @@ def enforced(tokenizer: LLTokenizer, outputs: StructuredOutputs) -> str:
     return text
 
 
-def compile_matcher(
-    tokenizer: LLTokenizer, outputs: StructuredOutputs, states: int = MAX_LEXER_STATES
-) -> LLMatcher:
-    """A matcher at its start; at once where the check has told what is compiled. It and its copies
-    together may come to ``states`` states of the lexer. Raises GrammarError.
+def compile_matcher(tokenizer: LLTokenizer, outputs: StructuredOutputs) -> LLMatcher:
+    """A matcher at its start; at once where the check has told what is compiled. Raises
+    GrammarError.
     """
     source = outputs.enforced or enforced(tokenizer, outputs)
     try:
@@ -174,18 +172,18 @@ def compile_matcher(
             grammar = _after_reasoning(grammar, tokenizer, outputs.reasoning_end)
     except ValueError as error:
         raise GrammarError(_brief(str(error), outputs.source)) from None
-    matcher = _matcher(tokenizer, grammar, states)
+    matcher = _matcher(tokenizer, grammar)
     check(matcher, outputs.source)
     return matcher
 
 
-def _matcher(tokenizer: LLTokenizer, grammar: str, states: int = MAX_LEXER_STATES) -> LLMatcher:
+def _matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
     """A matcher that may have failed already."""
     limits = LLParserLimits(
         initial_lexer_fuel=MAX_INITIAL_FUEL,
         step_lexer_fuel=MAX_STEP_FUEL,
         step_max_items=MAX_STEP_ITEMS,
-        max_lexer_states=states,
+        max_lexer_states=MAX_LEXER_STATES,
         max_grammar_size=MAX_GRAMMAR_SIZE,
         verbose_errors=False,
     )

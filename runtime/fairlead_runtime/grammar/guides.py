@@ -5,15 +5,9 @@ Owns the compiled grammars, the state of each sequence in its grammar, and the t
 and fill masks: a mask is made while the model runs. The state follows from the sequence's tokens
 alone, so chunks, preemption, offload, prefix hits and reruns of a step change nothing. Compiles
 only what a ``checker`` has accepted.
-
-Copies of a matcher share the states of its lexer, which grow as they are followed. A grammar that
-is kept has a bound on these, so that its size is known; a sequence that comes to it compiles a
-matcher of its own, so what one can follow does not depend on others.
 """
 
-import contextlib
 import copy
-import functools
 import logging
 import threading
 from collections import OrderedDict, abc, deque
@@ -28,7 +22,6 @@ from llguidance import LLMatcher, LLTokenizer
 from fairlead_runtime.child.threads import be_nicer
 from fairlead_runtime.grammar.compile import (
     JSON_TEXT,
-    MAX_LEXER_STATES,
     GrammarError,
     TokenizerFacts,
     check,
@@ -39,9 +32,8 @@ from fairlead_runtime.request.sequence import Failure, FailureKind, Sequence
 from fairlead_runtime.request.structured import TOO_COMPLEX, StructuredOutputs
 
 CACHE_BYTES = 128 * 1024 * 1024  # of compiled grammars that no sequence needs
-# Usual schemas come to less, whatever is written; a grammar that has needed more gets the second.
-SHARED_STATES = (256, 2048)
-STATE_BYTES = 2048  # of a state; from 350, where the grammar tells few bytes apart
+# Copies of a matcher share the states of its lexer, which it keeps: usual schemas come to no more.
+USE_BYTES = 512 * 1024
 # A mask takes milliseconds; where one takes longer than this, beyond the forward pass, its sequence
 # fails rather than hold up the others.
 MASK_SECONDS = 2.0
@@ -53,30 +45,12 @@ log = logging.getLogger("fairlead.grammar")
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
-class Shared:
-    """What the guides of a kept grammar have in common. ``full``: its lexer has all the states that
-    it may have.
-    """
-
-    __slots__ = ("_compile", "full")
-
-    def __init__(self, compile_own: Callable[[], list[LLMatcher]]) -> None:
-        self.full = False
-        self._compile = compile_own
-
-    def leave(self) -> list[LLMatcher]:
-        """Matchers that share nothing, at their start. Raises GrammarError."""
-        self.full = True
-        return self._compile()
-
-
 class Guide:
     """One sequence's place in its grammars, which must all allow a token. ``at_end``: nothing but
-    the end may follow. ``reasoning``: the mark that must come before the output. ``shared``: None
-    where the matchers are its own.
+    the end may follow. ``reasoning``: the mark that must come before the output.
     """
 
-    __slots__ = ("_eos", "_followed", "_mask", "_matchers", "_reasoning", "_shared", "at_end")
+    __slots__ = ("_eos", "_followed", "_mask", "_matchers", "_reasoning", "at_end")
 
     def __init__(
         self,
@@ -84,10 +58,8 @@ class Guide:
         mask: Array,
         eos: Array,
         reasoning: "ReasoningEnd | None" = None,
-        shared: Shared | None = None,
     ) -> None:
         self.at_end = False
-        self._shared = shared
         self._matchers = matchers
         self._mask = mask  # after ``_followed`` generated tokens; not changed, only replaced
         self._eos = eos
@@ -98,7 +70,7 @@ class Guide:
         """Copy the place for another sequence."""
         reasoning = copy.copy(self._reasoning)
         matchers = [matcher.deep_copy() for matcher in self._matchers]
-        return Guide(matchers, self._mask, self._eos, reasoning, self._shared)
+        return Guide(matchers, self._mask, self._eos, reasoning)
 
     def mask(self, sequence: Sequence) -> Array:
         """int32 words: token i is bit i % 32 of word i // 32, lowest bit first. Raises
@@ -106,32 +78,20 @@ class Guide:
         """
         generated = sequence.tokens[sequence.prompt_len :]
         if len(generated) > self._followed:
-            self._mask = self._mask_after(generated)
+            for matcher in self._matchers:
+                matcher.consume_tokens([*generated[self._followed :]])
+                check(matcher)
             if self._reasoning is not None and self._reasoning.comes_in(
                 generated[self._followed :]
             ):
                 self._reasoning = None
             self._followed = len(generated)
+            self._mask = fill(self._matchers, len(self._mask))
         if self._reasoning is not None and len(generated) >= sequence.request.max_tokens // 2:
             return self._reasoning.only_next(self._mask)
         text_mask = self._mask & ~self._eos
         self.at_end = not text_mask.any()
         return text_mask if sequence.request.params.ignore_eos and not self.at_end else self._mask
-
-    def _mask_after(self, generated: abc.Sequence[int]) -> Array:
-        try:
-            return self._follow(generated[self._followed :])
-        except GrammarError:
-            if self._shared is None:
-                raise
-            self._matchers, self._shared = self._shared.leave(), None
-            return self._follow(generated)
-
-    def _follow(self, tokens: abc.Sequence[int]) -> Array:
-        for matcher in self._matchers:
-            matcher.consume_tokens([*tokens])
-            check(matcher)
-        return fill(self._matchers, len(self._mask))
 
 
 class ReasoningEnd:
@@ -162,14 +122,6 @@ class ReasoningEnd:
         only = np.zeros_like(mask)
         only.view(np.uint32)[word] = mask.view(np.uint32)[word] & np.uint32(1 << bit)
         return only if only.any() else mask
-
-
-class CachedGuide(NamedTuple):
-    """A guide at its start, for many sequences, and the bytes that it takes however they use it."""
-
-    guide: Guide
-    shared: Shared
-    nbytes: int
 
 
 def fill(matchers: abc.Sequence[LLMatcher], words: int) -> Array:
@@ -305,7 +257,7 @@ class Guides:
         self._threads = threads
         self._compiler = _pool(1, nice=COMPILER_NICE)
         self._fillers = _pool(threads)
-        self._cached: OrderedDict[str, CachedGuide] = OrderedDict()
+        self._cached: OrderedDict[str, tuple[Guide, int]] = OrderedDict()
         self._cached_bytes = 0
         self._json_texts: dict[str, LLMatcher] = {}  # of JSON_TEXT, by the mark before it
 
@@ -332,48 +284,22 @@ class Guides:
         GrammarError.
         """
         key = outputs.digest + outputs.reasoning_end
-        cached = self._cached.pop(key, None)
-        if cached is not None:
-            self._cached_bytes -= cached.nbytes
-        if cached is None or cached.shared.full:
-            cached = self._compiled(
-                outputs, SHARED_STATES if cached is None else SHARED_STATES[-1:]
-            )
-            if cached is None:
-                return self._guide(outputs, MAX_LEXER_STATES)
-        self._cached[key] = cached
-        self._cached_bytes += cached.nbytes
-        while self._cached_bytes > CACHE_BYTES and len(self._cached) > 1:
-            _, oldest = self._cached.popitem(last=False)
-            self._cached_bytes -= oldest.nbytes
-        return cached.guide
-
-    def _compiled(
-        self, outputs: StructuredOutputs, bounds: abc.Sequence[int]
-    ) -> CachedGuide | None:
-        """A guide that others may share, with the first of these bounds on states that its first
-        mask keeps; None where that keeps none.
-        """
-        for states in bounds:
-            shared = Shared(functools.partial(self._matchers, outputs, MAX_LEXER_STATES))
-            with contextlib.suppress(GrammarError):
-                guide = self._guide(outputs, states, shared)
-                nbytes = outputs.compiled_bytes + states * STATE_BYTES + 4 * self._words
-                return CachedGuide(guide, shared, nbytes)
-        return None
-
-    def _guide(
-        self, outputs: StructuredOutputs, states: int, shared: Shared | None = None
-    ) -> Guide:
-        end, matchers = outputs.reasoning_end, self._matchers(outputs, states)
+        if key in self._cached:
+            self._cached.move_to_end(key)
+            return self._cached[key][0]
+        end, is_json = outputs.reasoning_end, outputs.kind in ("json", "json_object")
+        matchers = [compile_matcher(self._tokenizer, outputs)]
+        if is_json:
+            matchers.append(self._json_text(end))
         reasoning = ReasoningEnd(self._tokenizer, end) if end else None
-        return Guide(matchers, fill(matchers, self._words), self._eos, reasoning, shared)
-
-    def _matchers(self, outputs: StructuredOutputs, states: int) -> list[LLMatcher]:
-        matchers = [compile_matcher(self._tokenizer, outputs, states)]
-        if outputs.kind in ("json", "json_object"):
-            matchers.append(self._json_text(outputs.reasoning_end))
-        return matchers
+        guide = Guide(matchers, fill(matchers, self._words), self._eos, reasoning)
+        size = outputs.compiled_bytes + USE_BYTES + 4 * self._words
+        self._cached[key] = guide, size
+        self._cached_bytes += size
+        while self._cached_bytes > CACHE_BYTES and len(self._cached) > 1:
+            _, (_, size) = self._cached.popitem(last=False)
+            self._cached_bytes -= size
+        return guide
 
     def _json_text(self, end: str) -> LLMatcher:
         """A matcher of JSON_TEXT behind the mark; compiling it takes longer than most schemas."""

@@ -374,87 +374,32 @@ def test_compiled_grammars_are_kept_up_to_a_number_of_bytes(
     compiled = []
     compile_matcher = compile_module.compile_matcher
 
-    def counted(tokenizer: Any, outputs: StructuredOutputs, states: int) -> Any:
+    def counted(tokenizer: Any, outputs: StructuredOutputs) -> Any:
         compiled.append(outputs.source)
-        return compile_matcher(tokenizer, outputs, states)
+        return compile_matcher(tokenizer, outputs)
 
-    guides = Guides(facts())
-    fixed = module.SHARED_STATES[0] * module.STATE_BYTES + 4 * facts().words
     monkeypatch.setattr(module, "compile_matcher", counted)
-    monkeypatch.setattr(module, "CACHE_BYTES", 2 * fixed + 25)
+    monkeypatch.setattr(module, "CACHE_BYTES", 2 * (module.USE_BYTES + 4 * facts().words) + 25)
+    guides = Guides(facts())
     for regex in ("a", "b", "a", "c", "a", "b"):
         guides.compile(StructuredOutputs(regex=regex).checked(10))
     assert compiled == ["a", "b", "c", "b"]
 
 
-# Every token that is followed makes states of the lexer that no other output needs.
-GROWING = "[ab]*a[ab]{40}"
-
-
-def follow(one: Guide, seed: int, tokens: int) -> None:
-    of, choose = sequence(), random.Random(seed)
-    letters = [TOKENIZER.convert_tokens_to_ids(letter) for letter in "ab"]
-    for _ in range(tokens):
-        one.mask(of)
-        of.tokens.append(choose.choice(letters))
-
-
-def test_what_an_output_can_follow_does_not_depend_on_others(
-    monkeypatch: pytest.MonkeyPatch,
+def test_hundreds_of_small_grammars_are_kept_and_take_no_more_than_they_count(
+    shared_checker: Checker,
 ) -> None:
-    monkeypatch.setattr(module, "MAX_LEXER_STATES", 1500)
-    monkeypatch.setattr(module, "SHARED_STATES", (100, 200))
-    guides, wanted = Guides(facts()), StructuredOutputs(regex=GROWING)
-    for seed in range(10):  # one after another
-        follow(guides.compile(wanted).fork(), seed, 200)
-    together = guides.compile(wanted)
-    for seed in range(10):
-        follow(together.fork(), seed, 200)
-    with pytest.raises(GrammarError, match="too many states"):
-        follow(together.fork(), 0, 2000)
-
-
-def test_a_grammar_that_has_needed_more_is_kept_with_a_larger_bound() -> None:
-    guides, wanted = Guides(facts()), StructuredOutputs(regex=GROWING)
-    first = guides.compile(wanted)
-    assert guides.compile(wanted) is first
-    follow(first.fork(), 0, 400)
-    second = guides.compile(wanted)
-    assert second is not first
-    follow(second.fork(), 0, 400)
-    assert guides.compile(wanted) is second
-    assert sum(kept.nbytes for kept in guides._cached.values()) == guides._cached_bytes
-    assert guides._cached_bytes > module.SHARED_STATES[1] * module.STATE_BYTES
-
-
-def test_kept_grammars_take_no_more_than_they_count(shared_checker: Checker) -> None:
     guides = Guides(facts())
     gc.collect()
     before = allocated_bytes()
     for number in range(20):
-        wanted = StructuredOutputs(regex=f"{GROWING}{number}")
-        kept = guides.compile(shared_checker.check_now(wanted))
-        follow(kept.fork(), number, 200)
+        schema = {"type": "object", "properties": {f"a{number}": {"type": "integer"}}}
+        checked = shared_checker.check_now(StructuredOutputs(json=schema))
+        generate(guides.compile(checked).fork(), sequence(), random.Random(number), 400)
     gc.collect()
     assert len(guides._cached) == 20
     assert 0 < allocated_bytes() - before < guides._cached_bytes
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        {"regex": "id-1-[0-9]{1,4}"},
-        {"choice": ["yes", "no"]},
-        {"json": {"type": "object", "properties": {"a": {"type": "integer"}}}},
-    ],
-    ids=["regex", "choice", "json"],
-)
-def test_hundreds_of_small_grammars_are_kept(
-    value: dict[str, Any], shared_checker: Checker
-) -> None:
-    guides = Guides(facts())
-    guides.compile(shared_checker.check_now(StructuredOutputs.of(value)))
-    assert module.CACHE_BYTES / guides._cached_bytes > 190
+    assert 20 * module.CACHE_BYTES / guides._cached_bytes > 190
 
 
 def test_the_steps_go_before_a_compilation() -> None:
