@@ -3267,9 +3267,9 @@ BUGS = (
     ),
     PackageBug(
         "one start counts as a whole prompt in the order of the step",
-        "fairlead_runtime.scheduling.planner:_Draft.admit",
-        "                cached[sequence.id] = start\n",
-        "",
+        "fairlead_runtime.scheduling.policies:Fair.candidates",
+        "self._start_cost(queue[at], cached.get(queue[at].id, 0))",
+        "self._start_cost(queue[at], 0)",
         ("unit/scheduling/test_policies.py",),
     ),
     PackageBug(

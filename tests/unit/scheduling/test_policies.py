@@ -194,6 +194,18 @@ def test_backlogged_tenants_are_served_equally_whatever_their_request_sizes() ->
     assert all(b - a <= 1000 for a, b in pairwise(values)), service
 
 
+def test_fair_counts_what_those_before_it_found_in_the_cache() -> None:
+    policy = Fair()
+    arrive(policy, *(sequence(i, tenant="a", prompt=10) for i in range(3)))
+    arrive(policy, *(sequence(i, tenant="b", prompt=4) for i in range(3, 5)))
+    cached: dict[int, int] = {}
+    order = []
+    for s in policy.candidates((), cached):
+        order.append(s.id)
+        cached[s.id] = 9 if s.request.tenant == "a" else 0
+    assert order == [0, 3, 1, 2, 4]
+
+
 def test_a_tenant_is_not_charged_for_the_tokens_that_are_cached() -> None:
     """Two tenants always have four requests waiting; one repeats a document of 1,600 tokens and
     adds 50, the other sends 200 new ones. They share the computed tokens.
