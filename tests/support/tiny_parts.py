@@ -96,8 +96,11 @@ def build(family: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             tiny._fill(name, parameter, seed)
-        if family.startswith("gemma"):
-            model.get_input_embeddings().weight.div_(math.sqrt(tiny.HIDDEN))
+            # Heads whose queries and keys are normalized attend to all alike.
+            if name.endswith(("q_norm.weight", "k_norm.weight")) and family.startswith("qwen3"):
+                parameter.mul_(2.0)
+        scale = {"gemma3": 1 / math.sqrt(tiny.HIDDEN), "qwen3_vl": 0.5, "qwen3_vl_moe": 0.5}
+        model.get_input_embeddings().weight.mul_(scale.get(family, 1.0))
     model.generation_config.pad_token_id = 0
     model.eval()
     return cast("PreTrainedModel", model)

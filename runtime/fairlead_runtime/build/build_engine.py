@@ -100,7 +100,7 @@ def build(
     inspected = check(path, config, device)
     threads = _limit_threads(
         has_http_process=http_process_bytes is not None,
-        cached=inspected.files.weight_bytes <= CACHED,
+        cached=inspected.weight_bytes <= CACHED,
         ranks=config.tensor_parallel,
     )
     ranks = None

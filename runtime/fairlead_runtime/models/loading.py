@@ -32,6 +32,7 @@ from fairlead_runtime.models.tokenizer_files import load_tokenizer
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
 from fairlead_runtime.settings.supported import check_supported
 from fairlead_runtime.sizing.checkpoint_formats import published as stored_format
+from fairlead_runtime.sizing.config_json import has_parts
 from fairlead_runtime.sizing.shape import ModelShape
 
 log = logging.getLogger(__name__)
@@ -57,6 +58,13 @@ class InspectedModel:
     def config_json(self) -> Mapping[str, Any]:
         """config.json as stored in the directory."""
         return self.files.config
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes to read: those of the files, or what a model of several parts has for its text."""
+        if has_parts(self.config_json):
+            return self.shape.parameters * self.dtype.itemsize
+        return self.files.weight_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +118,7 @@ def load(
     settings = config or EngineConfig()
     inspected = inspect(path, settings)
     started = time.monotonic()
-    size = inspected.files.weight_bytes / 2**30
+    size = inspected.weight_bytes / 2**30
     log.info("loading %.2f GiB of weights as %s", size, str(inspected.dtype).removeprefix("torch."))
     tokenizer = load_tokenizer(inspected.files.path)
     sharded = settings.tensor_parallel > 1
@@ -158,7 +166,7 @@ def _load_weights(
     except (MemoryError, RuntimeError, OSError) as error:
         if not _out_of_memory(error):
             raise
-        size = inspected.files.weight_bytes / 2**30
+        size = inspected.weight_bytes / 2**30
         raise ModelError(
             "OutOfMemory",
             f"no memory is left to load {size:.2f} GiB of weights on {device.type}",

@@ -6,6 +6,7 @@ The engine's runs are on ``support.engine_rig``, whose model has the weights tha
 
 import functools
 import json
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from fairlead_runtime.llm import LLM
 from fairlead_runtime.models import architecture, loading
 from fairlead_runtime.models.model_error import ModelError
 from fairlead_runtime.request.sequence import SamplingParams
+from fairlead_runtime.sizing.config_json import ShapeError
 from fairlead_runtime.sizing.family_table import PARTS
+from fairlead_runtime.sizing.shape import ModelShape
 from support import tiny, tiny_parts
 from support.engine_rig import EOS, Setting, greedy, prompts, rig
 from support.kernel_sets import rows_beyond_the_plan
@@ -55,7 +58,7 @@ def whole_text(path: Path, prompt: tuple[int, ...]) -> list[int]:
 
 
 def seed_of(family: str) -> int:
-    return tiny_parts.FAMILIES.index(family)
+    return 40 + tiny_parts.FAMILIES.index(family)
 
 
 @pytest.mark.parametrize("family", tiny_parts.FAMILIES)
@@ -137,6 +140,25 @@ def test_a_model_of_parts_is_served_from_its_files_within_its_plan(
     assert 0 <= weights["measuredBytes"] - (weights["plannedBytes"] - padding) < 1024
 
 
+def test_no_byte_of_another_part_is_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A tower of 3 GiB, which the file has as a hole."""
+    path = tiny_parts.save("internvl", tmp_path) / "model.safetensors"
+    content, tower = path.read_bytes(), 3 << 30
+    end = 8 + int.from_bytes(content[:8], "little")
+    header, data = json.loads(content[8:end]), content[end:]
+    offsets = [len(data), len(data) + tower]
+    header["vision_tower.large"] = {"dtype": "U8", "shape": [tower], "data_offsets": offsets}
+    raw = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(len(raw).to_bytes(8, "little") + raw + data)
+        file.truncate(8 + len(raw) + offsets[1])
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with caplog.at_level("INFO"):
+        loading.load(tmp_path)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20  # KiB
+    assert "loading 0.00 GiB of weights as float32" in caplog.text
+
+
 def test_the_families_of_the_table_are_the_ones_tested_here() -> None:
     assert {*PARTS, "llava"} == {*tiny_parts.FAMILIES}
 
@@ -153,8 +175,13 @@ def test_the_families_of_the_table_are_the_ones_tested_here() -> None:
         ]
     ],
 )
-def test_a_model_whose_text_is_not_served_is_refused(family: str, config: dict[str, Any]) -> None:
+def test_a_model_whose_text_is_not_served_is_refused_in_the_words_of_the_plan(
+    family: str, config: dict[str, Any]
+) -> None:
     with pytest.raises(ModelError) as refused:
         architecture.check(config)
     assert refused.value.code == "UnsupportedModel"
+    with pytest.raises(ShapeError) as planned:
+        ModelShape.from_config(config)
+    assert refused.value.message == str(planned.value)
     assert family in str(refused.value) or config["text_config"]["model_type"] in str(refused.value)
