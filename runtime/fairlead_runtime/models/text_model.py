@@ -72,7 +72,7 @@ def drop_other_parts(model: PreTrainedModel) -> None:
         for name, _ in list(parent.named_parameters(recurse=False)):
             setattr(parent, name, None)
     for key in model.config.sub_configs:
-        if getattr(model.config, key) is not kept[0].config:
+        if getattr(model.config, key, None) is not kept[0].config:
             setattr(model.config, key, None)  # transformers warns of a part that it does not find
     names = "|".join(re.escape(n) for n, part in model.named_modules() if part in kept)
     model._keys_to_ignore_on_load_unexpected = {rf"^(?!({names})\.)"}  # noqa: SLF001 - no public one
