@@ -71,8 +71,9 @@ def drop_other_parts(model: PreTrainedModel) -> None:
                 setattr(parent, name, None)
         for name, _ in list(parent.named_parameters(recurse=False)):
             setattr(parent, name, None)
+    text = model.config.get_text_config()
     for key in model.config.sub_configs:
-        if getattr(model.config, key, None) is not kept[0].config:
+        if getattr(model.config, key, None) is not text:
             setattr(model.config, key, None)  # transformers warns of a part that it does not find
     names = "|".join(re.escape(n) for n, part in model.named_modules() if part in kept)
     model._keys_to_ignore_on_load_unexpected = {rf"^(?!({names})\.)"}  # noqa: SLF001 - no public one

@@ -16,13 +16,8 @@ from fairlead_runtime.models import families, text_model
 from fairlead_runtime.models.headers import Header
 from fairlead_runtime.models.model_error import ModelError, first_line, unsupported_shape
 from fairlead_runtime.sizing.checkpoint_formats import published
-from fairlead_runtime.sizing.config_json import STANDARD, TEXT, ShapeError
+from fairlead_runtime.sizing.config_json import STANDARD, ShapeError, check_counts
 from fairlead_runtime.sizing.shape import ModelShape
-
-LARGEST_COUNT = 1 << 14
-COUNT_WORDS = frozenset(
-    {"layer", "layers", "head", "heads", "experts", "groups", "blocks", "depth"}
-)
 
 
 def shape_of(config: Mapping[str, Any], weights: Mapping[str, Header]) -> ModelShape:
@@ -65,29 +60,15 @@ def _sizes_of_text(config: PretrainedConfig) -> list[tuple[str, tuple[int, ...]]
     return [(name, tuple(x.shape)) for name, x in model.named_parameters()]
 
 
-def _check_counts(config: Mapping[str, Any]) -> None:
-    """Refuse counts beyond any model's: a configuration class builds lists of that length."""
-    for key, value in config.items():
-        if (
-            isinstance(value, int)
-            and value > LARGEST_COUNT
-            and any(word in key.split("_") for word in COUNT_WORDS)
-        ):
-            raise ModelError(
-                "UnsupportedModel",
-                f"config.json: {key[:100]}: {value:.3g} is more than {LARGEST_COUNT}",
-                "fetch the model again",
-            )
-
-
 def _complete(config: Mapping[str, Any]) -> PretrainedConfig:
     """The configuration as transformers' class for it completes it."""
     name = config.get("model_type")
     if not isinstance(name, str) or name not in CONFIG_MAPPING:
         raise families.unsupported(str(name), "transformers has no architecture of that name")
-    for part in (config, config.get(TEXT)):
-        if isinstance(part, Mapping):
-            _check_counts(part)
+    try:
+        check_counts(config)
+    except ShapeError as error:
+        raise unsupported_shape(error) from error
     factory: Any = CONFIG_MAPPING[name]  # transformers' classes are untyped
     try:
         full_config = factory.from_dict(dict(config))

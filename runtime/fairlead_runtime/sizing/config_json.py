@@ -29,6 +29,10 @@ LARGEST = {
     "vocab_size": 1 << 26,
 }
 LARGEST_OTHER = 1 << 24
+LARGEST_COUNT = 1 << 14
+COUNT_WORDS = frozenset(
+    {"layer", "layers", "head", "heads", "experts", "groups", "blocks", "depth"}
+)
 CAUSAL_TEXT = ("vision",)  # bidirectional attention of images: texts are causal beside them
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 # The settings that most families share, by the names that transformers gives them.
@@ -69,6 +73,28 @@ class UnknownFamilyError(ShapeError):
             f"{name[:100]!r} is not in the table of families: its weights' size is known once the "
             "files are downloaded; a pod loads such a model, runs the self-test and measures it",
         )
+
+
+def check_counts(config: Mapping[str, Any]) -> None:
+    """Raise ShapeError for a count beyond any model's, of any part: transformers' classes build as
+    many modules, or lists of that length.
+    """
+    parts = [config]
+    for part in parts:  # grows by the mappings in each
+        for key, value in part.items():
+            if isinstance(value, Mapping):
+                parts.append(value)
+            elif (
+                isinstance(value, int)
+                and value > LARGEST_COUNT
+                and not COUNT_WORDS.isdisjoint(str(key).split("_"))
+            ):
+                raise ShapeError(str(key)[:100], f"{_digits(value)} is more than {LARGEST_COUNT}")
+
+
+def _digits(value: int) -> str:
+    """The number, or its first digits: Python writes only so many."""
+    return f"{value:.3g}" if value < 10**300 else "a number of hundreds of digits"
 
 
 def has_parts(config: Mapping[str, Any]) -> bool:
@@ -112,6 +138,7 @@ def _refused(field: str, name: str, reason: str) -> ShapeError:
 
 
 def _family_of_text(name: str, config: Mapping[str, Any]) -> tuple[Family, Mapping[str, Any]]:
+    check_counts(config)
     parts = PARTS.get(name)
     text = _text_settings(config, parts)
     kind = str(text.get("model_type"))

@@ -468,6 +468,12 @@ def test_the_type_of_the_whole_comes_before_its_texts(
         ({"text_config": {"hidden_size": "x"}}, "hidden_size"),
         ({"text_config": {"model_type": "qwen3_5_text"}}, "text_config.model_type"),
         ({"text_config": {"model_type": 5}}, "text_config.model_type"),
+        ({"text_config": {}, "vision_config": {"depth": 10**9}}, "depth"),
+        ({"text_config": {}, "vision_config": {"a": {"num_heads": 10**5}}}, "num_heads"),
+        (
+            {"text_config": {}, "vision_config": {"num_hidden_layers": 10**5000}},
+            "num_hidden_layers",
+        ),
         (
             {"text_config": {}, "quantization_config": {"quant_method": "awq"}},
             "quantization_config",
