@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedConfig
 
 from fairlead_kernels.choice.backend import pick
 from fairlead_kernels.plain.torch_attention import TorchAttention
@@ -227,7 +228,8 @@ def test_in_half_precision_the_tokens_that_move_furthest_do_not_decide(model: Pa
     draw = torch.Generator().manual_seed(0)
     plain = [torch.randn(n, 50, generator=draw) for n in (7, 7, 7, 1)]
     half: Any = SimpleNamespace(
-        heads=replace(model.heads, dtype=torch.bfloat16), model=SimpleNamespace(config=None)
+        heads=replace(model.heads, dtype=torch.bfloat16),
+        model=SimpleNamespace(config=PreTrainedConfig()),
     )
     expected = selftest.Expected([], plain)
     rounded = replace(expected, input_rounding=1e-5)
@@ -256,10 +258,11 @@ def test_rounding_that_changes_a_routers_choice_leaves_the_last_tokens_median() 
     ours = [x.clone() for x in plain]
     ours[0][3] = plain[0][3].flip(0)
     half: Any = SimpleNamespace(
-        heads=SimpleNamespace(dtype=torch.bfloat16), model=SimpleNamespace(config=None)
+        heads=SimpleNamespace(dtype=torch.bfloat16),
+        model=SimpleNamespace(config=PreTrainedConfig()),
     )
     assert selftest._tolerance(half) == selftest.TOLERANCE[torch.bfloat16]
-    half.model.config = SimpleNamespace(num_local_experts=4)
+    half.model.config = PreTrainedConfig(num_local_experts=4)
     assert selftest._tolerance(half) == selftest.EXPERTS_TOLERANCE[torch.bfloat16]
     assert selftest.Expected([], plain).difference(half, ours) < 1e-6
 
