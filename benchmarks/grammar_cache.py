@@ -1,10 +1,11 @@
 """How many small schemas the engine's cache of grammars keeps, and what memory they take.
 
-    python benchmarks/grammar_cache.py [--schemas 400]
+    python benchmarks/grammar_cache.py [--schemas 400] [--hostile]
 
 Each schema has one field of its own. It is checked as the server checks it, compiled and followed
 through two random outputs, all schemas five times in the same order. Prints how many were kept,
 what a request's compilation takes from the second time on, and by how much the process has grown.
+``--hostile``: expressions in place of the schemas, whose states double with each "a".
 Needs no model: the tokenizer is the demo's.
 """
 
@@ -42,6 +43,10 @@ def schema(number: int) -> StructuredOutputs:
     return StructuredOutputs(json={"properties": {f"field_{number}": field}, "type": "object"})
 
 
+def hostile(number: int) -> StructuredOutputs:
+    return StructuredOutputs(regex=rf"(.|\n)*a(.|\n){{{60 + number}}}")
+
+
 def follow(guide: module.Guide, seed: int) -> None:
     choose, of = random.Random(seed), Sequence(0, Request("r", (1,), SamplingParams(), 64), 0, [1])
     for _ in range(TOKENS):
@@ -61,9 +66,11 @@ def anonymous() -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--schemas", type=int, default=400)
-    count = parser.parse_args().schemas
+    parser.add_argument("--hostile", action="store_true")
+    arguments = parser.parse_args()
+    count, make = arguments.schemas, hostile if arguments.hostile else schema
     checker, guides = Checker(facts()), module.Guides(facts())
-    checked = [checker.check_now(schema(number)) for number in range(count)]
+    checked = [checker.check_now(make(number)) for number in range(count)]
     checker.close()
     follow(guides.compile(schema(-1)).fork(), 0)
     before, rounds = anonymous(), []
@@ -80,7 +87,7 @@ def main() -> None:
     mib = 2**20
     sizes = sorted(outputs.compiled_bytes for outputs in checked)
     print(f"the check's size: {sizes[0] / mib:.2f} to {sizes[-1] / mib:.2f} MiB")
-    number, nbytes = len(guides._cached), guides._cached_bytes  # noqa: SLF001 - what is measured
+    number, nbytes = len(guides._cached), guides.cached_bytes()  # noqa: SLF001 - what is measured
     print(f"kept: {number} grammars, counted {nbytes / mib:.0f} MiB")
     print(
         f"compile() takes {first:.2f} ms of the thread a request, later "

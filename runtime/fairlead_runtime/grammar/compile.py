@@ -78,6 +78,8 @@ _KEYWORDS = frozenset(
     uniqueItems""".split()  # noqa: SIM905 - a list of them would fill a page
 )
 _WORD = re.compile(r"\w{4,}")
+_LEXER_FUEL = re.compile(r'^ *"lexer_cost": (\d+)', re.MULTILINE)
+_NO_TOKEN = 2**31
 NO_OUTPUT = "allows no output: no text fulfils it"
 
 
@@ -185,7 +187,7 @@ def _matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
         step_max_items=MAX_STEP_ITEMS,
         max_lexer_states=MAX_LEXER_STATES,
         max_grammar_size=MAX_GRAMMAR_SIZE,
-        verbose_errors=False,
+        verbose_errors=True,  # for ``lexer_fuel``; ``_brief`` leaves out what they say more
     )
     return LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
 
@@ -198,6 +200,17 @@ def check(matcher: LLMatcher, source: str = "") -> None:
         error = matcher.get_error()
         empty = error.startswith("NoExtension")
         raise GrammarError(NO_OUTPUT if empty else _brief(error, source))
+
+
+def lexer_fuel(matcher: LLMatcher) -> int:
+    """Work units that this matcher and its copies had spent on the states of their lexer by this
+    one's last mask; 0 where the library does not tell. It tells them only in the message of an
+    error, which a copy makes.
+    """
+    failing = matcher.deep_copy()
+    failing.consume_tokens([_NO_TOKEN])
+    # The last: an output may hold such a line, and the message quotes it before.
+    return int(["0", *_LEXER_FUEL.findall(failing.get_error())][-1])
 
 
 def _grammar(outputs: StructuredOutputs, enforced: str) -> str:

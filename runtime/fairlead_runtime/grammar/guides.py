@@ -10,6 +10,7 @@ only what a ``checker`` has accepted.
 import copy
 import logging
 import threading
+import time
 from collections import OrderedDict, abc, deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -26,14 +27,18 @@ from fairlead_runtime.grammar.compile import (
     TokenizerFacts,
     check,
     compile_matcher,
+    lexer_fuel,
     mark_ids,
 )
 from fairlead_runtime.request.sequence import Failure, FailureKind, Sequence
 from fairlead_runtime.request.structured import TOO_COMPLEX, StructuredOutputs
 
 CACHE_BYTES = 128 * 1024 * 1024  # of compiled grammars that no sequence needs
-# Copies of a matcher share the states of its lexer, which it keeps: usual schemas come to no more.
-USE_BYTES = 512 * 1024
+USE_BYTES = 512 * 1024  # that a kept grammar counts for its growth at least; usual ones take less
+FUEL_BYTES = 48  # that a unit of a lexer's work adds to its states; at most 37 were measured
+# A grammar that has grown by more is not kept: outputs that share its states share their limit.
+GROWN_BYTES = 8 * 1024 * 1024
+LOOK_SECONDS = 0.005  # of a processor, between two looks, which take 0.1 ms
 # A mask takes milliseconds; where one takes longer than this, beyond the forward pass, its sequence
 # fails rather than hold up the others.
 MASK_SECONDS = 2.0
@@ -45,21 +50,45 @@ log = logging.getLogger("fairlead.grammar")
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
+class Growth:
+    """Bytes by which a compiled grammar has grown: copies of a matcher share the states of its
+    lexer, which it keeps. The processor's time decides only when to look. ``is_spent``: it is not
+    worth keeping.
+    """
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self.nbytes = 0
+        self.is_spent = False
+        self._fuel = lexer_fuel(matcher)
+        self._seconds = 0.0  # since the last look; threads may lose some of each other's
+
+    def count(self, matcher: LLMatcher, seconds: float) -> None:
+        """Count a mask of the matcher, a copy, that took so long."""
+        self._seconds += seconds
+        if self._seconds >= LOOK_SECONDS:
+            self._seconds = 0.0
+            self.nbytes = max(self.nbytes, FUEL_BYTES * (lexer_fuel(matcher) - self._fuel))
+            self.is_spent |= self.nbytes > GROWN_BYTES
+
+
 class Guide:
     """One sequence's place in its grammars, which must all allow a token. ``at_end``: nothing but
     the end may follow. ``reasoning``: the mark that must come before the output.
+    ``growth``: of the first grammar, counted with all copies.
     """
 
-    __slots__ = ("_eos", "_followed", "_mask", "_matchers", "_reasoning", "at_end")
+    __slots__ = ("_eos", "_followed", "_mask", "_matchers", "_reasoning", "at_end", "growth")
 
     def __init__(
         self,
         matchers: abc.Sequence[LLMatcher],
         mask: Array,
         eos: Array,
+        growth: Growth,
         reasoning: "ReasoningEnd | None" = None,
     ) -> None:
         self.at_end = False
+        self.growth = growth
         self._matchers = matchers
         self._mask = mask  # after ``_followed`` generated tokens; not changed, only replaced
         self._eos = eos
@@ -70,7 +99,7 @@ class Guide:
         """Copy the place for another sequence."""
         reasoning = copy.copy(self._reasoning)
         matchers = [matcher.deep_copy() for matcher in self._matchers]
-        return Guide(matchers, self._mask, self._eos, reasoning)
+        return Guide(matchers, self._mask, self._eos, self.growth, reasoning)
 
     def mask(self, sequence: Sequence) -> Array:
         """int32 words: token i is bit i % 32 of word i // 32, lowest bit first. Raises
@@ -78,20 +107,32 @@ class Guide:
         """
         generated = sequence.tokens[sequence.prompt_len :]
         if len(generated) > self._followed:
-            for matcher in self._matchers:
-                matcher.consume_tokens([*generated[self._followed :]])
-                check(matcher)
+            mask = self._follow(generated[self._followed :])
             if self._reasoning is not None and self._reasoning.comes_in(
                 generated[self._followed :]
             ):
                 self._reasoning = None
             self._followed = len(generated)
-            self._mask = fill(self._matchers, len(self._mask))
+            self._mask = mask
         if self._reasoning is not None and len(generated) >= sequence.request.max_tokens // 2:
             return self._reasoning.only_next(self._mask)
         text_mask = self._mask & ~self._eos
         self.at_end = not text_mask.any()
         return text_mask if sequence.request.params.ignore_eos and not self.at_end else self._mask
+
+    def _follow(self, tokens: abc.Sequence[int]) -> Array:
+        """The mask after these tokens. Raises GrammarError."""
+        began = time.thread_time()
+        try:
+            for matcher in self._matchers:
+                matcher.consume_tokens([*tokens])
+                check(matcher)
+            mask = fill(self._matchers, len(self._mask))
+        except GrammarError:
+            self.growth.is_spent = True  # a lexer at its limit fails for every copy
+            raise
+        self.growth.count(self._matchers[0], time.thread_time() - began)
+        return mask
 
 
 class ReasoningEnd:
@@ -258,7 +299,6 @@ class Guides:
         self._compiler = _pool(1, nice=COMPILER_NICE)
         self._fillers = _pool(threads)
         self._cached: OrderedDict[str, tuple[Guide, int]] = OrderedDict()
-        self._cached_bytes = 0
         self._json_texts: dict[str, LLMatcher] = {}  # of JSON_TEXT, by the mark before it
 
     def prepare(self, outputs: StructuredOutputs, done: Callable[[Guide | Failure], None]) -> None:
@@ -283,23 +323,31 @@ class Guides:
         """A guide at the start of the output, with its first mask. For one thread at a time. Raises
         GrammarError.
         """
+        for spent in [key for key, (guide, _) in self._cached.items() if guide.growth.is_spent]:
+            del self._cached[spent]
         key = outputs.digest + outputs.reasoning_end
-        if key in self._cached:
-            self._cached.move_to_end(key)
-            return self._cached[key][0]
+        if key not in self._cached:
+            size = outputs.compiled_bytes + 4 * self._words
+            self._cached[key] = self._compile(outputs), size
+        self._cached.move_to_end(key)
+        while self.cached_bytes() > CACHE_BYTES and len(self._cached) > 1:
+            self._cached.popitem(last=False)
+        return self._cached[key][0]
+
+    def _compile(self, outputs: StructuredOutputs) -> Guide:
         end, is_json = outputs.reasoning_end, outputs.kind in ("json", "json_object")
         matchers = [compile_matcher(self._tokenizer, outputs)]
         if is_json:
             matchers.append(self._json_text(end))
         reasoning = ReasoningEnd(self._tokenizer, end) if end else None
-        guide = Guide(matchers, fill(matchers, self._words), self._eos, reasoning)
-        size = outputs.compiled_bytes + USE_BYTES + 4 * self._words
-        self._cached[key] = guide, size
-        self._cached_bytes += size
-        while self._cached_bytes > CACHE_BYTES and len(self._cached) > 1:
-            _, (_, size) = self._cached.popitem(last=False)
-            self._cached_bytes -= size
-        return guide
+        mask = fill(matchers, self._words)
+        return Guide(matchers, mask, self._eos, Growth(matchers[0]), reasoning)
+
+    def cached_bytes(self) -> int:
+        """Bytes of the compiled grammars that are kept, with what they have grown to."""
+        return sum(
+            size + max(USE_BYTES, guide.growth.nbytes) for guide, size in self._cached.values()
+        )
 
     def _json_text(self, end: str) -> LLMatcher:
         """A matcher of JSON_TEXT behind the mark; compiling it takes longer than most schemas."""

@@ -398,8 +398,72 @@ def test_hundreds_of_small_grammars_are_kept_and_take_no_more_than_they_count(
         generate(guides.compile(checked).fork(), sequence(), random.Random(number), 400)
     gc.collect()
     assert len(guides._cached) == 20
-    assert 0 < allocated_bytes() - before < guides._cached_bytes
-    assert 20 * module.CACHE_BYTES / guides._cached_bytes > 190
+    assert 0 < allocated_bytes() - before < guides.cached_bytes()
+    assert 20 * module.CACHE_BYTES / guides.cached_bytes() > 190
+
+
+GROWING = r"(.|\n)*a(.|\n){60}"  # each "a" doubles its states
+
+
+def grow(guides: Guides, regex: str, outputs: int = 1) -> None:
+    """Follow outputs of 40 tokens, each of another text."""
+    for seed in range(outputs):
+        one, of, choose = (
+            guides.compile(StructuredOutputs(regex=regex)).fork(),
+            sequence(),
+            random.Random(seed),
+        )
+        for _ in range(40):
+            of.tokens.append(TOKENIZER.convert_tokens_to_ids(choose.choice("ab")))
+            one.mask(of)
+
+
+def test_a_kept_grammar_counts_what_it_has_grown_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LOOK_SECONDS", 0)
+    guides = Guides(facts())
+    guides.compile(StructuredOutputs(regex=GROWING))
+    gc.collect()
+    before, counted = allocated_bytes(), guides.cached_bytes()
+    grow(guides, GROWING, 15)
+    gc.collect()
+    grown = allocated_bytes() - before
+    assert module.USE_BYTES < grown < guides.cached_bytes() - counted + module.USE_BYTES < 8 * grown
+    monkeypatch.setattr(module, "CACHE_BYTES", 2 * module.USE_BYTES)
+    guides.compile(StructuredOutputs(regex="b"))
+    assert len(guides._cached) == 1
+
+
+def test_the_growth_of_a_grammar_is_looked_at_once_in_some_time_of_a_processor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks: list[object] = []
+    monkeypatch.setattr(module, "lexer_fuel", lambda matcher: looks.append(matcher) or 0)
+    growth, matcher = module.Growth("kept"), "copy"  # type: ignore[arg-type]
+    for _ in range(20):
+        growth.count(matcher, module.LOOK_SECONDS / 4)  # type: ignore[arg-type]
+    assert looks == ["kept", *5 * ["copy"]]
+
+
+def test_outputs_of_a_kept_grammar_do_not_use_up_its_states(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """More than the library's limit of states, of which one output needs a part."""
+    monkeypatch.setattr(module, "LOOK_SECONDS", 0)
+    guides = Guides(facts())
+    first = guides.compile(StructuredOutputs(regex=GROWING))
+    grow(guides, GROWING, 60)
+    assert guides.compile(StructuredOutputs(regex=GROWING)) is not first
+    assert guides.cached_bytes() < 2 * module.GROWN_BYTES
+
+
+def test_a_grammar_of_which_a_mask_failed_is_not_kept() -> None:
+    guides, of = Guides(facts()), sequence()
+    outputs = StructuredOutputs(regex="ab")
+    kept = guides.compile(outputs)
+    of.tokens.append(TOKENIZER.convert_tokens_to_ids("x"))
+    with pytest.raises(GrammarError):
+        kept.fork().mask(of)
+    assert guides.compile(outputs) is not kept
 
 
 def test_the_steps_go_before_a_compilation() -> None:
