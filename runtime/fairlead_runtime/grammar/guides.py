@@ -37,7 +37,7 @@ CACHE_BYTES = 128 * 1024 * 1024  # of compiled grammars that no sequence needs
 USE_BYTES = 512 * 1024  # that a kept grammar counts for its growth at least; usual ones take less
 FUEL_BYTES = 48  # that a unit of a lexer's work adds to its states; at most 37 were measured
 # A grammar that has grown by more is not kept: outputs that share its states share their limit.
-GROWN_BYTES = 8 * 1024 * 1024
+GROWN_BYTES = 16 * 1024 * 1024
 LOOK_SECONDS = 0.005  # of a processor, between two looks, which take 0.1 ms
 # A mask takes milliseconds; where one takes longer than this, beyond the forward pass, its sequence
 # fails rather than hold up the others.
