@@ -437,7 +437,12 @@ def test_the_growth_of_a_grammar_is_looked_at_once_in_some_time_of_a_processor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     looks: list[object] = []
-    monkeypatch.setattr(module, "lexer_fuel", lambda matcher: looks.append(matcher) or 0)
+
+    def look(matcher: object) -> int:
+        looks.append(matcher)
+        return 0
+
+    monkeypatch.setattr(module, "lexer_fuel", look)
     growth, matcher = module.Growth("kept"), "copy"  # type: ignore[arg-type]
     for _ in range(20):
         growth.count(matcher, module.LOOK_SECONDS / 4)  # type: ignore[arg-type]
