@@ -19,6 +19,8 @@ from planted.forked import SECONDS, Selection, why_missed
 BUGS = [bug for bug in plant_package_bugs.BUGS if bug.quick]
 AREAS = {
     "sequence table": {
+        "fairlead_runtime.device.model.batch",
+        "fairlead_runtime.device.model.table_rows",
         "fairlead_runtime.device.sampling.sequence_table",
         "fairlead_runtime.device.sampling.sequence_row",
         "fairlead_runtime.device.sampling.logit_edits",

@@ -295,6 +295,16 @@ def test_what_float32_does_to_a_model_is_measured_on_it(model: PagedModel) -> No
     assert selftest.check(model, attention, moved).tolerance == 0.1 * selftest.REFERENCE_FACTOR
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_that_computes_no_numbers_is_refused(dtype: torch.dtype) -> None:
+    """Although transformers' own logits are then as far from themselves."""
+    plain = tiny.build("llama").to(dtype)
+    with torch.no_grad():
+        plain.get_parameter("model.layers.1.mlp.down_proj.weight")[0, 0] = torch.nan
+    with pytest.raises(SelfTestError, match=r"differ from plain transformers by inf .*by inf\)"):
+        self_test(PagedModel(plain, families.check(plain.config)), 512)
+
+
 def test_what_float32_does_to_an_fp8_cache_is_allowed() -> None:
     model = with_fp8_cache()
     expected = selftest.Expected.of(model, 512, fp8_cache=True)
