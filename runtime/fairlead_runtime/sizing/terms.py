@@ -26,6 +26,7 @@ KEPT_MASKS = 1 << 24  # mask elements that it keeps for the other layers of a st
 # Logits that one pass of the sampler works on, and the bytes of its temporaries for each.
 SAMPLER_CHUNK = {"cpu": 1 << 20, "cuda": 1 << 26}
 SAMPLING_BYTES = 16
+ROW_SAMPLING_BYTES = 8  # of each logit of the step's other rows
 # The same of the draw of decodes on a GPU, which makes no shape of its data.
 DRAW_CHUNK, DRAW_BYTES = 1 << 23, 48
 HISTOGRAM = 33 << 10  # bytes of a row's counts while top-k and top-p search for their cut
@@ -96,7 +97,6 @@ def terms_of(
     # The kernels' head takes and gives float32.
     head = (2 * shape.hidden + copies * shape.vocab) * (4 if packed else element)
     table_entries = len(groups) * rows * ceil_div(longest, config.block_size)
-    sampler_rows = min(rows, max(1, SAMPLER_CHUNK[device.kind] // shape.vocab))
     terms = {
         "weights": weights(shape, config, tp, device.kind),
         "activations": _in_slabs(shape, config, tokens, rotary)
@@ -104,8 +104,9 @@ def terms_of(
         else tokens * width * layer + _widened(shape, config, device.kind, tokens),
         "attention": _attention(shape, config, groups, element),
         "logits": rows * max(width * layer, head),
-        "sampling": sampler_rows * (shape.vocab * SAMPLING_BYTES + HISTOGRAM)
-        + rows * shape.vocab * 8,
+        "sampling": sampler_rows(rows, shape.vocab, device.kind)
+        * (shape.vocab * SAMPLING_BYTES + HISTOGRAM)
+        + rows * shape.vocab * ROW_SAMPLING_BYTES,
         "graphs": 0,
         "batch": GROWTH * (tokens * (16 + 8 * len(groups)) + rows * 64 + table_entries * 4),
     }
@@ -154,6 +155,11 @@ def decode_state(shape: ModelShape, config: EngineConfig, groups: Sequence[Layer
     row = ROW_BYTES + ENTRY * blocks + LISTED * list_room(shape.vocab)
     cached = unit_bytes(shape, config, groups)
     return (rows + 1) * row + rows * INDEX + cached + shape.vocab * ENTRY
+
+
+def sampler_rows(rows: int, vocabulary: int, kind: str) -> int:
+    """Rows that one pass of the sampler works on, of a step's."""
+    return min(rows, max(1, SAMPLER_CHUNK[kind] // vocabulary))
 
 
 def list_room(vocabulary: int) -> int:

@@ -23,7 +23,7 @@ RETRY_SECONDS = 0.1
 ANSWERS = 4_000 if LONG_FORM else 300  # every place of the queue is taken three times
 # What the refusals say once a limit is met.
 LIMITS = (
-    "requests that wait have",  # the queue, in prompt tokens
+    "requests wait already",  # the queue
     "prompts are being read",  # the bodies of all
     "answers with log-probabilities",  # whole answers and prompts' log-probabilities of all
     "all answers that are held whole",  # one whole answer

@@ -43,7 +43,7 @@ from fairlead_runtime.device.sampling.host_sampler import SamplingBatch, sample
 from fairlead_runtime.request.sequence import Request, SamplingParams, Sequence
 from fairlead_runtime.scheduling.plan import Row
 from fairlead_runtime.sizing.groups import LayerGroup, group_layers
-from fairlead_runtime.sizing.terms import KEPT_MASKS, STRIP
+from fairlead_runtime.sizing.terms import KEPT_MASKS, ROW_SAMPLING_BYTES, STRIP, sampler_rows
 
 CPU_TOKENS = 256
 # A longer row's attention is scaled up from this many keys: what it gathers grows with them.
@@ -119,7 +119,7 @@ def profile(
     measured = {
         "activations": activations * max_batch_tokens // tokens,
         "logits": logits * max_rows // rows,
-        "sampling": sampling * max_rows // rows,
+        "sampling": _of_all_rows(sampling, rows, max_rows, model),
         "batch": _batch(model, max_batch_tokens, max_rows, max_model_len, block_size),
     }
     if isinstance(backend, TorchAttention):
@@ -127,6 +127,13 @@ def profile(
     elif isinstance(backend, DecodeAttention):
         measured["attention"] = backend.reserve(max_rows)
     return Profile(measured, token_seconds, decode_seconds)
+
+
+def _of_all_rows(sampling: int, rows: int, max_rows: int, model: PagedModel) -> int:
+    """Bytes of sampling ``max_rows``, of which these were measured with ``rows``."""
+    together = max(rows, sampler_rows(max_rows, model.vocabulary, model.device.type))
+    later = (max_rows - together) * model.vocabulary * ROW_SAMPLING_BYTES
+    return sampling * together // rows + later
 
 
 class _PassWithoutAttention(CachedPass):
