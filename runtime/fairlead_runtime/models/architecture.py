@@ -11,7 +11,7 @@ from typing import Any
 from fairlead_runtime.models.headers import Header
 from fairlead_runtime.models.model_error import ModelError, unsupported_shape
 from fairlead_runtime.settings.engine_config import ConfigError
-from fairlead_runtime.sizing.config_json import ShapeError, UnknownFamilyError
+from fairlead_runtime.sizing.config_json import ShapeError, UnknownFamilyError, with_stored_head
 from fairlead_runtime.sizing.family_table import FAMILIES, PARTS
 from fairlead_runtime.sizing.shape import ModelShape
 
@@ -34,8 +34,10 @@ def check(
     """
     if auto_maps and not _in_transformers(config.get("model_type")):
         _refuse_own_code(config, auto_maps, trusted=trusted)
+    names = [name for header in (weights or {}).values() for name in header.tensors]
     try:
-        shape = ModelShape.from_config(config)
+        # transformers looks at the files, too, whatever the config says of the head.
+        shape = ModelShape.from_config(with_stored_head(config, names) if names else config)
     except UnknownFamilyError:
         # Imports transformers, whose configuration classes decide.
         from fairlead_runtime.models import unlisted

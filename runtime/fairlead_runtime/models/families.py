@@ -49,16 +49,18 @@ def check(config: PretrainedConfig) -> tuple[int | None, ...]:
     Reads the configuration and transformers' class for it, never weights.
     """
     name = str(config.model_type)
-    text = config.get_text_config()
-    for part in (config, text):
-        refuse_by_name(str(part.model_type))
-    if text is not config and str(text.model_type) not in {*FAMILIES, *TEXTS, *JUDGED}:
-        raise unsupported(str(text.model_type), NO_TEXT)
+    text = text_model.text_of(config)
+    # Of the class: a file may put another type into the settings of a text.
+    kind = str(type(text).model_type)
+    for part in (name, kind):
+        refuse_by_name(part)
+    if text is not config and kind not in {*FAMILIES, *TEXTS, *JUDGED}:
+        raise unsupported(kind, NO_TEXT)
     if config.is_encoder_decoder:
         raise unsupported(name, "it is an encoder-decoder")
     # Except for gpt_neox, only encoders have is_decoder in their configuration: they are decoders
     # on request.
-    is_encoder = name not in FAMILIES and getattr(text, "is_decoder", True) is False
+    is_encoder = kind not in FAMILIES and getattr(text, "is_decoder", True) is False
     bidirectional = getattr(text, "use_bidirectional_attention", None) or None
     if is_encoder or bidirectional not in (None, *CAUSAL_TEXT):
         raise unsupported(

@@ -148,7 +148,7 @@ def eos_ids(
     """
     ids: set[int] = set()
     generation = getattr(model.generation_config, "eos_token_id", None)
-    configs = (model.config, model.config.get_text_config())
+    configs = (model.config, text_model.text_of(model.config))
     stored = [getattr(config, "eos_token_id", None) for config in configs]
     for value in (
         *([generation] if generation is not None else stored),

@@ -17,10 +17,21 @@ from transformers import (
     PreTrainedModel,
 )
 
+from fairlead_runtime.sizing.config_json import TEXT
+
+
+def text_of(config: PretrainedConfig) -> PretrainedConfig:
+    """The configuration of the text, ``config`` itself unless its class has several parts.
+
+    transformers' own method takes what a file puts there, for a class without parts, too.
+    """
+    part = getattr(config, TEXT, None) if TEXT in config.sub_configs else None
+    return part if isinstance(part, PretrainedConfig) else config
+
 
 def has_parts(config: PretrainedConfig) -> bool:
     """Whether the model has parts beside its text."""
-    return config.get_text_config() is not config
+    return text_of(config) is not config
 
 
 def class_of(config: PretrainedConfig) -> Any:
@@ -36,7 +47,7 @@ def text_class_of(config: PretrainedConfig) -> Any:
     """
     if not has_parts(config):
         return class_of(config)
-    return _only(MODEL_MAPPING, config.get_text_config())
+    return _only(MODEL_MAPPING, text_of(config))
 
 
 def _only(mapping: Any, config: PretrainedConfig) -> Any:
@@ -71,7 +82,7 @@ def drop_other_parts(model: PreTrainedModel) -> None:
                 setattr(parent, name, None)
         for name, _ in list(parent.named_parameters(recurse=False)):
             setattr(parent, name, None)
-    text = model.config.get_text_config()
+    text = text_of(model.config)
     for key in model.config.sub_configs:
         if getattr(model.config, key, None) is not text:
             setattr(model.config, key, None)  # transformers warns of a part that it does not find

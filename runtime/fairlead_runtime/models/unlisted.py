@@ -16,7 +16,7 @@ from fairlead_runtime.models import families, text_model
 from fairlead_runtime.models.headers import Header
 from fairlead_runtime.models.model_error import ModelError, first_line, unsupported_shape
 from fairlead_runtime.sizing.checkpoint_formats import published
-from fairlead_runtime.sizing.config_json import STANDARD, ShapeError, check_counts
+from fairlead_runtime.sizing.config_json import STANDARD, ShapeError
 from fairlead_runtime.sizing.shape import ModelShape
 
 
@@ -29,7 +29,7 @@ def shape_of(config: Mapping[str, Any], weights: Mapping[str, Header]) -> ModelS
     """
     full_config = _complete(config)
     windows = families.check(full_config)
-    text = full_config.get_text_config()
+    text = text_model.text_of(full_config)
     settings = {name: getattr(text, name, None) for name in STANDARD}
     sizes = [(name, t.shape) for header in weights.values() for name, t in header.tensors.items()]
     if text is not full_config:
@@ -65,10 +65,6 @@ def _complete(config: Mapping[str, Any]) -> PretrainedConfig:
     name = config.get("model_type")
     if not isinstance(name, str) or name not in CONFIG_MAPPING:
         raise families.unsupported(str(name), "transformers has no architecture of that name")
-    try:
-        check_counts(config)
-    except ShapeError as error:
-        raise unsupported_shape(error) from error
     factory: Any = CONFIG_MAPPING[name]  # transformers' classes are untyped
     try:
         full_config = factory.from_dict(dict(config))

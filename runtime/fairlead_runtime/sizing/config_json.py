@@ -6,7 +6,7 @@ and the defaults of a family beneath the file's own values. The values are untru
 mapping; never a file or a network.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from fairlead_runtime.sizing.family_table import (
@@ -14,9 +14,11 @@ from fairlead_runtime.sizing.family_table import (
     INNER,
     JUDGED,
     NO_TEXT,
+    NO_WHOLE,
     PARTS,
     REFUSED,
     TEXTS,
+    TRIED,
     WORKING,
     Family,
     Parts,
@@ -29,10 +31,23 @@ LARGEST = {
     "vocab_size": 1 << 26,
 }
 LARGEST_OTHER = 1 << 24
-LARGEST_COUNT = 1 << 14
-COUNT_WORDS = frozenset(
-    {"layer", "layers", "head", "heads", "experts", "groups", "blocks", "depth"}
-)
+# The most of what transformers' classes build modules, or entries of lists, for: by a word of the
+# setting's name. A tower of a million layers takes hours, on the meta device, too.
+LARGEST_COUNTS: Mapping[str, int] = {
+    **dict.fromkeys(
+        ("layer", "layers", "blocks", "depth", "depths", "stages", "repeats", "cycles", "flows"),
+        1 << 12,
+    ),
+    **dict.fromkeys(
+        (
+            *("head", "heads", "experts", "groups", "channels", "levels", "inputs"),
+            *("codebooks", "quantizers", "networks", "conditions", "functions"),
+        ),
+        1 << 14,
+    ),
+    "labels": 1 << 16,
+}
+_WIDTHS = frozenset(("size", "sizes", "dim", "dims"))
 CAUSAL_TEXT = ("vision",)  # bidirectional attention of images: texts are causal beside them
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 # The settings that most families share, by the names that transformers gives them.
@@ -49,10 +64,11 @@ STANDARD = (
     *("use_bidirectional_attention", "num_experts_per_tok", *EXPERTS),
 )
 
-
 TEXT = "text_config"
 # Other keys for the text's settings: no model of these is served.
 OTHER_TEXTS = ("llm_config", "language_config", "thinker_config")
+# transformers takes what stands there for the text, of whatever model.
+STRAY_TEXTS = ("decoder", "generator", "text_encoder")
 _TIED = "tie_word_embeddings"
 
 
@@ -77,19 +93,26 @@ class UnknownFamilyError(ShapeError):
 
 def check_counts(config: Mapping[str, Any]) -> None:
     """Raise ShapeError for a count beyond any model's, of any part: transformers' classes build as
-    many modules, or lists of that length.
+    many modules, or lists of that length. A list of counts has as many as its sum.
     """
-    parts = [config]
-    for part in parts:  # grows by the mappings in each
-        for key, value in part.items():
-            if isinstance(value, Mapping):
-                parts.append(value)
-            elif (
-                isinstance(value, int)
-                and value > LARGEST_COUNT
-                and not COUNT_WORDS.isdisjoint(str(key).split("_"))
-            ):
-                raise ShapeError(str(key)[:100], f"{_digits(value)} is more than {LARGEST_COUNT}")
+    for key, value in config.items():
+        words = str(key).split("_")
+        parts = list(value) if isinstance(value, list | tuple) else [value]
+        numbers = []
+        for part in parts:  # grows by the lists in it
+            if isinstance(part, Mapping):
+                check_counts(part)
+            elif isinstance(part, list | tuple):
+                parts += part
+            elif isinstance(part, int):
+                numbers.append(part)
+        limits = [LARGEST_COUNTS[word] for word in words if word in LARGEST_COUNTS]
+        if not limits or not numbers or not _WIDTHS.isdisjoint(words):
+            continue
+        # A list of layers without "num" has their numbers.
+        count = max(numbers) if words[-1] == "layers" and "num" not in words else sum(numbers)
+        if count > min(limits):
+            raise ShapeError(str(key)[:100], f"{_digits(count)} is more than {min(limits)}")
 
 
 def _digits(value: int) -> str:
@@ -115,9 +138,8 @@ def family_of(config: Mapping[str, Any]) -> tuple[Family, Mapping[str, Any]]:
         raise _refused("model_type", str(name), "it is not a name")
     if name in REFUSED:
         raise _refused("model_type", name, REFUSED[name])
-    for key in OTHER_TEXTS:
-        if isinstance(config.get(key), Mapping):
-            raise _refused(key, name, f"settings of its text are served as {TEXT} alone")
+    _check_texts(name, config)
+    check_counts(config)
     if has_parts(config):
         return _family_of_text(name, config)
     if name in TEXTS:
@@ -125,6 +147,21 @@ def family_of(config: Mapping[str, Any]) -> tuple[Family, Mapping[str, Any]]:
     if name not in FAMILIES:
         raise UnknownFamilyError(name)
     return FAMILIES[name], config
+
+
+def _check_texts(name: str, config: Mapping[str, Any]) -> None:
+    """Raise ShapeError where the whole or its text has settings of a text under another key."""
+    text = config.get(TEXT)
+    for part in (config, text) if isinstance(text, Mapping) else (config,):
+        strays = STRAY_TEXTS if part is config else (*STRAY_TEXTS, TEXT)
+        for key in (*OTHER_TEXTS, *strays):
+            value = part.get(key)
+            if isinstance(value, Mapping) or (value is not None and key in strays):
+                raise _refused(key, name, f"settings of its text are served as {TEXT} alone")
+    if text is not None and not isinstance(text, Mapping):
+        raise ShapeError(TEXT, "must be an object with the settings of the text")
+    if text is not None and name not in PARTS and name not in TRIED:
+        raise _refused(TEXT, name, NO_WHOLE)
 
 
 def _refused(field: str, name: str, reason: str) -> ShapeError:
@@ -138,13 +175,16 @@ def _refused(field: str, name: str, reason: str) -> ShapeError:
 
 
 def _family_of_text(name: str, config: Mapping[str, Any]) -> tuple[Family, Mapping[str, Any]]:
-    check_counts(config)
     parts = PARTS.get(name)
     text = _text_settings(config, parts)
     kind = str(text.get("model_type"))
     family = FAMILIES.get(kind) or TEXTS.get(kind)
     if family is None and kind not in JUDGED:
         raise _refused(f"{TEXT}.model_type", kind, REFUSED.get(kind, NO_TEXT))
+    if parts is not None and not parts.any_text and kind != parts.text:
+        raise _refused(f"{TEXT}.model_type", kind, f"the text of {name!r} is {parts.text!r}")
+    if parts is not None and kind in parts.never:
+        raise _refused(f"{TEXT}.model_type", kind, f"{name!r} reads the text's rms_norm_eps")
     if family is None or parts is None:
         raise UnknownFamilyError(name)
     return family, _with_outer(text, config, parts)
@@ -155,7 +195,7 @@ def _text_settings(config: Mapping[str, Any], parts: Parts | None) -> Mapping[st
     text = config.get(TEXT)
     if isinstance(text, Mapping):
         return text if parts is None else {"model_type": parts.text, **text}
-    if text is not None or parts is None or not parts.flat:
+    if parts is None or not parts.flat:
         raise ShapeError(TEXT, "must be an object with the settings of the text")
     return {**config, "model_type": parts.text}
 
@@ -173,6 +213,17 @@ def _with_outer(
     dropped = {_TIED, *(("dtype", "torch_dtype") if outer else ())}
     settings = {key: value for key, value in text.items() if key not in dropped}
     return settings | outer | ({} if tied is None else {_TIED: tied})
+
+
+def with_stored_head(config: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, Any]:
+    """The config of a model of PARTS with what the names of its tensors say of the head: it is the
+    embedding where none is stored. Another config as it is.
+    """
+    text = config.get(TEXT, {})
+    if str(config.get("model_type")) not in PARTS or not isinstance(text, Mapping):
+        return config
+    tied = {_TIED: not any(name.endswith("lm_head.weight") for name in names)}
+    return {**config, **tied} | ({TEXT: {**text, **tied}} if text else {})
 
 
 class ConfigReader:

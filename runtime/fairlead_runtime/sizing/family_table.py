@@ -269,24 +269,43 @@ class Parts:
     tied: bool | None = None
     either: bool = False  # the head is the embedding, too, where the text alone says so
     flat: bool = False  # older checkpoints have the text's settings among those of the whole
+    # Whether transformers builds the text of the type that its settings name, and the types of
+    # which the whole's own code reads a setting that they lack.
+    any_text: bool = False
+    never: frozenset[str] = frozenset()
 
 
-# By the model_type of the whole. Another one whose text is of FAMILIES, TEXTS or JUDGED is tried
-# and measured.
+_NO_RMS = frozenset(
+    (
+        *("cohere", "cohere2", "gpt2", "gpt_bigcode", "gpt_neox", "nemotron", "olmo", "opt"),
+        *("persimmon", "phi", "stablelm", "starcoder2"),
+    )
+)
+# By the model_type of the whole.
 PARTS: Mapping[str, Parts] = {
     "gemma3": Parts("gemma3_text"),
-    "mistral3": Parts("mistral"),
+    "mistral3": Parts("mistral", any_text=True, never=_NO_RMS),
     "qwen2_vl": Parts("qwen2_vl_text", tied=False, either=True, flat=True),
     "qwen2_5_vl": Parts("qwen2_5_vl_text", tied=False, either=True, flat=True),
     "qwen3_vl": Parts("qwen3_vl_text", tied=False),
     "qwen3_vl_moe": Parts("qwen3_vl_moe_text", tied=False),
     "glm4v": Parts("glm4v_text", tied=False, either=True),
-    "internvl": Parts("qwen2"),
-    "smolvlm": Parts("llama", tied=False),
-    "idefics3": Parts("llama", tied=False),
-    "aya_vision": Parts("cohere2"),
-    "cohere2_vision": Parts("cohere2"),
+    "internvl": Parts("qwen2", any_text=True),
+    "smolvlm": Parts("llama", tied=False, any_text=True),
+    "idefics3": Parts("llama", tied=False, any_text=True),
+    "aya_vision": Parts("cohere2", any_text=True),
+    "cohere2_vision": Parts("cohere2", any_text=True),
 }
+# Further wholes whose text transformers builds of the type that its settings name: they are tried
+# and measured where it is of FAMILIES, TEXTS or JUDGED.
+TRIED = frozenset(
+    (
+        *("cosmos3_omni", "deepseek_vl", "deepseek_vl_hybrid", "exaone4_5", "fuyu", "glm46v"),
+        *("glmga", "hyperclovax_vision_v2", "idefics2", "janus", "lfm3_vl", "lighton_ocr", "llava"),
+        *("llava_next", "llava_next_video", "llava_onevision", "ovis2", "qianfan_ocr"),
+        *("video_llama_3", "video_llava", "vipllava"),
+    )
+)
 
 # Families without sizes here that are known to work: they are tested as a model of one part.
 JUDGED = frozenset(
@@ -312,6 +331,7 @@ _IMAGES = "it writes no text without an image"
 _PACKAGES = "transformers builds its other parts with packages that the runtime has not"
 _PREFIX = "its prompts are attended in both directions"
 NO_TEXT = "no model of several parts is served for such a text yet"
+NO_WHOLE = "it is no model of several parts that is served"
 INNER = "it is the text of a model of several parts and no model of its own"
 
 REFUSED: dict[str, str] = {

@@ -5,17 +5,19 @@ The engine's runs are on ``support.engine_rig``, whose model has the weights tha
 """
 
 import functools
+import itertools
 import json
 import resource
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForImageTextToText
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 from fairlead_runtime.llm import LLM
-from fairlead_runtime.models import architecture, loading
+from fairlead_runtime.models import architecture, loading, text_model
 from fairlead_runtime.models.model_error import ModelError
 from fairlead_runtime.request.sequence import SamplingParams
 from fairlead_runtime.sizing.config_json import ShapeError
@@ -37,8 +39,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """By family its checkpoint, stored once."""
 
     @functools.cache
-    def save(family: str) -> Path:
-        return tiny_parts.save(family, tmp_path_factory.mktemp(family))
+    def save(family: str, **text: Any) -> Path:
+        return tiny_parts.save(family, tmp_path_factory.mktemp(family), **text)
 
     return save
 
@@ -138,6 +140,47 @@ def test_a_model_of_parts_is_served_from_its_files_within_its_plan(
     # The tables of the rotary embeddings are not in the files.
     padding = rows_beyond_the_plan(tiny.VOCAB) * tiny.HIDDEN * 4
     assert 0 <= weights["measuredBytes"] - (weights["plannedBytes"] - padding) < 1024
+
+
+@pytest.mark.parametrize("stored", [False, True], ids=["no head stored", "a head stored"])
+@pytest.mark.parametrize(
+    ("outer", "own"), [*itertools.product((None, True, False), repeat=2)], ids=str
+)
+@pytest.mark.parametrize(
+    "family",
+    [
+        "mistral3",
+        *(
+            pytest.param(family, marks=pytest.mark.full)
+            for family in sorted(PARTS.keys() - {"mistral3"})
+        ),
+    ],
+)
+def test_the_head_that_the_files_have_is_planned_and_held(
+    family: str, outer: bool | None, own: bool | None, stored: bool, folder: Any, tmp_path: Path
+) -> None:
+    path = shutil.copytree(folder(family, tie_word_embeddings=not stored), tmp_path / "model")
+    config = json.loads((path / "config.json").read_text())
+    for part, tied in ((config, outer), (config["text_config"], own)):
+        part["tie_word_embeddings"] = tied
+        if tied is None:
+            del part["tie_word_embeddings"]
+    (path / "config.json").write_text(json.dumps(config))
+    planned, shape = ModelShape.from_config(config), loading.inspect(path).shape
+    assert shape.tied is not stored
+    if not stored and transformers_unties(config):
+        with pytest.raises(ModelError, match="lm_head"):
+            loading.load(path)
+        return
+    assert shape.parameters == sum(x.numel() for x in loading.load(path).model.parameters())
+    # Without the files the plan is right, or it counts a head that none has.
+    assert planned.parameters >= shape.parameters or (stored and planned.tied)
+
+
+def transformers_unties(config: dict[str, Any]) -> bool:
+    whole = CONFIG_MAPPING[config["model_type"]].from_dict(config)
+    with torch.device("meta"):
+        return not text_model.class_to_load(whole)(whole).all_tied_weights_keys
 
 
 def test_no_byte_of_another_part_is_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

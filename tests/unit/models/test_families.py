@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from transformers import CONFIG_MAPPING, AutoConfig
+from transformers import CONFIG_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig
 
-from fairlead_runtime.models import families
+from fairlead_runtime.models import architecture, families
 from fairlead_runtime.models.model_error import ModelError
 from fairlead_runtime.sizing.config_json import ShapeError, UnknownFamilyError
-from fairlead_runtime.sizing.family_table import FAMILIES, PARTS, REFUSED, TEXTS
+from fairlead_runtime.sizing.family_table import FAMILIES, PARTS, REFUSED, TEXTS, TRIED
 from fairlead_runtime.sizing.shape import ModelShape
 from support import tiny
 from support.full import LONG_FORM
@@ -135,6 +135,77 @@ def admitted_by_the_plan(name: str, text: str) -> bool:
     except ShapeError:
         return False
     return True
+
+
+def reads_the_type(name: str) -> bool:
+    """Whether transformers builds the text of the type that its settings name."""
+    return bool(CONFIG_MAPPING[name].sub_configs["text_config"] is AutoConfig)
+
+
+def test_a_text_of_any_type_is_admitted_where_transformers_builds_it() -> None:
+    assert {name for name, parts in PARTS.items() if parts.any_text} == {
+        name for name in PARTS if reads_the_type(name)
+    }
+    for name, parts in PARTS.items():
+        assert parts.any_text or CONFIG_MAPPING[name]().text_config.model_type == parts.text
+    classes = {kind.model_type for kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING}
+    names = {name for name, _ in text_types() if name in classes and reads_the_type(name)}
+    # Their own code keeps states, or is an encoder-decoder's.
+    states = {"florence2", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "nemotron_h_omni"}
+    assert names - {*PARTS} - REFUSED.keys() == TRIED | states
+
+
+@pytest.mark.parametrize("name", sorted({*PARTS, "aria", "clip", "mllama", "olmo", "llama"}))
+def test_a_text_of_a_type_that_transformers_does_not_build_is_refused_by_plan_and_pod(
+    name: str,
+) -> None:
+    for kind in ("llama", "qwen3", "olmo", "qwen2_vl_text"):
+        text = {**SMALL, "model_type": kind}
+        admitted = name in PARTS and PARTS[name].any_text
+        if admitted or (name in PARTS and kind == PARTS[name].text):
+            continue
+        refused_alike({"model_type": name, "text_config": text}, "text_config")
+
+
+def refused_alike(whole: dict[str, Any], field: str) -> None:
+    """The plan and the pod refuse it, and their words are the same."""
+    with pytest.raises(ShapeError, match=field) as planned:
+        ModelShape.from_config(whole)
+    with pytest.raises(ModelError) as refused:
+        architecture.check(whole)
+    assert (refused.value.code, refused.value.message) == ("UnsupportedModel", str(planned.value))
+
+
+@pytest.mark.parametrize("value", ["abc", 1, [1], {}, {"a": 1}, {"model_type": "llama", **SMALL}])
+@pytest.mark.parametrize("key", ["text_config", "decoder", "generator", "text_encoder"])
+def test_settings_of_a_text_in_a_model_of_one_part_are_refused_by_plan_and_pod(
+    key: str, value: object
+) -> None:
+    for name in ("llama", "olmo", "biogpt"):
+        refused_alike({"model_type": name, **SMALL, key: value}, key)
+    text = {"model_type": "qwen2", **SMALL, key: value}
+    refused_alike({"model_type": "internvl", "text_config": text}, key)
+    if key != "text_config":
+        refused_alike({"model_type": "internvl", "text_config": {}, key: value}, key)
+
+
+def test_a_null_in_place_of_the_settings_of_a_text_says_nothing() -> None:
+    plain = {"model_type": "llama", **SMALL}
+    nulls = dict.fromkeys(("text_config", "decoder", "generator", "text_encoder"))
+    assert ModelShape.from_config(plain | nulls) == ModelShape.from_config(plain)
+
+
+def test_the_type_of_a_text_is_its_classes() -> None:
+    whole = CONFIG_MAPPING["gemma3n"].from_dict({"text_config": {"model_type": "llama"}})
+    whole.model_type = "new_vl"
+    with pytest.raises(ModelError, match="gemma3n_text"):
+        families.check(whole)
+
+
+@pytest.mark.parametrize("name", ["encoder-decoder", "musicgen", "rag", "vision-encoder-decoder"])
+def test_a_model_whose_text_is_under_another_key_is_refused(name: str) -> None:
+    with pytest.raises(ModelError):
+        architecture.check({"model_type": name})
 
 
 def test_the_pod_serves_or_tries_every_model_of_several_parts_that_the_plan_admits() -> None:

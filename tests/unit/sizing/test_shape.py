@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from fairlead_runtime.models import families, text_model
 from fairlead_runtime.sizing.config_json import ShapeError, UnknownFamilyError
-from fairlead_runtime.sizing.family_table import FAMILIES, PARTS
+from fairlead_runtime.sizing.family_table import FAMILIES, JUDGED, PARTS, TEXTS
 from fairlead_runtime.sizing.shape import ModelShape
 
 SMALL = {
@@ -286,6 +286,43 @@ def test_the_text_of_a_model_of_several_parts_equals_transformers(
     assert (shape.model_type, shape.tied) == (family, tied)
 
 
+FOREIGN = [
+    (whole, kind)
+    for whole, parts in sorted(PARTS.items())
+    for kind in sorted({*FAMILIES, *TEXTS, *JUDGED} - parts.never)
+    if parts.any_text and kind != parts.text
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        pytest.param(*case, marks=[pytest.mark.full] * bool(number % 29))
+        for number, case in enumerate(FOREIGN)
+    ],
+)
+def test_a_text_of_another_family_than_the_published_equals_transformers(
+    family: str, kind: str
+) -> None:
+    size = {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 16, "pad_token_id": 0}
+    # transformers has other names for these in some: what it does not know counts for nothing.
+    plain = {k: v for k, v in (TEXT | size).items() if k != "intermediate_size" or kind != "gpt2"}
+    text = {"model_type": kind, **plain, "tie_word_embeddings": False}
+    config: dict[str, Any] = {"model_type": family, "text_config": text}
+    if family == "aya_vision":
+        config["vision_config"] = {"model_type": "siglip_vision_model"}
+    resolved, model = build_whole(config, tied=False)
+    windows = families.check(resolved)
+    text_model.drop_other_parts(model)
+    try:
+        shape = ModelShape.from_config(config | {"tie_word_embeddings": False})
+    except UnknownFamilyError:
+        assert kind in JUDGED  # the pod measures it
+    else:
+        assert shape.parameters == sum(p.numel() for p in model.parameters())
+        assert shape.windows == windows
+
+
 def compare_text(config: dict[str, Any], shape: ModelShape) -> int:
     """The parameters of the whole."""
     resolved, model = build_whole(config, tied=shape.tied)
@@ -470,6 +507,11 @@ def test_the_type_of_the_whole_comes_before_its_texts(
         ({"text_config": {"model_type": 5}}, "text_config.model_type"),
         ({"text_config": {}, "vision_config": {"depth": 10**9}}, "depth"),
         ({"text_config": {}, "vision_config": {"a": {"num_heads": 10**5}}}, "num_heads"),
+        ({"text_config": {}, "vision_config": {"depths": [2, 10**7]}}, "depths"),
+        ({"text_config": {}, "vision_config": {"depths": [4096] * 2}}, "depths"),
+        ({"text_config": {}, "vision_config": {"depths": [[1], [[5000]]]}}, "depths"),
+        ({"text_config": {}, "vision_config": {"parts": [{"num_layers": 5000}]}}, "num_layers"),
+        ({"text_config": {"num_labels": 10**9}}, "num_labels"),
         (
             {"text_config": {}, "vision_config": {"num_hidden_layers": 10**400}},
             "num_hidden_layers",
@@ -488,6 +530,20 @@ def test_a_model_of_several_parts_is_refused_by_the_field(
     with pytest.raises(ShapeError, match=field) as caught:
         ModelShape.from_config({"model_type": "internvl"} | change)
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize("family", ["llama", "olmo", "gpt2"])
+def test_counts_without_bound_are_refused_in_every_family(family: str) -> None:
+    for field, value in [("num_labels", 10**9), ("encoder_layers", 10**6), ("depths", [1, 10**7])]:
+        with pytest.raises(ShapeError, match=f"{field}: .* is more than") as caught:
+            ModelShape.from_config({"model_type": family, field: value})
+        assert caught.value.field == field
+
+
+def test_lists_of_numbers_of_layers_and_widths_are_no_counts() -> None:
+    layers = {"mlp_only_layers": list(range(200)), "hidden_size_per_layer_input": 10**6}
+    plain = {"model_type": "llama"}
+    assert ModelShape.from_config(plain | layers) == ModelShape.from_config(plain)
 
 
 def test_bidirectional_attention_of_images_alone_leaves_a_text_causal() -> None:
