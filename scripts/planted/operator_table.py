@@ -874,8 +874,8 @@ BUGS = (
     PackageBug(
         "any count of a pod is believed",
         "fairlead_operator.decide.pods.drains:read",
-        "0 <= n <= LARGEST",
-        "True",
+        "count_of(line.get(name), LARGEST)",
+        "count_of(line.get(name))",
         ("unit/operator/decide/pods/test_drains.py",),
     ),
     PackageBug(
@@ -909,8 +909,8 @@ BUGS = (
     PackageBug(
         "a download that has more than its total is shown",
         "fairlead_operator.decide.pods.downloads:read",
-        "0 <= done <= total <= MOST_BYTES",
-        "0 <= done",
+        " and done <= total",
+        "",
         ("unit/operator/decide/pods/test_downloads.py",),
     ),
     PackageBug(
@@ -989,5 +989,40 @@ BUGS = (
         " and not is_served_by_another(resource, self._settings.release)",
         "",
         RELEASE_TESTS,
+    ),
+    PackageBug(
+        "a text of a pod that is nested too deeply is another error",
+        "fairlead_operator.resource.json_text:json_value",
+        "    except RecursionError:",
+        "    except MemoryError:",
+        ("unit/operator/decide/pods/test_drains.py",),
+    ),
+    PackageBug(
+        "an object of any depth is read",
+        "fairlead_operator.resource.json_text:json_object",
+        "    if _depth(value) > DEEPEST:",
+        "    if False:",
+        ("unit/operator/decide/children/test_capacity.py",),
+    ),
+    PackageBug(
+        "a number of a pod that no status takes is shown",
+        "fairlead_operator.resource.json_text:count_of",
+        " and 0 <= value <= most",
+        "",
+        ("unit/operator/decide/children/test_capacity.py",),
+    ),
+    PackageBug(
+        "a truth value of a pod is a count",
+        "fairlead_operator.resource.json_text:count_of",
+        "type(value) is int",
+        "isinstance(value, int)",
+        ("unit/operator/decide/children/test_capacity.py",),
+    ),
+    PackageBug(
+        "a model of any number of parameters is planned",
+        "fairlead_runtime.sizing.shape:ModelShape.from_config",
+        "if parameters > MOST_PARAMETERS:",
+        "if False:",
+        ("unit/operator/decide/children/test_capacity.py",),
     ),
 )

@@ -6,7 +6,6 @@ retries; the caller's queue does.
 
 import asyncio
 import contextlib
-import json
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -19,6 +18,7 @@ from kubernetes.aio.config import load_incluster_config, load_kube_config
 from fairlead_operator.cluster.cache import Store, trim
 from fairlead_operator.errors import ApiError, FencedError
 from fairlead_operator.metrics import Metrics
+from fairlead_operator.resource.json_text import json_value
 from fairlead_operator.resource.kinds import (
     MANAGER,
     RESOURCE,
@@ -276,7 +276,7 @@ class Cluster:
             code, text, retry_after = await self._exchange(
                 method, path, query, body, {"Content-Type": content_type, "Accept": accept}
             )
-            answer = json.loads(text)
+            answer = json_value(text)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise ApiError(0, "NoAnswer", f"{type(error).__name__}: {error}") from error
         except ValueError as error:

@@ -17,6 +17,7 @@ import yaml
 from fairlead_operator.decide.children.capacity import PlanError, capacity_of, plan_of
 from fairlead_operator.decide.scale.target import capped, most_requests, target_of
 from fairlead_operator.resource.fields import ResourceError
+from fairlead_operator.resource.json_text import json_object
 from fairlead_operator.resource.kinds import RESOURCE
 from fairlead_operator.resource.resource import InferenceDeployment
 from fairlead_runtime.sizing.fixes import resource_field
@@ -68,6 +69,8 @@ def read_resource(file: str) -> Any:
         bodies = [b for b in yaml.safe_load_all(text) if b is not None]
     except yaml.YAMLError as error:
         raise ResourceError("", f"{file} is not YAML: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise ResourceError("", f"{file} is nested too deeply: write an {RESOURCE.name}") from None
     if not bodies:
         raise ResourceError("", f"{file} is empty: it should hold an {RESOURCE.name}")
     return next(
@@ -92,12 +95,11 @@ def _config(config_path: str | None, deployment: InferenceDeployment) -> Mapping
             f"{where} is not on this machine, and plan downloads nothing: give it with --config",
         )
     try:
-        config = json.loads(text)
+        return json_object(text)
     except ValueError as error:
-        raise PlanError("ConfigUnavailable", f"config.json is not JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise PlanError("ConfigUnavailable", "config.json must hold an object")
-    return config
+        raise PlanError(
+            "ConfigUnavailable", f"config.json must hold a JSON object: {error}"
+        ) from None
 
 
 def _read_config(file: Path) -> str:

@@ -8,13 +8,13 @@ and nothing else.
 
 import asyncio
 import importlib.resources
-import json
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import quote, urljoin, urlsplit
 
 from fairlead_operator.probe.http_client import ERRORS, HttpClient, TooLargeError
+from fairlead_operator.resource.json_text import json_object
 from fairlead_operator.resource.spec import Source
 
 LIMIT = 1 << 20
@@ -91,7 +91,6 @@ class Hub:
         try:
             async with self._http.turn():
                 body = await self._fetch(url)
-            value = json.loads(body)
         except HubError as error:
             return error
         except TooLargeError:
@@ -102,11 +101,13 @@ class Hub:
                 f"({type(error).__name__}): check the chart's hub.endpoint and the operator's "
                 f"network access; {LATER}"
             )
-        return (
-            value
-            if isinstance(value, dict)
-            else HubError(f"config.json of {repository} is not a JSON object")
-        )
+        try:
+            return json_object(body)
+        except ValueError:
+            return HubError(
+                f"config.json of {repository} from {self._endpoint} is not a JSON object: check "
+                f"the chart's hub.endpoint; {LATER}"
+            )
 
     async def _fetch(self, url: str) -> bytes:
         host = urlsplit(url).netloc
@@ -133,7 +134,6 @@ def demo_config() -> Mapping[str, Any]:
     """The config.json that ships with the distribution; reading it imports nothing."""
     file = importlib.resources.files("fairlead_runtime") / "demo" / "config.json"
     try:
-        value: Mapping[str, Any] = json.loads(file.read_text("utf-8"))
+        return json_object(file.read_text("utf-8"))
     except OSError as error:
         raise HubError(f"this installation ships no demo model: {error}") from None
-    return value

@@ -8,10 +8,10 @@ Every answer that is not good is an error.
 
 import functools
 import ipaddress
-import json
 from typing import Any, Self
 
 from fairlead_operator.probe.http_client import ERRORS, HttpClient, TooLargeError
+from fairlead_operator.resource.json_text import json_object
 from fairlead_operator.resource.kinds import ADMIN_PORT
 
 LIMIT = 1 << 20
@@ -102,9 +102,6 @@ def _host(address: str) -> str:
 
 def _json(body: bytes) -> dict[str, Any]:
     try:
-        value = json.loads(body)
+        return json_object(body)
     except ValueError:
-        raise ScrapeError("the answer is not JSON") from None
-    if not isinstance(value, dict):
-        raise ScrapeError("the answer is not a JSON object")
-    return value
+        raise ScrapeError("the answer is not a JSON object") from None

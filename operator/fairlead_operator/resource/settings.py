@@ -3,13 +3,13 @@ environment.
 """
 
 import argparse
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from fairlead_operator.resource.json_text import json_value
 from fairlead_operator.resource.kinds import Object
 
 # Keys for bookkeeping: no Service, policy or agent is expected to select by them.
@@ -279,7 +279,7 @@ def _switch(environ: Mapping[str, str], name: str) -> bool:
 
 def _json_list(environ: Mapping[str, str], name: str) -> list[Any]:
     try:
-        value = json.loads(environ.get(name, "[]"))
+        value = json_value(environ.get(name, "[]"))
     except ValueError as error:
         raise SettingsError(f"{name} is not JSON: {error}: correct it") from None
     if not isinstance(value, list):

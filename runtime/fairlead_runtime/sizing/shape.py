@@ -25,6 +25,8 @@ from fairlead_runtime.sizing.family_table import UNKNOWN_DENSE, UNKNOWN_EXPERTS,
 from fairlead_runtime.sizing.parameters import ParameterCount, count_layer, has_flat_norm
 from fairlead_runtime.sizing.stored import KEY, Published, QuantizedError, Stored
 
+MOST_PARAMETERS = 1 << 50  # their bytes are numbers that a status takes
+
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
@@ -94,6 +96,11 @@ class ModelShape:
         outside = vocab * hidden * (1 if tied else 2)
         outside += s.integer("max_position_embeddings") * hidden if family.positions else 0
         outside += hidden * (2 if family.norm_bias else 1)
+        parameters = body.matrices + body.rest + outside
+        if parameters > MOST_PARAMETERS:
+            raise ShapeError(
+                "hidden_size", f"{parameters:.1e} parameters are more than any model's"
+            )
         return cls(
             model_type=str(config["model_type"]),
             layers=layers,
@@ -113,7 +120,7 @@ class ModelShape:
             experts_per_token=s.integer("num_experts_per_tok") if family.experts else 0,
             dtype=dtype_of(text),
             quantized=stored.format,
-            parameters=body.matrices + body.rest + outside,
+            parameters=parameters,
             layer_matrices=body.matrices,
             largest_layer=max(c.matrices for c, _, _ in counts),
             layer_channels=body.channels,

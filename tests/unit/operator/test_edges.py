@@ -302,7 +302,8 @@ def test_the_hub_is_asked_for_one_file_once() -> None:
         ((404, {}, b""), "check model.source and model.revision"),
         ((500, {}, b""), "answers 500 for config.json; planned once"),
         ((200, {}, b"[]"), "not a JSON object"),
-        ((200, {}, b"{"), r"JSONDecodeError\): check the chart's hub.endpoint"),
+        ((200, {}, b"{"), "not a JSON object: check the chart's hub.endpoint"),
+        ((200, {}, b"[" * 100_000), "not a JSON object"),
         ((200, {}, b" " * (2 << 20)), "larger than"),
         ((302, {"Location": "http://evil.test/config.json"}, b""), "another host"),
         ((302, {"Location": CONFIG}, b""), "in circles"),
@@ -445,6 +446,7 @@ def cluster_call(port: int) -> object:
     ("answer", "code", "reason"),
     [
         ((200, {}, b"[]"), 200, "BadAnswer"),
+        ((200, {}, b"[" * 100_000), 200, "BadAnswer"),
         ((200, {}, b"{}"), 200, "BadAnswer"),
         ((200, {}, b'{"items": [], "metadata": {}}'), 200, "BadAnswer"),
         ((200, {}, b'{"items": [{"meta'), 200, "BadAnswer"),

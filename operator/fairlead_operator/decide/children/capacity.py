@@ -7,6 +7,7 @@ I/O: the caller passes the model's config.json as a mapping.
 from collections.abc import Mapping
 from typing import Any
 
+from fairlead_operator.resource.json_text import count_of
 from fairlead_operator.resource.resource import SETTINGS, InferenceDeployment
 from fairlead_runtime.settings.engine_config import ConfigError, flag_of
 from fairlead_runtime.sizing.checkpoint_formats import check_stored
@@ -99,19 +100,26 @@ def _connections(bounds: Any) -> int:
     """The connections of a pod's ``/debug/memory``; 0 for what is no report of them."""
     connections = bounds.get("connections") if isinstance(bounds, Mapping) else None
     most = connections.get("most") if isinstance(connections, Mapping) else None
-    return most if isinstance(most, int) else 0
+    return count_of(most) or 0
+
+
+def _weights(terms: Any) -> int | None:
+    """The measured bytes of the weights among a pod's terms; None for what is no report of them."""
+    for term in terms if isinstance(terms, list) else ():
+        if isinstance(term, Mapping) and term.get("name") == "weights":
+            return count_of(term.get("measuredBytes"))
+    return None
 
 
 def with_measured(capacity: Mapping[str, Any], report: Mapping[str, Any]) -> dict[str, Any]:
     """``capacity`` with the figures of a pod's ``/debug/memory``, and the drift of its number of
     blocks in percent.
     """
-    measured = {key: report[key] for key in MEASURED if isinstance(report.get(key), int)}
-    for term in report.get("terms", ()):
-        if term.get("name") == "weights" and isinstance(term.get("measuredBytes"), int):
-            measured["weightsBytes"] = term["measuredBytes"]
-    if connections := _connections(report.get("bounds")):
-        measured["connections"] = connections
+    counts = {key: count_of(report.get(key)) for key in MEASURED}
+    if (weights := _weights(report.get("terms"))) is not None:
+        counts["weightsBytes"] = weights
+    counts["connections"] = _connections(report.get("bounds")) or None
+    measured = {key: count for key, count in counts.items() if count is not None}
     merged = {**capacity, "measured": measured}
     planned = capacity.get("planned", {}).get("numBlocks")
     if planned and "numBlocks" in measured:

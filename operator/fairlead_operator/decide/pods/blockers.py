@@ -6,7 +6,6 @@ A message repeats what Kubernetes or the runtime reported, cut and made printabl
 fix.
 """
 
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from fairlead_operator.decide.pods.pod import (
     revision_of_pod,
     runtime_status,
 )
+from fairlead_operator.resource.json_text import json_object
 from fairlead_operator.resource.kinds import Object
 
 # code → hint. The order is the order of importance.
@@ -361,10 +361,10 @@ def termination(text: str) -> tuple[str, str, str] | None:
     """Code, message and hint of the runtime's termination message; None without a valid one."""
     for line in reversed(text.strip().splitlines()):
         try:
-            value = json.loads(line)
+            value = json_object(line)
         except ValueError:
             continue
-        if isinstance(value, dict) and isinstance(value.get("code"), str):
+        if isinstance(value.get("code"), str):
             code = value["code"] if value["code"] in CODES else "RuntimeRefused"
             return code, str(value.get("message", "")), str(value.get("hint", ""))
     return None

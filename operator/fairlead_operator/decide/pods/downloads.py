@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fairlead_operator.decide.pods.pod import fetch_status, is_deleting
+from fairlead_operator.resource.json_text import count_of
 from fairlead_operator.resource.kinds import Object
 
 SHOW_SECONDS = 30.0
@@ -37,10 +38,8 @@ class Download:
 
 def read(answer: Mapping[str, Any]) -> Download | None:
     """A pod's answer to ``/progress``; None while it holds no numbers, or impossible ones."""
-    done, total = answer.get("done_bytes"), answer.get("total_bytes")
-    if type(done) is not int or type(total) is not int:
-        return None
-    return Download(done, total) if 0 <= done <= total <= MOST_BYTES and total else None
+    done, total = (count_of(answer.get(f"{name}_bytes"), MOST_BYTES) for name in ("done", "total"))
+    return Download(done, total) if total and done is not None and done <= total else None
 
 
 def fetching(pods: Iterable[Object]) -> list[Object]:

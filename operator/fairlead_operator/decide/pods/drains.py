@@ -2,12 +2,12 @@
 pod's status. Pure.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from fairlead_operator.decide.pods.pod import is_deleting, runtime_status
+from fairlead_operator.resource.json_text import count_of, json_object
 from fairlead_operator.resource.kinds import Object
 
 LARGEST = 1 << 20  # more requests than a pod runs at a time
@@ -34,16 +34,13 @@ def read(pod: Object) -> DrainedRequests | None:
         return None
     terminated = (runtime_status(pod).get("state") or {}).get("terminated") or {}
     try:
-        line = json.loads(str(terminated.get("message") or ""))
+        line = json_object(str(terminated.get("message") or ""))
     except ValueError:
         return None
-    if not isinstance(line, dict) or line.get("code") != "Drained":
+    if line.get("code") != "Drained":
         return None
-    counts = [line.get("finished"), line.get("aborted")]
-    valid_counts = [
-        n for n in counts if isinstance(n, int) and not isinstance(n, bool) and 0 <= n <= LARGEST
-    ]
-    return DrainedRequests(*valid_counts) if len(valid_counts) == len(counts) else None
+    finished, aborted = (count_of(line.get(name), LARGEST) for name in ("finished", "aborted"))
+    return None if finished is None or aborted is None else DrainedRequests(finished, aborted)
 
 
 @dataclass(frozen=True, slots=True)

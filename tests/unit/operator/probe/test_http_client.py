@@ -5,6 +5,7 @@ their turn before their deadline starts, and the environment's proxy is for the 
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
@@ -195,5 +196,20 @@ def test_pods_that_answer_again_are_all_asked_however_many_they_are() -> None:
             asked = (pods.metrics("127.0.0.1", unresponsive=True) for _ in range(300))
             assert all(await asyncio.gather(*asked)), "none is skipped for the others"
             assert len(server.requests) == 300
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"[" * 100_000], ids=["empty", "list", "deep"])
+def test_an_answer_that_is_no_object_is_an_error_of_the_scrape(body: bytes) -> None:
+    class Answering(Pods):
+        async def _read(self, *_: Any) -> bytes:
+            return body
+
+    async def go() -> None:
+        async with Answering() as pods:
+            for answer in (pods.memory, pods.model_config, pods.progress, pods.canary):
+                with pytest.raises(ScrapeError, match="not a JSON object"):
+                    await answer("127.0.0.1")
 
     asyncio.run(go())

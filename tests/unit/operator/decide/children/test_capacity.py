@@ -14,6 +14,7 @@ import pytest
 from cluster.harness.cel_cases import BASE, merge
 from fairlead_operator.commands.plan import main
 from fairlead_operator.decide.children.capacity import (
+    MEASURED,
     PlanError,
     capacity_of,
     host_shortage,
@@ -188,6 +189,30 @@ def test_measured_figures_stand_beside_planned_ones_with_their_drift() -> None:
         assert with_measured({}, {"bounds": broken}) == {"measured": {}}
 
 
+@pytest.mark.parametrize("number", [True, -5, 1.5, "7", 2**63, 10**30])
+def test_no_number_of_a_pod_reaches_the_status_that_is_no_count(number: Any) -> None:
+    report = {
+        **dict.fromkeys(MEASURED, number),
+        "terms": [{"name": "weights", "measuredBytes": number}],
+        "bounds": {"connections": {"most": number}},
+    }
+    assert with_measured({}, report) == {"measured": {}}
+
+
+@pytest.mark.parametrize("terms", [5, [5], {"name": "weights"}, None])
+def test_terms_of_another_form_measure_nothing(terms: Any) -> None:
+    assert with_measured({}, {"terms": terms}) == {"measured": {}}
+
+
+def test_a_model_of_more_bytes_than_a_status_takes_is_refused() -> None:
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size"), 1 << 24)
+    huge = {**sizes, "num_hidden_layers": 4096, "vocab_size": 1 << 26}
+    heads = {"num_attention_heads": 1 << 14, "num_key_value_heads": 1 << 14}
+    with pytest.raises(PlanError, match="parameters are more than any model's") as refusal:
+        plan_of({**QWEN, **huge, **heads}, deployment(**GPU))
+    assert refusal.value.reason == "UnsupportedModel"
+
+
 def test_what_a_pod_measured_is_shown_without_a_plan() -> None:
     results = ProbeResults(config=QWEN, measured={"numBlocks": 950, "concurrentTokens": 15200})
 
@@ -275,6 +300,7 @@ def test_plan_reads_a_models_directory_and_several_documents(
     [
         ("{", None, "is not YAML"),
         ("", None, "is empty"),
+        ("[" * 10_000, None, "is nested too deeply"),
         ("kind: Pod", None, "apiVersion: must be"),
         (
             json.dumps(body(cache={"blockSize": 5}, **GPU)),
@@ -282,8 +308,10 @@ def test_plan_reads_a_models_directory_and_several_documents(
             "spec.cache.blockSize: 5 is not a power of two",
         ),
         (json.dumps(body(**GPU)), None, "give it with --config"),
-        (json.dumps(body(**GPU)), "no json", "config.json is not JSON"),
-        (json.dumps(body(**GPU)), "[]", "must hold an object"),
+        (json.dumps(body(**GPU)), "no json", "must hold a JSON object: Expecting value"),
+        (json.dumps(body(**GPU)), "[]", "must hold a JSON object: it is not an object"),
+        (json.dumps(body(**GPU)), "[" * 100_000, "it is nested too deeply"),
+        (json.dumps(body(**GPU)), '{"a":' * 65 + "1" + "}" * 65, "it is nested too deeply"),
         (json.dumps(body(**GPU)), " " * (1 << 20) + "{}", "larger than 1 MiB"),
         (json.dumps(body()), json.dumps(QWEN), "resources.accelerator.memory"),
         (json.dumps(body(**GPU)), '{"model_type": "x"}', "is not in the table of families"),

@@ -167,7 +167,11 @@ def test_text_from_outside_is_cut_and_made_printable() -> None:
     assert len(printable("x" * 5000)) == 1024
 
 
-@pytest.mark.parametrize("text", ["", "not json", "[]", '{"code": 5}', '{"message": "x"}', '"x"'])
+@pytest.mark.parametrize(
+    "text",
+    ["", "not json", "[]", '{"code": 5}', '{"message": "x"}', '"x"', "[" * 4096],
+    ids=lambda text: text[:20],
+)
 def test_a_termination_message_of_another_form_has_no_code(text: str) -> None:
     assert termination(text) is None
 

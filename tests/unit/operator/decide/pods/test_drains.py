@@ -28,6 +28,7 @@ def test_a_deleted_pod_says_how_its_requests_ended() -> None:
     [
         "",
         "no JSON",
+        "[" * 4096,
         [1],
         {"code": "OutOfMemory", "finished": 3, "aborted": 1},
         {"code": "Drained", "finished": 3},
