@@ -78,6 +78,14 @@ class Reader:
     live: int = 0
     outputs: "deque[tuple[LiveText, Output]]" = field(default_factory=deque)
 
+    def has_unread(self, request_id: str) -> bool:
+        """Whether outputs of a request of this id are unread."""
+        return any(live.id == request_id for live, _ in self.outputs)
+
+    def drop(self, request_id: str) -> None:
+        """Forget the unread outputs of a request."""
+        self.outputs = deque(pair for pair in self.outputs if pair[0].id != request_id)
+
 
 class LiveText(NamedTuple):
     """A request that lives: its submission's id, the text of each choice, and who reads it."""
@@ -197,13 +205,16 @@ class LLM:
         return self._enqueue(submission, self._checked(submission), self._by_hand)
 
     def abort_request(self, request_id: str) -> None:
-        """End a request, of which nothing more comes. One that has ended is ignored."""
+        """End a request, of which nothing more comes: of one that has ended, too, not what ``step``
+        has not returned yet. An unknown one is ignored.
+        """
+        self._by_hand.drop(request_id)
         engine_id = self._engine_ids.pop(request_id, None)
         if engine_id is None:
             return
-        live = self._live.pop(engine_id)
-        outputs = [one for one in live.reader.outputs if one[0] is not live]
-        live.reader.live, live.reader.outputs = live.reader.live - 1, deque(outputs)
+        reader = self._live.pop(engine_id).reader
+        reader.live -= 1
+        reader.drop(request_id)
         queued = [request for request in self._queue if request.id == engine_id]
         for request in queued:
             self._queue.remove(request)
@@ -238,11 +249,15 @@ class LLM:
     def _check_alive(self) -> None:
         reason = self._require_engine().engine.dead_reason
         if reason:
-            self._live.clear()
-            self._engine_ids.clear()
-            self._queue.clear()
-            self._by_hand = Reader()
+            self._forget_all()
             raise EngineDead(reason)
+
+    def _forget_all(self) -> None:
+        """No request lives any more; streams keep the outputs that they have."""
+        self._live.clear()
+        self._engine_ids.clear()
+        self._queue.clear()
+        self._by_hand = Reader()
 
     def _checked_all(self, submissions: Sequence[Submission]) -> list[Request | TooLongError]:
         """A request for each submission, or why it is too long. Raises RequestError if all are."""
@@ -271,7 +286,7 @@ class LLM:
         """Queue it under an id of its own: what the engine still says of an ended request must not
         be taken for a later one's with the same id.
         """
-        if request.id in self._engine_ids:
+        if request.id in self._engine_ids or self._by_hand.has_unread(request.id):
             raise RequestError("id", f"{request.id!r} is already in use: choose another id")
         choices = {i: ChoiceText(i, submission, self._vocabulary) for i in range(request.params.n)}
         engine_id = f"{request.id}-{next(self._numbers)}"
@@ -338,6 +353,7 @@ class LLM:
         if self._built_engine is not None:
             self._built_engine.close()
         self._built_engine = None
+        self._forget_all()
         self._grammars.close()
         gc.collect()
         if torch.cuda.is_available():

@@ -1401,8 +1401,8 @@ BUGS = (
     PackageBug(
         "what a stream has computed of an aborted request is shown",
         "fairlead_runtime.llm:LLM.abort_request",
-        "if one[0] is not live",
-        "if True",
+        "        self._by_hand.drop(request_id)\n",
+        "",
         ("unit/build/test_llm.py",),
     ),
     PackageBug(
@@ -3781,5 +3781,26 @@ BUGS = (
         "            self.sequences[i].waits = True\n",
         "",
         ("unit/scheduling/test_recording.py",),
+    ),
+    PackageBug(
+        "a stream yields what waited of an aborted request",
+        "fairlead_runtime.llm:LLM.abort_request",
+        "        reader.drop(request_id)\n",
+        "",
+        ("unit/build/test_llm.py",),
+    ),
+    PackageBug(
+        "an id is free before its outputs are read",
+        "fairlead_runtime.llm:LLM._enqueue",
+        " or self._by_hand.has_unread(request.id)",
+        "",
+        ("unit/build/test_llm.py",),
+    ),
+    PackageBug(
+        "requests outlive the shutdown",
+        "fairlead_runtime.llm:LLM.shutdown",
+        "        self._forget_all()\n",
+        "",
+        ("unit/build/test_llm.py",),
     ),
 )

@@ -161,6 +161,49 @@ def test_an_id_is_free_once_its_request_has_ended(built: dict[str, Any], stop: A
     assert outputs[-1][1].finish_reason == "length"
 
 
+def test_unread_outputs_of_an_ended_request_are_dropped_by_its_abort(built: dict[str, Any]) -> None:
+    def ask(tokens: int) -> Submission:
+        params = SamplingParams(temperature=0, max_tokens=tokens)
+        return Submission(prompt=(5, 6), params=params, id="a")
+
+    with LLM("demo:") as one:
+        one.add_request(ask(2))
+        list(one.stream([replace(ask(6), id="stream")]))
+        assert one.has_unfinished_requests, "it has ended, unread"
+        with pytest.raises(RequestError, match="already in use"):
+            one.add_request(ask(3))
+        one.abort_request("a")
+        assert not one.has_unfinished_requests
+        one.add_request(ask(3))
+        outputs = []
+        while one.has_unfinished_requests:
+            outputs += one.step()
+        assert "".join(output.text for _, output in outputs) == TEXT[:3]
+
+
+def test_a_stream_yields_nothing_more_of_an_aborted_request(built: dict[str, Any]) -> None:
+    params = SamplingParams(temperature=0, max_tokens=4)
+    both = [Submission(prompt=(5, 6), params=params, id=name) for name in "ab"]
+    with LLM("demo:") as one:
+        stream = one.stream(both)
+        assert next(stream)[0] == 0
+        one.abort_request("b")
+        assert [number for number, _ in stream] == [0, 0, 0]
+
+
+def test_streams_that_are_left_end_with_the_shutdown(built: dict[str, Any]) -> None:
+    params = SamplingParams(temperature=0, max_tokens=100)
+    one = LLM("demo:")
+    streams = [one.stream([Submission(prompt=(5, 6), params=params)]) for _ in range(2)]
+    for stream in streams:
+        next(stream)
+    one.shutdown()
+    assert not one.has_unfinished_requests
+    streams[0].close()
+    with pytest.raises(RuntimeError, match="shut down"):
+        list(streams[1])
+
+
 def test_streams_and_requests_by_hand_are_read_in_turns_and_all_end(built: dict[str, Any]) -> None:
     def ask(tokens: int) -> list[Submission]:
         params = SamplingParams(temperature=0, max_tokens=tokens)
