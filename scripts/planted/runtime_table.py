@@ -3803,4 +3803,11 @@ BUGS = (
         "",
         ("unit/build/test_llm.py",),
     ),
+    PackageBug(
+        "a key's salt is applied twice",
+        "fairlead_runtime.api.routes.completions:EndpointHandler._submissions",
+        "key.salt(salt), key.tenant",
+        "key.salt(key.salt(salt)), key.tenant",
+        ("functional/api/test_api_auth.py",),
+    ),
 )

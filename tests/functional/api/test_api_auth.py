@@ -189,10 +189,8 @@ def test_prefix_caches_are_separate_per_key_and_priorities_stay_in_the_range_of_
     path.write_text(f"{KEY} name=alice priority=5..9\n{OTHER}\n")
 
     async def scenario() -> None:
-        async with (
-            fake_server(keys=KeyRing(str(path))) as (server, service),
-            server.client() as client,
-        ):
+        ring = KeyRing(str(path))
+        async with fake_server(keys=ring) as (server, service), server.client() as client:
             for key in (KEY, OTHER):
                 headers = {"authorization": f"Bearer {key}"}
                 for body in (completion(), completion(priority=7, cache_salt="s")):
@@ -204,6 +202,9 @@ def test_prefix_caches_are_separate_per_key_and_priorities_stay_in_the_range_of_
                 assert answer.json()["error"]["param"] == "priority"
             assert [each.priority for each in service.seen] == [5, 7, 0, 7]
             assert len({each.salt for each in service.seen}) == 4
+            first = ring.find(KEY.encode())
+            assert first is not None
+            assert [each.salt for each in service.seen[:2]] == [first.salt(b""), first.salt(b"s")]
         async with fake_server() as (server, service), server.client() as client:
             for body in (completion(), completion(priority=-(2**31), cache_salt="s")):
                 assert (await client.post("/v1/completions", json=body)).status_code == 200

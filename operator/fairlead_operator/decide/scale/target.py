@@ -50,9 +50,9 @@ def requests_that_fit(max_requests: int, tokens: int, typical: float | None) -> 
 def most_requests(
     resource: InferenceDeployment, tokens: int, typical: float | None, connections: int = 0
 ) -> float:
-    """Requests that one pod can have at a time: those that fit run, and others wait as requests and
-    their tokens may, each on a connection of its own. ``connections``: as a pod reports them, 0
-    while none has.
+    """Requests that one pod can have at a time: those run that fit beside the safety margin, below
+    which none starts; others wait as requests and their tokens may, each on a connection of its
+    own. ``connections``: as a pod reports them, 0 while none has.
     """
     engine, resources = resource.engine, resource.spec.resources
     planned = int(resources.memory.value * engine.max_memory_percent)
@@ -60,7 +60,8 @@ def most_requests(
     # Where the length binds the tokens that wait, max_queue binds first.
     traffic = Traffic.of(engine, engine.max_model_len or 1 << 40, memory)
     waiting = traffic.waiting_tokens.most / max(1.0, typical or ASSUMED_TOKENS)
-    running = requests_that_fit(engine.max_rows, tokens, typical)
+    startable = math.floor(tokens * (1 - engine.safety_margin))
+    running = requests_that_fit(engine.max_rows, startable, typical)
     most = running + min(float(engine.max_queue), waiting)
     return min(most, float(connections or traffic.connections.most))
 

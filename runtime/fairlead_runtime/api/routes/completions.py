@@ -202,16 +202,18 @@ class EndpointHandler:
         params, guided = request.params, request.params.guided
         if guided is not None and chat and backend.replies.begins_inside(prepared.prompt_end):
             params = replace(params, structured_outputs=guided.after_reasoning(END))
-        salt, priority = (request.cache_salt or "").encode(), request.priority or 0
+        salt, tenant = (request.cache_salt or "").encode(), request.user
+        priority = request.priority or 0
         if key is not None:
-            salt, priority = key.salt(salt), key.limits.priority(request.priority)
+            salt, tenant = key.salt(salt), key.tenant
+            priority = key.limits.priority(request.priority)
         return [
             Submission(
                 prompt=prompt,
                 params=params,
                 id=f"{request_id}-{number}" if several else request_id,
-                tenant=request.user if key is None else key.tenant,
-                salt=salt if key is None else key.salt(salt),
+                tenant=tenant,
+                salt=salt,
                 priority=priority,
                 visible_tokens=visible,
                 whole=not request.stream,

@@ -334,6 +334,13 @@ def test_the_typical_request_is_measured_by_the_pods_and_kept_when_they_are_repl
     assert (entry["target"], entry["typicalFrom"]) == (16, "measured")
 
 
+def test_a_pod_that_is_full_up_to_its_safety_margin_asks_for_another() -> None:
+    """Of 100 typical requests that its tokens hold, 80 start; 16 wait, and it refuses the next."""
+    spec = resource(autoscaling={"targetPerReplica": 120}, scheduler={"maxQueue": 16})
+    body = seen(pod(ready=True), live=deployment(replicas=1))
+    assert scale(spec, body, FIRST, loaded(80, 16), 102_400, NOW, 100.0).replicas == 2
+
+
 @pytest.mark.parametrize("queue", [1, 1024])
 @pytest.mark.parametrize("target", [None, 4096, 100_000])
 @pytest.mark.parametrize("tokens", [0, 10_000_000])
