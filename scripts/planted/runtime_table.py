@@ -146,9 +146,9 @@ BUGS = (
     ),
     PackageBug(
         "an image in a chat is passed over",
-        "fairlead_runtime.front.strict_body:refuse_media",
-        "kind in _MEDIA",
-        "kind in ()",
+        "fairlead_runtime.front.strict_body:_refuse_media",
+        "word in _MEDIA",
+        "word in ()",
         ("functional/api/test_api_errors.py",),
     ),
     PackageBug(
@@ -3809,5 +3809,19 @@ BUGS = (
         "key.salt(salt), key.tenant",
         "key.salt(key.salt(salt)), key.tenant",
         ("functional/api/test_api_auth.py",),
+    ),
+    PackageBug(
+        "an image without a type has no name",
+        "fairlead_runtime.front.strict_body:_refuse_media",
+        "else part if isinstance(part, dict) else ()",
+        "else ()",
+        ("functional/api/test_api_errors.py",),
+    ),
+    PackageBug(
+        "a refusal of an answer is no text in a chat",
+        "fairlead_runtime.front.strict_body:_part_text",
+        'kind in (*kinds, "refusal")',
+        "kind in kinds",
+        ("unit/api/test_api_errors.py",),
     ),
 )

@@ -11,13 +11,14 @@ MAX_NAME = 256  # characters of model, user, cache_salt
 MAX_ERRORS = 5
 
 
-# By the type of a content's part, what it is in words.
+# By a word in the type of a content's part, or in a key of one without a type, what it is.
 _MEDIA = {
-    **dict.fromkeys(("image_url", "input_image", "image"), "images are not"),
-    **dict.fromkeys(("input_audio", "audio_url", "audio"), "sound is not"),
-    **dict.fromkeys(("video_url", "input_video", "video"), "videos are not"),
-    **dict.fromkeys(("file", "input_file", "document"), "files are not"),
+    "image": "images are not",
+    "audio": "sound is not",
+    "video": "videos are not",
+    **dict.fromkeys(("file", "document"), "files are not"),
 }
+_MAX_TYPE = 64  # characters of a type that a refusal repeats
 
 
 class StrictBody(BaseModel):
@@ -37,12 +38,42 @@ def validated(kind: type[BodyT], body: Mapping[str, Any]) -> BodyT:
         raise explain(error) from None
 
 
-def refuse_media(parts: Any) -> None:
-    """Raises ValueError, with its type, for a part of a content that is known and no text."""
-    for part in parts if isinstance(parts, list) else ():
-        kind = part.get("type") if isinstance(part, dict) else None
-        if isinstance(kind, str) and kind in _MEDIA:
-            raise ValueError(f"{kind}: this model is served for text; {_MEDIA[kind]}")
+def text_of(content: Any, *kinds: str) -> str:
+    """A content, text or a list of parts of one of these types, as one text. A refusal, which our
+    own answers may hold, is text. Raises ValueError, for an image, sound or a file by its name.
+    """
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else [content]
+    texts = [_part_text(part, kinds) for part in parts]
+    if not isinstance(content, list) or None in texts:
+        for part in parts:
+            _refuse_media(part)
+        raise ValueError(
+            f'must be text or a list of parts {{"type": "{kinds[0]}", "text": ...}}; other parts '
+            "are not supported"
+        )
+    return "".join(text for text in texts if text is not None)
+
+
+def _part_text(part: Any, kinds: tuple[str, ...]) -> str | None:
+    if not isinstance(part, dict):
+        return None
+    kind = part.get("type")
+    text = part.get("refusal" if kind == "refusal" else "text")
+    # Tuples: what a client sends as the type need not be hashable.
+    return text if kind in (*kinds, "refusal") and isinstance(text, str) else None
+
+
+def _refuse_media(part: Any) -> None:
+    kind = part.get("type") if isinstance(part, dict) else None
+    names = [kind] if isinstance(kind, str) else part if isinstance(part, dict) else ()
+    for name in names:
+        for word in name[:_MAX_TYPE].split("_"):
+            if word in _MEDIA:
+                raise ValueError(
+                    f"{name[:_MAX_TYPE]}: this model is served for text; {_MEDIA[word]}"
+                )
 
 
 def check_model(name: Any, served: str) -> None:

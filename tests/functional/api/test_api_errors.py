@@ -234,27 +234,36 @@ def test_a_bad_field_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("route", "field", "kind", "words"),
+    ("route", "field", "part", "refusal"),
     [
-        (CHAT, "messages", "image_url", "images are not"),
-        (CHAT, "messages", "input_audio", "sound is not"),
-        ("/v1/responses", "input", "input_image", "images are not"),
-        ("/v1/responses", "input", "input_file", "files are not"),
+        (CHAT, "messages", {"type": "image_url", "image_url": {}}, "image_url; images are not"),
+        (CHAT, "messages", {"type": "input_audio"}, "input_audio; sound is not"),
+        (CHAT, "messages", {"type": "image_pil"}, "image_pil; images are not"),
+        (CHAT, "messages", {"image_url": "x"}, "image_url; images are not"),
+        (
+            CHAT,
+            "messages",
+            {"type": "video" + "_x" * 99},
+            "video" + "_x" * 29 + "_; videos are not",
+        ),
+        ("/v1/responses", "input", {"type": "input_image"}, "input_image; images are not"),
+        ("/v1/responses", "input", {"type": "input_file"}, "input_file; files are not"),
     ],
 )
 def test_what_is_no_text_is_refused_by_its_name(
-    route: str, field: str, kind: str, words: str
+    route: str, field: str, part: dict[str, Any], refusal: str
 ) -> None:
-    text = "input_text" if field == "input" else "text"
-    parts = [{"type": text, "text": "What is this?"}, {"type": kind, kind: {"url": "data:,x"}}]
+    kind, words = refusal.split("; ")
+    text = {"type": "input_text" if field == "input" else "text", "text": "What is this?"}
 
     async def scenario() -> None:
         async with fake_server() as (server, service), server.client() as client:
-            body = {"model": "tiny", field: [{"role": "user", "content": parts}]}
-            answer = await client.post(route, json=body)
-            _check_error(answer, 400)
-            message = f"{field}.0.content: {kind}: this model is served for text; {words}"
-            assert answer.json()["error"]["message"] == message
+            for content in ([text, part], part):
+                body = {"model": "tiny", field: [{"role": "user", "content": content}]}
+                answer = await client.post(route, json=body)
+                _check_error(answer, 400)
+                message = f"{field}.0.content: {kind}: this model is served for text; {words}"
+                assert answer.json()["error"]["message"] == message
             assert not service.live
 
     run(scenario())

@@ -7,6 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fairlead_runtime.api.bodies.messages import Message
+from fairlead_runtime.api.responses.items import MessageItem
 from fairlead_runtime.front.errors import ApiError, printable
 
 
@@ -47,3 +49,10 @@ def test_a_body_is_one_printable_line_below_4_kib_whatever_the_message(text: str
 def test_the_largest_messages_of_each_kind_stay_below_4_kib() -> None:
     for character in ('"', "\\", "\x1b", "語", "🤖", "\ud800"):
         assert len(ApiError(400, character * 10_000).body) < 4096
+
+
+def test_a_refusal_of_an_earlier_answer_is_text_in_every_body() -> None:
+    parts = [{"type": "refusal", "refusal": "I cannot "}, {"type": "text", "text": "say."}]
+    message = Message.model_validate({"role": "assistant", "content": parts})
+    item = MessageItem.model_validate({"role": "assistant", "content": parts})
+    assert message.content == item.content == "I cannot say."

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, WithJsonSchema, field_validator
 
 from fairlead_runtime.front.errors import invalid
-from fairlead_runtime.front.strict_body import MAX_NAME, StrictBody, refuse_media
+from fairlead_runtime.front.strict_body import MAX_NAME, StrictBody, text_of
 
 MAX_MESSAGES = 1024
 MAX_CALLS = 128  # of one message
@@ -52,7 +52,7 @@ class Message(StrictBody):
     @field_validator("content")
     @classmethod
     def _content(cls, value: Any) -> str:
-        return _text(value)
+        return "" if value is None else text_of(value, "text")
 
 
 def for_template(messages: Sequence[Message]) -> tuple[dict[str, Any], ...]:
@@ -97,26 +97,3 @@ def _call(call: ToolCall) -> dict[str, Any]:
         "arguments": "{}" if not arguments.strip() else arguments,
     }
     return {"id": call.id, "type": "function", "function": function}
-
-
-def _text(value: Any) -> str:
-    """A message's content (text, null or a list of text parts) as one text."""
-    if value is None:
-        return ""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise ValueError("must be text or a list of text parts")  # noqa: TRY004 - pydantic reports ValueError
-    refuse_media(value)
-    texts = []
-    for part in value:
-        if (
-            not isinstance(part, dict)
-            or part.get("type") != "text"
-            or not isinstance(part.get("text"), str)
-        ):
-            raise ValueError(
-                'parts must be {"type": "text", "text": ...}; other parts are not supported'
-            )
-        texts.append(part["text"])
-    return "".join(texts)

@@ -4,9 +4,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, WithJsonSchema, field_validator
 
-from fairlead_runtime.front.strict_body import MAX_NAME, StrictBody, refuse_media
+from fairlead_runtime.front.strict_body import MAX_NAME, StrictBody, text_of
 
 MAX_ITEMS = 1024
+TEXT_TYPES = ("input_text", "output_text", "text")  # of parts
 Name = Annotated[str, Field(max_length=MAX_NAME)]
 
 
@@ -19,7 +20,7 @@ _TEXT = {
             "items": {
                 "type": "object",
                 "properties": {
-                    "type": {"enum": ["input_text", "output_text", "text"]},
+                    "type": {"enum": list(TEXT_TYPES)},
                     "text": {"type": "string"},
                 },
                 "required": ["type", "text"],
@@ -37,7 +38,7 @@ class MessageItem(StrictBody):
     @field_validator("content")
     @classmethod
     def _content(cls, value: Any) -> str:
-        return _text(value)
+        return text_of(value, *TEXT_TYPES)
 
 
 class CallItem(StrictBody):
@@ -55,7 +56,7 @@ class ResultItem(StrictBody):
     @field_validator("output")
     @classmethod
     def _output(cls, value: Any) -> str:
-        return _text(value)
+        return text_of(value, *TEXT_TYPES)
 
 
 class ReasoningPart(StrictBody):
@@ -128,27 +129,3 @@ def _assistant(
     if last.get("role") != "assistant" or any(field in last for field in closed_by):
         messages.append({"role": "assistant"})
     return messages[-1]
-
-
-def _text(value: Any) -> str:
-    """Text, or a list of parts that are text, as one text."""
-    if isinstance(value, str):
-        return value
-    refuse_media(value)
-    texts = [_part(part) for part in value] if isinstance(value, list) else [None]
-    if any(text is None for text in texts):
-        raise ValueError(
-            'must be text or a list of parts {"type": "input_text", "text": ...}; '
-            "other parts are not supported"
-        )
-    return "".join(text for text in texts if text is not None)
-
-
-def _part(part: Any) -> str | None:
-    if not isinstance(part, dict):
-        return None
-    kind = part.get("type")
-    text = part.get("refusal" if kind == "refusal" else "text")
-    # A tuple: what a client sends as the type need not be hashable.
-    known = kind in ("input_text", "output_text", "text", "refusal")
-    return text if known and isinstance(text, str) else None
