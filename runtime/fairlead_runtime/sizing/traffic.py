@@ -16,6 +16,7 @@ CONNECTIONS = 2048
 SPARE_CONNECTIONS = 256  # beside requests that run and wait: to answer those that are refused
 ADMIN_CONNECTIONS, HANDSHAKES = 2048, 1024
 OWN_FILES = 256  # of the HTTP process beside connections
+LEAST_FILES = 2 * OWN_FILES  # with fewer no HTTP server starts
 SIDE_SHARE = 8  # of too few files the admin port and handshakes get one part in so many each
 # Of a stream, in the HTTP process and the kernel; what TLS takes more.
 CONNECTION_BYTES, TLS_BYTES = 40 << 10, 96 << 10
@@ -191,12 +192,19 @@ class PortBounds(NamedTuple):
 
     @classmethod
     def within(cls, files: int | None, public: Bound) -> Self:
-        """What ``files`` that the process may open leave of ``public``; None: no limit."""
+        """What ``files`` that the process may open, LEAST_FILES or more, leave of ``public``; None:
+        no limit.
+        """
         if files is None or files_of(public.most) <= files:
             return cls(public, ADMIN_CONNECTIONS, HANDSHAKES)
-        left = max(0, files - OWN_FILES)
+        left = files - OWN_FILES
         admin, handshakes = (
-            max(1, min(most, left // SIDE_SHARE)) for most in (ADMIN_CONNECTIONS, HANDSHAKES)
+            min(most, left // SIDE_SHARE) for most in (ADMIN_CONNECTIONS, HANDSHAKES)
         )
-        room = Bound(max(1, left - admin - handshakes), f"RLIMIT_NOFILE is {files}")
+        room = Bound(left - admin - handshakes, f"RLIMIT_NOFILE is {files}")
         return cls(least(public, room), admin, handshakes)
+
+    @property
+    def files(self) -> int:
+        """Files that the process opens at most."""
+        return self.public.most + self.admin + self.handshakes + OWN_FILES

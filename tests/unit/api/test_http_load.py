@@ -4,9 +4,12 @@ import asyncio
 
 import pytest
 
+from fairlead_runtime.api.ports import server
 from fairlead_runtime.api.state.http_load import LAG_SECONDS, HttpLoad
 from fairlead_runtime.api.state.state import ServerState
 from fairlead_runtime.front.limits import PromptPool
+from fairlead_runtime.settings.engine_config import ConfigError
+from fairlead_runtime.sizing.traffic import Bound, files_of
 
 
 def test_the_lag_of_the_event_loop_is_what_a_wake_up_comes_too_late(
@@ -49,3 +52,15 @@ def test_bytes_count_while_they_are_held() -> None:
         assert front.connections == {"public": 3, "admin": 0}
     front = state.front()
     assert (front.body_bytes, front.logprob_bytes) == (0, 0)
+
+
+def test_a_server_that_may_open_too_few_files_does_not_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bound, allowed = Bound(2048, "at least"), [512, None, 511]
+    monkeypatch.setattr(server, "allow_files", lambda _: allowed.pop(0))
+    assert server._port_bounds(bound).files == 512
+    assert server._port_bounds(bound).files == files_of(2048)
+    message = r"--port: the server may open 511 files and needs 512 at least \(raise .*ulimit -Hn"
+    with pytest.raises(ConfigError, match=message):
+        server._port_bounds(bound)

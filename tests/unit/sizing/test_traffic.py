@@ -15,6 +15,7 @@ from fairlead_runtime.sizing.traffic import (
     ALL_PROMPTS,
     BODY,
     CONNECTION_BYTES,
+    LEAST_FILES,
     OWN_FILES,
     PARSED,
     TLS_BYTES,
@@ -69,14 +70,15 @@ def test_connections_are_never_fewer_than_requests(rows: int, queue: int) -> Non
     assert traffic.files == files_of(traffic.connections.most)
 
 
-@given(st.integers(0, 20_000), st.integers(2048, 10_000))
+@given(st.integers(LEAST_FILES, 20_000), st.integers(2048, 10_000))
 def test_connections_handshakes_and_our_own_files_fit_the_file_limit(
     files: int, connections: int
 ) -> None:
     bounds = PortBounds.within(files, Bound(connections, "settings"))
-    used = bounds.public.most + bounds.admin + bounds.handshakes + OWN_FILES
-    assert used <= max(files, OWN_FILES + 3)
-    assert 1 <= bounds.public.most <= connections
+    assert bounds.files == sum((bounds.public.most, bounds.admin, bounds.handshakes, OWN_FILES))
+    assert bounds.files <= files
+    assert min(bounds.admin, bounds.handshakes) >= 32
+    assert bounds.public.most <= connections
     if files >= files_of(connections):
         assert bounds == PortBounds.within(None, Bound(connections, "settings"))
     elif bounds.public.most < connections:

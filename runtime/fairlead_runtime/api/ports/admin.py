@@ -70,12 +70,14 @@ class Admin:
         return Response(orjson.dumps(fields | more), media_type="application/json")
 
     def _sizing(self) -> dict[str, Any]:
-        """The engine's sizing, with the connections for which this process may open files."""
-        memory, connections = self._state.loaded().memory, self._state.connections
-        if connections is None or "bounds" not in memory:
+        """The engine's sizing, with the connections and files that this process may open."""
+        memory, ports = self._state.loaded().memory, self._state.port_bounds
+        if ports is None or "bounds" not in memory:
             return dict(memory)
-        public = {"most": connections.most, "reason": connections.text(flag_of)}
-        return {**memory, "bounds": {**memory["bounds"], "connections": public}}
+        public = {"most": ports.public.most, "reason": ports.public.text(flag_of)}
+        files = {**memory["bounds"]["openFiles"], "most": ports.files}
+        bounds = {**memory["bounds"], "connections": public, "openFiles": files}
+        return {**memory, "bounds": bounds}
 
     async def requests(self) -> Response:
         views = await self._state.loaded().service.requests()

@@ -23,7 +23,7 @@ from fairlead_runtime.outputs import DrainResult, EngineDead
 from fairlead_runtime.serving.metrics import PORTS
 from fairlead_runtime.settings import preflight
 from fairlead_runtime.settings.engine_config import ConfigError
-from fairlead_runtime.sizing.traffic import CONNECTIONS, Bound, PortBounds, files_of
+from fairlead_runtime.sizing.traffic import CONNECTIONS, LEAST_FILES, Bound, PortBounds, files_of
 
 BACKLOG = 2048
 DEFAULT_CONNECTIONS = Bound(CONNECTIONS, "at least")
@@ -63,13 +63,14 @@ async def serve(
     while it loads.
 
     Returns how many of the requests that ran at the signal or came later finished and how many
-    were aborted. Raises whatever ``load`` raises, and EngineDead when the engine gives up. A second
+    were aborted. Raises whatever ``load`` raises, EngineDead when the engine gives up, and
+    ConfigError where the process may open too few files. A second
     signal ends the drain. New requests are served for ``drain_grace`` seconds after the signal;
     streams that run ``drain_timeout`` seconds longer end with an error event. The public port has
     at most ``connections``, fewer where the process may not open as many files.
     """
     bounds = _port_bounds(connections)
-    state.connections = bounds.public
+    state.port_bounds = bounds
     pool = PromptPool()
     signals: asyncio.Queue[None] = asyncio.Queue()
     public = Port(
@@ -104,10 +105,17 @@ async def serve(
 
 def _port_bounds(connections: Bound) -> PortBounds:
     """What the limit on open files, raised as far as it may be, leaves of ``connections``; warns
-    where that is less.
+    where that is less. Raises ConfigError where it is too little.
     """
     files = files_of(connections.most)
-    bounds = PortBounds.within(allow_files(files), connections)
+    allowed = allow_files(files)
+    if allowed is not None and allowed < LEAST_FILES:
+        raise ConfigError(
+            "port",
+            f"the server may open {allowed} files and needs {LEAST_FILES} at least",
+            f"raise the hard limit, `ulimit -Hn`, best to {files}",
+        )
+    bounds = PortBounds.within(allowed, connections)
     if bounds.public.most < connections.most:
         _log.warning(
             "the public port takes %d connections of %d: %s; set the hard limit to %d",

@@ -21,7 +21,7 @@ from fairlead_runtime.outputs import DrainResult, EngineClient, Health
 from fairlead_runtime.serving.detokenize import Vocabulary
 from fairlead_runtime.serving.metrics import FrontReport
 from fairlead_runtime.serving.prompt_encoder import PromptEncoder
-from fairlead_runtime.sizing.traffic import BODY, Bound
+from fairlead_runtime.sizing.traffic import BODY, PortBounds
 
 MAX_TENANTS = 100  # with metrics of their own
 
@@ -71,7 +71,7 @@ class ServerState:
     certificates: Certificates | None = None  # TLS of the public port; None: it has none
     tracing: Tracing | None = None  # where the environment asks for traces
     load: HttpLoad | None = None  # of the HTTP process, once the ports are open
-    connections: Bound | None = None  # of the public port, once it is open
+    port_bounds: PortBounds | None = None  # once the ports are open
     cors_origin: str = ""  # whose pages may read answers of the public port; empty: no other's
     created: int = field(default_factory=lambda: int(time.time()))
     model_config: bytes | None = None  # config.json, available before the weights are loaded
