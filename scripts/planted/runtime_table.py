@@ -686,7 +686,7 @@ BUGS = (
     PackageBug(
         "profiled sampling is not scaled up",
         "fairlead_runtime.device.warmup.profiling:profile",
-        '"sampling": sampling * max_rows // rows,',
+        '"sampling": _of_all_rows(sampling, rows, max_rows, model),',
         '"sampling": sampling,',
         ("unit/device/test_profiling.py",),
     ),

@@ -81,6 +81,9 @@ def with_another_base(layer: Any, call: Call) -> Tensor:
     return run(layer, call, **more)
 
 
+# Products of digits round an activation by a share of its row's largest, and SmolLM2 has outliers:
+# these faults move a layer by less than that, and no text suffers (docs/design/0015-rounding.md).
+BELOW_DIGITS = ("one head is scaled by 1.01", "rotary embeddings have another base")
 LAYER_FAULTS: dict[str, Callable[[Any, Call], Tensor]] = {
     "one head is scaled by 1.01": partial(run, change=scale_a_head),
     "heads are swapped": partial(run, change=lambda x: x.flip(1)),
@@ -115,14 +118,14 @@ def test_no_fault_of_any_layer_is_explained_by_rounding(
         explained += [
             (index, name)
             for name, plant in LAYER_FAULTS.items()
-            if noise.explains(plant(layer, call), want)
+            if not (rounding and name in BELOW_DIGITS) and noise.explains(plant(layer, call), want)
         ]
     assert explained == []
 
 
 # -- the whole model
 
-KINDS = pytest.mark.parametrize("kind", ["float32", "bfloat16", "bfloat16 int8"])
+KINDS = pytest.mark.parametrize("kind", ["float32", "float32 int8", "bfloat16", "bfloat16 int8"])
 LOGITS = r"logits of '\w+' differ from plain transformers by"
 
 
@@ -182,7 +185,7 @@ FAULTS = (swap_heads, change_the_base, narrow_the_windows, scale_the_embeddings)
     ("kind", "plant"),
     [
         *(("float32", plant) for plant in SMALL_FAULTS),
-        *itertools.product(("float32", "bfloat16", "bfloat16 int8"), FAULTS),
+        *itertools.product(("float32", "float32 int8", "bfloat16", "bfloat16 int8"), FAULTS),
     ],
 )
 def test_a_faulty_model_is_refused(
