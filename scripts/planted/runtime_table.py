@@ -3831,4 +3831,11 @@ BUGS = (
         "allowed < 0",
         ("unit/api/test_http_load.py",),
     ),
+    PackageBug(
+        "a time-out of the send is the request's deadline",
+        "fairlead_runtime.front.deadline:TimedStream.forward",
+        "if not deadline.expired():",
+        "if False:",
+        ("unit/api/test_limits.py",),
+    ),
 )

@@ -47,9 +47,11 @@ class TimedStream:
             return take(output)
 
         try:
-            async with asyncio.timeout_at(self._deadline):
+            async with asyncio.timeout_at(self._deadline) as deadline:
                 await self._stream.forward(take_in_time)
         except TimeoutError:
+            if not deadline.expired():
+                raise  # of the send: a socket's time-out is one
             raise _late() from None
 
     async def aclose(self) -> None:

@@ -20,6 +20,9 @@ from fairlead_runtime.settings.engine_config import ConfigError
 HANDSHAKE_SECONDS = 10.0
 CLOSE_SECONDS = 2.0  # for the peer's part of the end of TLS
 # Of the buffer that asyncio keeps for each connection of TLS, 256 KiB by itself. A record has 16.
+# The plan counts on it (`sizing/traffic.py`).
+if not hasattr(SSLProtocol, "max_size"):
+    raise RuntimeError("asyncio bounds TLS's buffer by another name: use the Python of the images")
 SSLProtocol.max_size = 32 * 1024
 _OUT_OF_FILES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 RETRY_SECONDS = 0.2  # until the next try to accept without free files

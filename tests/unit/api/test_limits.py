@@ -1,14 +1,18 @@
 """Limits on one request's body and on the prompts that wait for a thread."""
 
 import asyncio
+import errno
+import importlib
 import threading
+from asyncio.sslproto import SSLProtocol
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from starlette.types import Message
 
-from fairlead_runtime.front import limits
+from fairlead_runtime.front import limits, tls
+from fairlead_runtime.front.deadline import TimedStream
 from fairlead_runtime.front.errors import ApiError
 from fairlead_runtime.front.limits import (
     BODY_RATE,
@@ -192,3 +196,32 @@ def test_work_in_the_pool_leaves_the_event_loop_free() -> None:
         pool.close()
 
     asyncio.run(go())
+
+
+def test_a_time_out_of_the_send_is_not_the_deadline_of_the_request() -> None:
+    class Broken:
+        request_id = "r"
+
+        async def forward(self, _: Any) -> None:
+            raise TimeoutError(errno.ETIMEDOUT, "the socket's")
+
+    class Endless(Broken):
+        async def forward(self, _: Any) -> None:
+            await asyncio.Event().wait()
+
+    async def go(stream: Any, seconds: float) -> None:
+        deadline = asyncio.get_running_loop().time() + seconds
+        await TimedStream(stream, deadline).forward(lambda _: None)
+
+    with pytest.raises(TimeoutError, match="the socket's"):
+        asyncio.run(go(Broken(), 600.0))
+    with pytest.raises(ApiError, match="timeout"):
+        asyncio.run(go(Endless(), 0.0))
+
+
+def test_tls_without_its_bound_on_the_buffer_does_not_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(SSLProtocol, "max_size")
+    with pytest.raises(RuntimeError, match="bounds TLS's buffer by another name"):
+        importlib.reload(tls)
