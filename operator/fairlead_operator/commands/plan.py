@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from fairlead_operator.decide.children.capacity import PlanError, capacity_of, plan_of
+from fairlead_operator.decide.children.capacity import PlanError, plan_of, planned_capacity
 from fairlead_operator.decide.scale.target import capped, most_requests, target_of
 from fairlead_operator.resource.fields import ResourceError
 from fairlead_operator.resource.json_text import json_object
@@ -25,6 +25,13 @@ from fairlead_runtime.sizing.solve import MemoryPlan
 from fairlead_runtime.sizing.terms import gib
 
 CONFIG_BYTES = 1 << 20
+BOUNDS = {
+    "connections": "connections",
+    "requests": "requests",
+    "waitingPromptTokens": "waiting tokens",
+    "bodyBytes": "bytes of a body",
+    "openFiles": "open files",
+}  # what they are called here, by the names of reports
 
 
 def main(args: Sequence[str]) -> int:
@@ -33,7 +40,8 @@ def main(args: Sequence[str]) -> int:
     try:
         deployment = InferenceDeployment.from_body(read_resource(options.file))
         config = _config(options.config, deployment)
-        capacity, plan = capacity_of(config, deployment), plan_of(config, deployment)
+        plan = plan_of(config, deployment)
+        capacity = planned_capacity(plan, deployment)
     except (OSError, ResourceError, PlanError) as error:
         print(f"fairlead plan: {error}", file=sys.stderr)  # noqa: T201 - an error
         return 2
@@ -113,10 +121,9 @@ def _read_config(file: Path) -> str:
 def _bounds(deployment: InferenceDeployment, plan: MemoryPlan) -> list[tuple[str, str]]:
     """The rows of what a pod takes in, each with what binds it."""
     traffic = plan.traffic
-    names = ("connections", "requests", "waiting tokens", "bytes of a body", "open files")
     rows = [
-        (name, f"{bound.most:,} ({bound.text(resource_field)})")
-        for name, bound in zip(names, traffic.bounds().values(), strict=True)
+        (BOUNDS[name], f"{bound.most:,} ({bound.text(resource_field)})")
+        for name, bound in traffic.bounds().items()
     ]
     length = traffic.full_queue_tokens
     which = "maxQueue"

@@ -69,7 +69,11 @@ def plan_of(config: Mapping[str, Any], deployment: InferenceDeployment) -> Memor
 
 def capacity_of(config: Mapping[str, Any], deployment: InferenceDeployment) -> dict[str, Any]:
     """``status.capacity`` as planned, without measurements of pods. Raises PlanError."""
-    plan = plan_of(config, deployment)
+    return planned_capacity(plan_of(config, deployment), deployment)
+
+
+def planned_capacity(plan: MemoryPlan, deployment: InferenceDeployment) -> dict[str, Any]:
+    """``status.capacity`` of a plan for this resource."""
     short = host_shortage(deployment, plan)
     return {
         "planned": {
