@@ -109,6 +109,10 @@ class BlockPool:
         units = map(self._index[group].get, digests)
         return list(itertools.takewhile(partial(is_not, None), units))  # type: ignore[arg-type]
 
+    def group_of(self, unit: int) -> int:
+        """The layer group of a unit's content."""
+        return self._group[unit]
+
     def is_indexed(self, unit: int) -> bool:
         """Whether a unit with content is found by it."""
         digest = self.content[unit]

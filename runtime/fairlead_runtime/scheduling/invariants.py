@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Literal
 
+from fairlead_runtime.cache.blocks import BlockPool
 from fairlead_runtime.cache.paged import PagedCache
 from fairlead_runtime.cache.prefix import DIGEST, digests, extend_chain, root
 from fairlead_runtime.request.sequence import FINAL, Sequence, Status
@@ -223,10 +224,16 @@ def _check_hashes(cache: PagedCache, sequence: Sequence) -> Iterator[int]:
             if digest != expected[i]:
                 text = f"sequence {sequence.id}: hash {first + i} covers other tokens"
                 raise InvariantViolation("I10", text)
-            for table in sequence.tables:
-                unit = table[first + i]
-                if unit != NULL and cache.pool.content[unit] not in (None, digest):
+            for group, table in zip(cache.groups, sequence.tables, strict=False):
+                if not _may_hold(cache.pool, table[first + i], group.index, digest):
                     text = f"sequence {sequence.id}: block {first + i} holds other content"
                     raise InvariantViolation("I10", text)
         yield ENTRIES_PER_DIGEST * (end - first)
         first = end
+
+
+def _may_hold(pool: BlockPool, unit: int, group: int, digest: bytes) -> bool:
+    """Whether a table of the group may name the unit for a block of this digest."""
+    if unit == NULL or pool.content[unit] is None:
+        return True
+    return pool.content[unit] == digest and pool.group_of(unit) == group

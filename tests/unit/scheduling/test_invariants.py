@@ -1,6 +1,7 @@
 """What the checks between two steps say of states that must not be, with a step in flight."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -9,8 +10,9 @@ from fairlead_runtime.scheduling import invariants
 from fairlead_runtime.scheduling.invariants import InvariantViolation
 from fairlead_runtime.scheduling.plan import Result
 from fairlead_runtime.scheduling.scheduler import Scheduler
+from fairlead_runtime.sizing.groups import LayerGroup
 from support import whole_run
-from support.fake_engine import FULL, limits, request
+from support.fake_engine import FULL, MIXED, limits, request
 
 
 def in_flight() -> tuple[Scheduler, Sequence]:
@@ -80,9 +82,9 @@ def test_a_check_between_whose_parts_steps_run_finds_no_fault_in_a_sound_run(
     assert InParts.rounds > 20
 
 
-def decoding(blocks: int = 64) -> Scheduler:
+def decoding(blocks: int = 64, groups: tuple[LayerGroup, ...] = FULL) -> Scheduler:
     """A sequence that decodes for long, and one that has ended and left its blocks cached."""
-    scheduler = Scheduler(limits(max_requests=2, num_blocks=blocks, max_model_len=1024), FULL)
+    scheduler = Scheduler(limits(max_requests=2, num_blocks=blocks, max_model_len=1024), groups)
     for name, prompt, output in (("decodes", 40, 200), ("ended", 41, 1)):
         scheduler.add(request(name, prompt, output))
     while len(scheduler.running) + len(scheduler.waiting) > 1:
@@ -134,6 +136,21 @@ def test_a_fault_is_found_while_steps_run_between_the_parts(
     FAULTS[message](scheduler)
     with pytest.raises(InvariantViolation, match=message):
         check_between_steps(scheduler)
+
+
+def test_content_of_another_layer_group_is_other_content() -> None:
+    scheduler = decoding(groups=MIXED)
+    pool, (sequence,) = scheduler.state.cache.pool, scheduler.running
+    unit = sequence.tables[0][0]
+    digest = pool.content[unit]
+    assert digest is not None
+    twin = pool.find(1, digest)
+    assert twin is not None
+    for one in (unit, twin):
+        pool.forget(one)
+    pool.register(unit, 1, digest)
+    with pytest.raises(InvariantViolation, match="I10: sequence 0: block 0 holds other content"):
+        scheduler.check()
 
 
 def test_no_part_of_a_check_grows_with_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
