@@ -3843,4 +3843,11 @@ BUGS = (
         "",
         ("unit/scheduling/test_invariants.py",),
     ),
+    PackageBug(
+        "a leaked reference on a unit that traffic touches is never found",
+        "fairlead_runtime.scheduling.invariants:_check_sequences",
+        "            yield from _check_moved(state, live, sequence)\n",
+        "",
+        ("unit/scheduling/test_invariants.py",),
+    ),
 )

@@ -58,7 +58,7 @@ def _check_units(state: State, live: Mapping[int, Sequence]) -> Iterator[int]:
     """Check that each unit is free, cached, or named by as many table entries as it has references.
 
     These are counted while steps run. Whatever holds a unit that is not moved meanwhile holds it
-    all the time, so it is counted once; moved units are left out.
+    all the time, so it is counted once; moved units are left to ``_check_moved``.
     """
     cache = state.cache
     pool, host = cache.pool, cache.host
@@ -103,15 +103,42 @@ def _count(counts: "array[int]", entries: Callable[[], list[int]]) -> Iterator[i
 
 def _check_references(cache: PagedCache, unit: int, named: int, free: int) -> None:
     references = cache.pool.refs[unit]
-    if named != references:
-        raise InvariantViolation(
-            "I2", f"unit {unit} has {references} references, and tables name it {named} times"
-        )
+    _compare(cache.pool, unit, named)
     places = free + (unit in cache.pool.cached)
     if not places and not references:
         raise InvariantViolation("I1", f"unit {unit} is neither free, cached nor referenced")
     if places != (not references):
         raise InvariantViolation("I3", f"unit {unit} is free or cached twice, or in use as well")
+
+
+def _compare(pool: BlockPool, unit: int, named: int) -> None:
+    references = pool.refs[unit]
+    if named != references:
+        raise InvariantViolation(
+            "I2", f"unit {unit} has {references} references, and tables name it {named} times"
+        )
+
+
+def _check_moved(state: State, live: Mapping[int, Sequence], sequence: Sequence) -> Iterator[int]:
+    """Check the references of the moved units that a sequence shares, or seems to. Whoever shares a
+    block has it at the same place, so one look at that place of all tables counts them.
+    """
+    pool, size = state.cache.pool, ENTRIES_PER_TABLE
+    for group in range(len(state.cache.groups)):
+        first = 0
+        while part := _table(sequence, "tables", group)[first : first + size]:
+            shared = [
+                (place, unit)
+                for place, unit in enumerate(part, first)
+                if unit != NULL and pool.moved[unit] and pool.refs[unit] > 1
+            ]
+            holders = (*live.values(), *state.ended.values()) if shared else ()
+            tables = [_table(holder, "tables", group) for holder in holders]
+            for place, unit in shared:
+                _compare(pool, unit, sum(table[place : place + 1] == [unit] for table in tables))
+                pool.moved[unit] = 0  # the other sequences that share it need no look
+            yield len(part) + 4 * len(shared) * len(tables)
+            first += size
 
 
 def _check_content(cache: PagedCache, unit: int) -> None:
@@ -139,6 +166,7 @@ def _check_sequences(state: State, live: Mapping[int, Sequence]) -> Iterator[int
     for number in list(live):
         if (sequence := live.get(number)) is not None:
             yield _check_sequence(state, sequence)
+            yield from _check_moved(state, live, sequence)
             yield from _check_hashes(state.cache, sequence)
 
 

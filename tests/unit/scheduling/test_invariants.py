@@ -97,8 +97,11 @@ def step(scheduler: Scheduler) -> None:
     scheduler.update(work, {row.sequence.id: Result(5) for row in work.rows if row.samples})
 
 
-def check_between_steps(scheduler: Scheduler) -> None:
-    for _ in scheduler.checks():
+def check_between_steps(scheduler: Scheduler, prompt: list[int] | None = None) -> None:
+    """Before each step a request with the prompt, where there is one, comes too."""
+    for number, _ in enumerate(scheduler.checks()):
+        if prompt is not None:
+            scheduler.add(replace(request(f"new-{number}", len(prompt), 3), prompt=prompt))
         step(scheduler)
 
 
@@ -151,6 +154,19 @@ def test_content_of_another_layer_group_is_other_content() -> None:
     pool.register(unit, 1, digest)
     with pytest.raises(InvariantViolation, match="I10: sequence 0: block 0 holds other content"):
         scheduler.check()
+
+
+def test_a_leaked_reference_is_found_though_traffic_moves_its_unit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(invariants, "ENTRIES_PER_PART", 64)
+    scheduler, shared = Scheduler(limits(num_blocks=400), FULL), [1] * 65
+    scheduler.add(replace(request("first", 65, 100), prompt=shared))
+    step(scheduler)
+    leaked = scheduler.running[0].tables[0][0]
+    scheduler.state.cache.pool.refs[leaked] += 1
+    with pytest.raises(InvariantViolation, match=f"I2: unit {leaked} has . references"):
+        check_between_steps(scheduler, shared)
 
 
 def test_no_part_of_a_check_grows_with_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
