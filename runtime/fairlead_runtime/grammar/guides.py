@@ -39,9 +39,10 @@ FUEL_BYTES = 48  # that a unit of a lexer's work adds to its states; at most 37 
 # A grammar that has grown by more is not kept: outputs that share its states share their limit.
 GROWN_BYTES = 16 * 1024 * 1024
 LOOK_SECONDS = 0.005  # of a processor, between two looks, which take 0.1 ms
-# A mask takes milliseconds; where one takes longer than this, beyond the forward pass, its sequence
-# fails rather than hold up the others.
+# A mask takes milliseconds; where one takes longer than this, of a processor, its sequence fails
+# rather than hold up the others.
 MASK_SECONDS = 2.0
+LATE_LOOK_SECONDS = 0.25  # by the clock, between two looks for such masks
 COMPILER_NICE = 5  # no step waits for a compilation: the steps go first
 STACK = 16 * 1024 * 1024  # of our threads: eight times that in which the grammar was checked
 
@@ -193,17 +194,25 @@ class _Round:
     """
 
     def __init__(self, guides: "Guides", sequences: abc.Sequence[Sequence]) -> None:
+        self._guides = guides
         self._rest = deque(sequences)
         self._outcomes: dict[int, Array | GrammarError] = {}
+        # By thread that makes a mask: the clock of its processor time, and what it was before.
+        self._begun: dict[int, tuple[int, float]] = {}
         self._tasks = guides.start(self._make, len(sequences))
 
     def _make(self) -> None:
         """One thread's part."""
+        thread = threading.get_ident()
+        clock = time.pthread_getcpuclockid(thread)
         while (sequence := self._next()) is not None:
+            self._begun[thread] = clock, time.thread_time()
             try:
                 self._outcomes[sequence.id] = sequence.guide.mask(sequence)
             except GrammarError as error:
                 self._outcomes[sequence.id] = error
+            finally:
+                del self._begun[thread]
 
     def _next(self) -> Sequence | None:
         try:
@@ -212,14 +221,32 @@ class _Round:
             return None
 
     def wait(self) -> tuple[Mapping[int, Array | GrammarError], abc.Sequence[Sequence]]:
-        """What is made after at most MASK_SECONDS, by sequence id, and the sequences that no thread
-        has begun by then.
+        """What is made, by sequence id, and the sequences that no thread has begun, where masks
+        that take longer than MASK_SECONDS have all threads. They are left to these.
         """
-        done, late = wait(self._tasks, timeout=MASK_SECONDS)
-        for task in done:
-            task.result()  # raises what is no fault of a grammar
-        rest = list(iter(self._next, None)) if late else []
+        self._wait_for_threads()
+        rest = list(iter(self._next, None))
+        late = self._wait_for_threads()  # a thread may have begun another one meanwhile
+        if late:
+            self._guides.replace_threads()
+        for task in self._tasks:
+            if task not in late:
+                task.result()  # raises what is no fault of a grammar
         return self._outcomes.copy(), rest
+
+    def _wait_for_threads(self) -> "set[Future[None]]":
+        """Wait until each has ended or is late with a mask. Returns the tasks of the late ones."""
+        running = wait(self._tasks, timeout=LATE_LOOK_SECONDS).not_done
+        while self._late() < len(running):
+            running = wait(self._tasks, timeout=LATE_LOOK_SECONDS).not_done
+        return running
+
+    def _late(self) -> int:
+        """How many threads make a mask that takes longer than MASK_SECONDS."""
+        return sum(
+            time.clock_gettime(clock) - began >= MASK_SECONDS
+            for clock, began in self._begun.copy().values()
+        )
 
 
 class PendingMasks:
@@ -246,15 +273,12 @@ class PendingMasks:
         while sequences:
             outcomes, rest = self._round.wait()
             behind = {sequence.id for sequence in rest}
-            late = {sequence.id for sequence in sequences} - outcomes.keys() - behind
             for sequence in sequences:
                 outcome = outcomes.get(sequence.id)
                 if isinstance(outcome, np.ndarray):
                     words[sequence.id] = outcome
                 elif sequence.id not in behind:
                     failed[sequence.id] = _failure(sequence, outcome)
-            if late:
-                self._guides.replace_threads()
             if rest:
                 self._round = _Round(self._guides, rest)
             sequences = rest

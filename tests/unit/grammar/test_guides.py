@@ -7,6 +7,7 @@ import queue
 import random
 import re
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -482,41 +483,96 @@ def test_the_steps_go_before_a_compilation() -> None:
 
 
 class Stuck:
-    """A guide whose mask is made once it is released."""
+    """A guide whose mask takes a processor until it is released."""
 
     def __init__(self) -> None:
         self.release = threading.Event()
 
     def mask(self, _: Sequence) -> Any:
-        self.release.wait(300)
+        while not self.release.is_set():
+            sum(range(1000))
         return np.zeros(1, dtype=np.int32)
 
 
+@pytest.fixture
+def stuck() -> Iterator[Stuck]:
+    guide = Stuck()
+    yield guide
+    guide.release.set()
+
+
+class Slow:
+    """A guide whose mask takes this processor time, and then this time by the clock."""
+
+    def __init__(self, processor: float, clock: float) -> None:
+        self.processor, self.clock = processor, clock
+
+    def mask(self, _: Sequence) -> Any:
+        end = time.thread_time() + self.processor
+        while time.thread_time() < end:
+            pass
+        threading.Event().wait(self.clock)
+        return np.zeros(1, dtype=np.int32)
+
+
+class Broken:
+    """A guide with a fault that is none of its grammar."""
+
+    def mask(self, _: Sequence) -> Any:
+        raise ValueError("broken")
+
+
+def with_guides(guides: list[Any]) -> list[Sequence]:
+    sequences = [sequence() for _ in guides]
+    for i, (of, one) in enumerate(zip(sequences, guides, strict=True)):
+        of.id, of.guide = i, one
+    return sequences
+
+
 def test_a_late_mask_fails_its_own_sequence_and_none_that_waits_behind_it(
-    monkeypatch: pytest.MonkeyPatch,
+    stuck: Stuck, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MASK_SECONDS", 0.2)
     guides = Guides(facts(), threads=1)
-    stuck = Stuck()
-    late, behind = sequence(), sequence()
-    late.id, behind.id = 1, 2
-    late.guide, behind.guide = stuck, guide({"regex": "ab"})
+    late, behind = with_guides([stuck, guide({"regex": "ab"})])
     with guides.masks([late, behind]) as pending:
         words, failed = pending.result()
-    assert dict(failed) == {1: Failure(TOO_COMPLEX, FailureKind.GRAMMAR)}
-    assert list(words) == [2]
+    assert dict(failed) == {0: Failure(TOO_COMPLEX, FailureKind.GRAMMAR)}
+    assert list(words) == [1]
     with guides.masks([behind]) as pending:  # the next step has threads that work
-        assert list(pending.result().words) == [2]
-    stuck.release.set()
+        assert list(pending.result().words) == [1]
+
+
+@pytest.mark.parametrize(
+    ("count", "processor", "clock"),
+    [(20, 0.03, 0.0), (1, 0.0, 0.5)],
+    ids=["many slow ones", "one without a processor"],
+)
+def test_a_mask_is_late_by_its_own_processor_time(
+    count: int, processor: float, clock: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MASK_SECONDS", 0.2)
+    with Guides(facts()).masks(with_guides([Slow(processor, clock)] * count)) as pending:
+        words, failed = pending.result()
+    assert (len(words), failed) == (count, {})
+
+
+def test_a_late_thread_is_replaced_though_another_one_raises(
+    stuck: Stuck, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MASK_SECONDS", 0.1)
+    guides = Guides(facts(), threads=2)
+    fillers = guides._fillers
+    with pytest.raises(ValueError, match="broken"):
+        guides.masks(with_guides([stuck, Broken()])).result()
+    assert guides._fillers is not fillers
 
 
 def test_masks_cost_a_task_for_each_thread_and_none_for_each_sequence(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     guides, first = Guides(facts(), threads=2), guide({"regex": "ab"})
-    sequences = [sequence() for _ in range(50)]
-    for i, of in enumerate(sequences):
-        of.id, of.guide = i, first.fork()
+    sequences = with_guides([first.fork() for _ in range(50)])
     tasks: list[object] = []
     submit = guides._fillers.submit
 
