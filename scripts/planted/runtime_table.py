@@ -1506,8 +1506,8 @@ BUGS = (
     PackageBug(
         "prompt tokens that arrived are counted for ever",
         "fairlead_runtime.engine.inbox:Inbox.take",
-        "                    self._arriving_tokens -= len(message.request.prompt)\n",
-        "",
+        "                self._count_arriving(message.request, -message.bounded)\n",
+        "                self._arriving -= message.bounded\n",
         ("unit/engine/test_inbox.py",),
     ),
     PackageBug(

@@ -147,13 +147,22 @@ class Inbox:
             self._check_open()
             if bounded and (message := self._refusal(len(request.prompt))):
                 raise QueueFull(message, self.retry_after())
-            self._arriving += bounded
-            self._arriving_tokens += len(request.prompt) if bounded else 0
+            self._count_arriving(request, bounded)
             arrived = self._now()
-        hashes = hash_prompt(request)
+        try:
+            hashes = hash_prompt(request)
+        except BaseException:  # memory may run out; what never comes must not keep its place
+            with self._wake:
+                self._count_arriving(request, -bounded)
+            raise
         with self._wake:
             self._check_open()
             self.post(Add(request, arrived, hashes, bounded))
+
+    def _count_arriving(self, request: Request, requests: int) -> None:
+        """Count so many requests with this prompt more: 1, 0 or -1."""
+        self._arriving += requests
+        self._arriving_tokens += requests * len(request.prompt)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -218,11 +227,9 @@ class Inbox:
                 return None
             message = self._messages.popleft()
             if isinstance(message, Add):
-                self._arriving -= message.bounded
+                self._count_arriving(message.request, -message.bounded)
                 self._waiting += message.bounded
-                if message.bounded:
-                    self._arriving_tokens -= len(message.request.prompt)
-                    self._waiting_tokens += len(message.request.prompt)
+                self._waiting_tokens += message.bounded * len(message.request.prompt)
             return message
 
     def after_step(

@@ -90,6 +90,19 @@ def test_a_request_whose_engine_gives_up_while_it_is_hashed_is_refused() -> None
         queue.inbox.add(request, hash_prompt, bounded=True)
 
 
+def test_a_request_whose_prompt_cannot_be_hashed_takes_no_place() -> None:
+    queue = Queue(max_queue=1, free_slots=0)
+
+    def hash_prompt(_: Request) -> bytearray:
+        raise MemoryError
+
+    request = Request("r", (0,) * 50, SamplingParams(), max_tokens=1)
+    with pytest.raises(MemoryError):
+        queue.inbox.add(request, hash_prompt, bounded=True)
+    assert (queue.inbox.queued, queue.inbox._arriving_tokens) == (0, 0)
+    queue.add()
+
+
 def test_a_canary_passes_a_full_queue_and_takes_no_place_in_it() -> None:
     queue = Queue(max_queue=1, free_slots=0)
     queue.add(bounded=False)
