@@ -1870,7 +1870,7 @@ BUGS = (
     PackageBug(
         "a verdict answers only the tenant whose check it was",
         "fairlead_runtime.grammar.checker:Checker._answered",
-        "[check for check in self._checks if check[1] == key[1]]",
+        "[other for other in self._checks if other[1] == key[1]]",
         "[key]",
         ("unit/grammar/test_checker.py",),
     ),
@@ -3856,5 +3856,19 @@ BUGS = (
         "time.clock_gettime(clock) - began >= MASK_SECONDS",
         "True",
         ("unit/grammar/test_guides.py",),
+    ),
+    PackageBug(
+        "a check that another tenant has answered keeps its turn",
+        "fairlead_runtime.grammar.checker:Checker._end",
+        "            self._waiting.discard(tenant, (tenant, digest))\n",
+        "            pass\n",
+        ("unit/grammar/test_checker.py",),
+    ),
+    PackageBug(
+        "a check that nobody waits for keeps its place",
+        "fairlead_runtime.grammar.checker:Checker._leave",
+        "[] if check.waiters or key in self._running else self._end([key])",
+        "[]",
+        ("unit/grammar/test_checker.py",),
     ),
 )

@@ -68,6 +68,15 @@ class CheckCounts:
     busy: int = 0
 
 
+@dataclasses.dataclass(slots=True)
+class _OpenCheck:
+    """One that waits or runs, and how many wait for it."""
+
+    question: Check
+    future: "Future[Verdict]" = dataclasses.field(default_factory=Future)
+    waiters: int = 1
+
+
 class Checker:
     """``facts``: of the model's tokenizer; None when the model cannot have structured output. The
     child starts with the first check. ``max_wait`` in seconds.
@@ -90,9 +99,9 @@ class Checker:
         self._lock = threading.Lock()
         self._verdicts: OrderedDict[str, Verdict] = OrderedDict()  # by digest
         self._text = 0  # characters that the verdicts hold
-        self._checks: dict[Key, Future[Verdict]] = {}  # those that wait or run
-        self._waiting = TenantQueue[tuple[Key, Check]]()
-        self._running: set[Key] = set()
+        self._checks: dict[Key, _OpenCheck] = {}
+        self._waiting = TenantQueue[Key]()
+        self._running: list[Key] = []
 
     @property
     def pending(self) -> int:
@@ -104,13 +113,31 @@ class Checker:
         be compiled, CheckerBusy when no verdict comes in time.
         """
         try:
-            # Shielded: another request may wait for the same verdict.
-            future = asyncio.shield(asyncio.wrap_future(self.ask(outputs, tenant)))
-            verdict = await asyncio.wait_for(future, timeout=self._max_wait)
+            verdict = await self._verdict(self.ask(outputs, tenant), (tenant, outputs.digest))
         except (TimeoutError, CheckerBusy) as error:
             self.counts.busy += 1
             raise CheckerBusy(str(error) or BUSY) from None
         return _judged(outputs, verdict)
+
+    async def _verdict(self, future: "Future[Verdict]", key: Key) -> Verdict:
+        """Wait for it, at most ``max_wait``. Raises TimeoutError and CheckerBusy."""
+        try:
+            # Shielded: another request may wait for the same verdict.
+            shielded = asyncio.shield(asyncio.wrap_future(future))
+            return await asyncio.wait_for(shielded, timeout=self._max_wait)
+        finally:
+            self._leave(key, future)
+
+    def _leave(self, key: Key, future: "Future[Verdict]") -> None:
+        """Wait for a check no longer; one that nobody waits for does not run."""
+        with self._lock:
+            check = self._checks.get(key)
+            if check is None or check.future is not future:
+                return  # it has ended
+            check.waiters -= 1
+            unneeded = [] if check.waiters or key in self._running else self._end([key])
+        for ended in unneeded:
+            ended.cancel()
 
     def check_now(self, outputs: StructuredOutputs) -> StructuredOutputs:
         """``check`` for a caller that may block."""
@@ -129,19 +156,22 @@ class Checker:
                 self.counts.hits += 1
                 return future
             refusals = self._make_room(tenant)
-            future = self._checks[key] = Future()
-            self._waiting.add(tenant, (key, Check(json.dumps(_fields(outputs)))))
+            check = self._checks[key] = _OpenCheck(Check(json.dumps(_fields(outputs))))
+            self._waiting.add(tenant, key)
         for refusal in refusals:
             refusal.set_exception(CheckerBusy())
         self._start()
-        return future
+        return check.future
 
     def _known(self, key: Key) -> "Future[Verdict] | None":
-        """The verdict that is there, or that the tenant waits for."""
+        """The verdict that is there, or that the tenant waits for, with one waiter more."""
         _, digest = key
         verdict = self._verdicts.get(digest)
         if verdict is None:
-            return self._checks.get(key)
+            if (check := self._checks.get(key)) is None:
+                return None
+            check.waiters += 1
+            return check.future
         self._verdicts.move_to_end(digest)
         future: Future[Verdict] = Future()
         future.set_result(verdict)
@@ -156,12 +186,15 @@ class Checker:
             last = self._waiting.make_room(tenant)
             if last is None:
                 raise CheckerBusy
-            refusals += self._end([last[0]])
+            refusals += self._end([last])
         return refusals
 
     def _end(self, keys: Iterable[Key]) -> "list[Future[Verdict]]":
         """Let these checks neither wait nor run. Returns those that did."""
-        return [self._checks.pop(key) for key in keys if key in self._checks]
+        ended = [(key, self._checks.pop(key)) for key in keys if key in self._checks]
+        for (tenant, digest), _ in ended:
+            self._waiting.discard(tenant, (tenant, digest))
+        return [check.future for _, check in ended]
 
     def _start(self) -> None:
         """Ask the child whatever it may be asked now."""
@@ -176,24 +209,23 @@ class Checker:
         """
         with self._lock:
             busy = {tenant for tenant, _ in self._running if tenant}
-            while len(self._running) < MAX_FORKS and (turn := self._waiting.take(busy)):
-                _, first = turn
-                if first[0] in self._checks:  # else another tenant's check has answered it
-                    self._running.add(first[0])
-                    return first
-        return None
+            if len(self._running) >= MAX_FORKS or (turn := self._waiting.take(busy)) is None:
+                return None
+            _, key = turn
+            self._running.append(key)
+            return key, self._checks[key].question
 
     def _answered(self, key: Key, answer: "Future[Checked]") -> None:
         """Runs in a thread of the child program."""
         lost = isinstance(answer.exception(), ChildLost)
         checked = None if lost or answer.result().late else answer.result()
         with self._lock:
-            self._running.discard(key)
+            self._running.remove(key)
             if checked is None:
                 futures = self._end([key])
             else:
                 verdict = self._remember(key[1], checked)
-                futures = self._end([check for check in self._checks if check[1] == key[1]])
+                futures = self._end([other for other in self._checks if other[1] == key[1]])
         for future in futures:
             if checked is None:
                 future.set_exception(CheckerBusy(LOST if lost else LATE))

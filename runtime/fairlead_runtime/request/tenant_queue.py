@@ -43,6 +43,14 @@ class TenantQueue(Generic[Item]):
             return None
         return longest.pop()
 
+    def discard(self, tenant: str, item: Item) -> None:
+        """Remove an item that need not wait any more, where it waits."""
+        queue = self._items.get(tenant)
+        if queue is not None and item in queue:
+            queue.remove(item)
+            if not queue:
+                del self._items[tenant]
+
     def clear(self) -> list[Item]:
         """Take all items."""
         items = [item for queue in self._items.values() for item in queue]

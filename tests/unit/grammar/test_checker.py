@@ -291,6 +291,35 @@ def test_one_verdict_answers_all_tenants_that_wait_for_it(selective: Checker) ->
     assert (selective.counts.compilations, selective.pending) == (1, 1)
 
 
+def test_a_check_that_another_tenant_has_answered_waits_no_longer(selective: Checker) -> None:
+    selective.ask(StructuredOutputs(regex="slow"), "a")
+    behind = [selective.ask(StructuredOutputs(regex=f"quick{i}"), "a") for i in range(3)]
+    last = selective.ask(StructuredOutputs(regex="slow-last"), "a")
+    for i, future in enumerate(behind):
+        selective.ask(StructuredOutputs(regex=f"quick{i}"), "b").result(ANSWER)
+        assert future.result(ANSWER)
+    # One check of "a" waits: another tenant's newcomer may not take its place.
+    assert selective._waiting.make_room("c") is None
+    assert not last.done()
+
+
+def test_a_check_that_nobody_waits_for_any_more_gives_up_its_place(selective: Checker) -> None:
+    running = selective.ask(StructuredOutputs(regex="slow"), "a")
+    selective._max_wait = 0.01
+
+    async def wait() -> None:
+        asked = [selective.check(StructuredOutputs(regex=f"slow{i % 2}"), "a") for i in range(4)]
+        assert {
+            type(answer) for answer in await asyncio.gather(*asked, return_exceptions=True)
+        } == {CheckerBusy}
+
+    other = selective.ask(StructuredOutputs(regex="slow0"), "a")
+    asyncio.run(wait())
+    assert selective.pending == 2
+    assert not running.done()
+    assert not other.done()
+
+
 def test_a_child_that_dies_is_replaced(checker: Checker) -> None:
     checker.check_now(StructuredOutputs(regex="a"))
     child = _pid(checker)
