@@ -551,7 +551,8 @@ def test_a_late_mask_fails_its_own_sequence_and_none_that_waits_behind_it(
 def test_a_mask_is_late_by_its_own_processor_time(
     count: int, processor: float, clock: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "MASK_SECONDS", 0.2)
+    for name, seconds in (("MASK_SECONDS", 0.2), ("LATE_LOOK_SECONDS", 0.001)):
+        monkeypatch.setattr(module, name, seconds)
     with Guides(facts()).masks(with_guides([Slow(processor, clock)] * count)) as pending:
         words, failed = pending.result()
     assert (len(words), failed) == (count, {})
