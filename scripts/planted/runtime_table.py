@@ -2980,7 +2980,7 @@ BUGS = (
     ),
     PackageBug(
         "a step with a prompt writes to the host memory of the one in flight",
-        "fairlead_runtime.device.step.mixed_steps:MixedSteps._queue",
+        "fairlead_runtime.device.step.mixed_steps:MixedSteps.launch",
         "        self._batches.reverse()\n",
         "",
         (MIXED_TESTS,),

@@ -53,6 +53,7 @@ class MixedSteps:
         for each row that samples.
         """
         sampling = [row for row in rows if row.samples]
+        self._batches.reverse()
         with self._sampler.forgetting(rows), self._batches[0].forgetting(rows):
             mode, logits = self._queue(rows, sampling)
         draw = self._sampler.draw
@@ -62,7 +63,6 @@ class MixedSteps:
 
     def _queue(self, rows: Sequence[Row], sampling: Sequence[Row]) -> tuple[SamplingMode, Tensor]:
         """How the rows that sample are sampled, and their logits."""
-        self._batches.reverse()
         index, device = self._sampler.index[: len(sampling)], self._model.device
         entered = self._sampler.table.enter(rows, index)
         if entered.mode is GENERAL:
