@@ -3,28 +3,35 @@ milliseconds: a prompt that is wholly cached, a step's masks, and the walks over
 million blocks.
 
     prompt       a cached prompt, of all its parts: ``submit`` runs in the sender's thread
+    calls        200 that release the interpreter's lock while another thread hashes such a
+                 prompt, by the clock; first with one part of all its blocks, as before
     masks        those of a step, each of which costs nothing itself
     invariants   the longest part of one check; a step runs between two parts
     collection   a full garbage collection
     page         the views of /debug/requests
     map          the copy of /debug/cache
 
-Measures processor time of the thread, so that other processes on the machine do not count.
+Measures processor time of the thread, so that other processes on the machine do not count; that of
+the calls is by the clock.
 
 Targets: prompt 10, each of the others 10. Run: .venv/bin/python benchmarks/long_context.py
 """
 
 import argparse
 import gc
+import hashlib
 import itertools
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models
 
+from fairlead_runtime.cache import prefix
 from fairlead_runtime.engine.cache_map import CacheCopy
 from fairlead_runtime.engine.views import LiveRequest, request_views
 from fairlead_runtime.grammar.compile import TokenizerFacts
@@ -36,6 +43,7 @@ from fairlead_runtime.sizing.groups import group_layers
 PROMPT, BLOCK = 131_072, 16
 SIZES = ((256, 8_192), (256, 32_768), (1_024, 8_192))
 GUIDED = (256, 1_024)
+CALLS = 200
 PARTS = ("submit", "plan", "commit", "update", "release")
 
 
@@ -85,6 +93,29 @@ def cached_prompt(rounds: int) -> Iterator[tuple[float, ...]]:
             if work.rows[0].count > BLOCK:
                 raise SystemExit("the prompt is not cached")
             yield tuple((b - a) * 1e3 for a, b in itertools.pairwise((t0, t1, t2, t3, t4, t5)))
+
+
+def calls(rounds: int, *, blocks_per_part: int) -> list[float]:
+    """The milliseconds, by the clock, of CALLS that release the interpreter's lock while another
+    thread hashes prompts.
+    """
+    prefix.YIELD_BLOCKS = blocks_per_part
+    prompt, start, data = pack_ids(ids(0, PROMPT)), prefix.root(b"", b""), bytes(1 << 15)
+    stop, times = threading.Event(), list[float]()
+
+    def hash_prompts() -> None:
+        while not stop.is_set():
+            prefix.extend_chain(bytearray(), prompt, start, BLOCK, PROMPT)
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(hash_prompts)
+        for _ in range(4 * rounds):
+            began = time.perf_counter()
+            for _ in range(CALLS):
+                hashlib.sha256(data)
+            times.append((time.perf_counter() - began) * 1e3)
+        stop.set()
+    return times
 
 
 def walks(rows: int, tokens: int, rounds: int) -> dict[str, list[float]]:
@@ -156,6 +187,9 @@ def main() -> None:
     for at, name in enumerate(PARTS):
         show(f"{PROMPT} cached tokens: {name}", [parts[at] for parts in rounds])
     show("  of the engine's thread in all", [sum(parts[1:]) for parts in rounds])
+    for part in (PROMPT, prefix.YIELD_BLOCKS):
+        name = f"{CALLS} calls beside hashing in parts of {part}"
+        show(name, calls(options.rounds, blocks_per_part=part))
     for rows in GUIDED:
         show(f"{rows} masks", masks(rows, options.rounds))
     for rows, tokens in SIZES[: options.sizes]:

@@ -3871,4 +3871,11 @@ BUGS = (
         "[]",
         ("unit/grammar/test_checker.py",),
     ),
+    PackageBug(
+        "hashing a long prompt keeps the interpreter's lock",
+        "fairlead_runtime.cache.prefix:extend_chain",
+        "            time.sleep(0)\n",
+        "            pass\n",
+        ("unit/scheduling/test_cache.py",),
+    ),
 )

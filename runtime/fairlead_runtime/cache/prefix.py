@@ -7,6 +7,7 @@ tenant. Reads the pool, never changes it.
 
 import hashlib
 import struct
+import time
 from array import array
 from collections.abc import Sequence
 
@@ -14,6 +15,9 @@ from fairlead_runtime.cache.blocks import BlockPool
 from fairlead_runtime.sizing.groups import NULL, LayerGroup
 
 DIGEST = 32  # bytes of a digest
+# Hashes after which other threads may have the interpreter's lock, which hashing a block keeps: the
+# engine's would wait 5 ms for it, time and again.
+YIELD_BLOCKS = 128
 
 
 def root(identity: bytes, salt: bytes) -> bytes:
@@ -35,6 +39,8 @@ def extend_chain(
     packed = pack(tokens[len(hashes) // DIGEST * block_size : until // block_size * block_size])
     missing: list[bytes] = []
     for at in range(0, len(packed), size):
+        if len(missing) % YIELD_BLOCKS == YIELD_BLOCKS - 1:
+            time.sleep(0)
         parent = hashlib.sha256(parent + packed[at : at + size]).digest()
         missing.append(parent)
     hashes += b"".join(missing)

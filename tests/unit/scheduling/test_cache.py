@@ -4,12 +4,14 @@ import dataclasses
 import gc
 import hashlib
 import sys
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from fairlead_runtime.cache import prefix
 from fairlead_runtime.cache.blocks import BlockPool, PoolError
 from fairlead_runtime.cache.offload import HostPool
 from fairlead_runtime.cache.paged import PagedCache
@@ -245,6 +247,15 @@ def test_a_chain_grows_by_the_full_blocks_it_lacks() -> None:
         extend_chain(hashes, tokens, root(b"m", b""), 4, until)
         assert len(hashes) == blocks * DIGEST
     assert digests(hashes, 1, 3) == chain(tokens)[1:]
+
+
+def test_hashing_a_long_prompt_lets_other_threads_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(prefix, "time", SimpleNamespace(sleep=pauses.append))
+    for blocks, count in ((prefix.YIELD_BLOCKS - 1, 0), (5 * prefix.YIELD_BLOCKS, 5)):
+        pauses.clear()
+        extend_chain(bytearray(), range(4 * blocks), root(b"m", b""), 4, 4 * blocks)
+        assert pauses == [0] * count
 
 
 def add_cached_blocks(pool: BlockPool, group: int, hashes: list[bytes], present: list[int]) -> None:
