@@ -13,7 +13,7 @@
 ``tokens`` are those of the plan's rows that sample, in order, without the rows that were left out,
 failed, or were of sequences that had ended. The three lists behind them are absent where empty. Who
 waits and which units a row holds follow from the lines before: a step writes what it changes, not
-the queue.
+the queue. So does the order of those that wait, but not under ``fair``, whose turns are in no line.
 
 Owns the format, its writer and its reader. A write error stops the recording, never the run.
 """

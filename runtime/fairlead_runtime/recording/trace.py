@@ -67,7 +67,7 @@ class StepView:
     step: int
     rows: list[RowView]
     preempted: list[tuple[str, int, bool]]  # name, slot, to host memory
-    waiting: list[str]  # in order of arrival; under `priority` lower numbers first
+    waiting: list[str]  # in order of arrival; only `priority` puts lower numbers first
     free: int
     cached: int
     # requests that arrived or ended since the previous step
