@@ -20,9 +20,8 @@ class LiveRequest:
     request: Request
     arrived: float  # seconds on the engine's clock
     open: set[int]  # choices without a finish reason
-    hashes: bytearray = field(
-        default_factory=bytearray
-    )  # of its prompt's blocks, until it is queued
+    # Of its prompt's blocks, until it is queued.
+    hashes: bytearray = field(default_factory=bytearray)
     sequences: tuple[Sequence, ...] = ()
     cached: int = 0  # prompt tokens that its first step found in the prefix cache
     started: float = 0.0  # when its first step began, on the engine's clock

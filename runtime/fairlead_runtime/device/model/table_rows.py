@@ -92,11 +92,9 @@ class TableRows:
         )
         preemptions = [sequence.preemptions for sequence in sequences]
         restarted = rows[self._preemptions[rows] != preemptions]
-        self._preemptions[rows], self.blocks[restarted], self.fresh[restarted] = (
-            preemptions,
-            0,
-            True,
-        )
+        self._preemptions[rows] = preemptions
+        self.blocks[restarted] = 0
+        self.fresh[restarted] = True
         ends = np.array([len(sequence.tables[0]) for sequence in sequences], dtype=np.int64)
         begins = self.blocks[rows]
         (grown,) = (ends > begins).nonzero()
