@@ -3837,6 +3837,8 @@ BUGS = (
         "if not deadline.expired():",
         "if False:",
         ("unit/api/test_limits.py",),
+    ),
+    PackageBug(
         "content of another layer group passes the check",
         "fairlead_runtime.scheduling.invariants:_may_hold",
         " and pool.group_of(unit) == group",
