@@ -112,7 +112,7 @@ BUGS = (
     ),
     Bug(
         "a window hit ends one block too early",
-        "fairlead_runtime.cache.prefix:_longest_group_hit",
+        "fairlead_runtime.cache.prefix:_longest_window_hit",
         "at > group.first_block",
         "at - 1 > group.first_block",
         3,
@@ -301,22 +301,22 @@ BUGS = (
     ),
     Bug(
         "nobody gets a reservation",
-        "fairlead_runtime.scheduling.planner:_Draft._reserve",
-        "if not entries or (",
-        "if False and (",
+        "fairlead_runtime.scheduling.planner:_Draft._takes_entry",
+        "return not entries or (",
+        "return False and (",
         3,
     ),
     Bug(
         "a preempted sequence behind a head gets no reservation",
-        "fairlead_runtime.scheduling.planner:_Draft._reserve",
-        "(sequence.preemptions and entries < RESERVATIONS)",
+        "fairlead_runtime.scheduling.planner:_Draft._takes_entry",
+        "(sequence.preemptions > 0 and entries < RESERVATIONS)",
         "False",
         10_000,
     ),
     Bug(
         "every blocked sequence is a head",
-        "fairlead_runtime.scheduling.planner:_Draft._reserve",
-        "(sequence.preemptions and entries < RESERVATIONS)",
+        "fairlead_runtime.scheduling.planner:_Draft._takes_entry",
+        "(sequence.preemptions > 0 and entries < RESERVATIONS)",
         "entries < RESERVATIONS",
         10_000,
     ),
@@ -414,14 +414,14 @@ BUGS = (
     Bug(
         "a shared block is computed by all",
         "fairlead_runtime.scheduling.planner:_Draft._waits_for_block",
-        "if block is None or block not in computing:",
-        "if True:",
+        "if not self._leaders or",
+        "if True or",
     ),
     Bug(
         "a block is computed twice in the step that starts it",
-        "fairlead_runtime.scheduling.planner:_Draft.admit",
-        "                    computing.add(self.cache.next_block(sequence, start))\n",
-        "                    pass\n",
+        "fairlead_runtime.scheduling.planner:_Draft._start",
+        "            self._lead(sequence, start)\n",
+        "            pass\n",
         6,
     ),
     Bug(
@@ -433,9 +433,9 @@ BUGS = (
     ),
     Bug(
         "a prefix waits for its own last block",
-        "fairlead_runtime.scheduling.planner:_Draft._waits_for_block",
-        "admission.start, keep=1)",
-        "admission.start)",
+        "fairlead_runtime.scheduling.planner:_Draft._shares_block",
+        "start, keep=1)",
+        "start)",
         3,
     ),
     Bug(
@@ -447,8 +447,8 @@ BUGS = (
     Bug(
         "a choice ends the admissions",
         "fairlead_runtime.scheduling.planner:_Draft.admit",
-        "                continue\n            candidate",
-        "                return\n            candidate",
+        "                continue\n            elif not",
+        "                return\n            elif not",
     ),
     Bug(
         "choices share their tokens while they run",

@@ -3253,10 +3253,41 @@ BUGS = (
     PackageBug(
         "whoever waits for a prefix lets every step of it wait",
         "fairlead_runtime.scheduling.planner:_Draft._gives_all",
-        "return block is None or block != self.cache.next_block(leader, leader.planned_length)",
+        "return not self._shares_block(leader, sequence, leader.planned_length)",
         "return True",
         PIPELINE_TESTS,
         quick="test_while_a_prefix_is_not_all_in_flight_nobody_waits_for_it",
+    ),
+    PackageBug(
+        "each step looks a waiting prompt up from its first block on",
+        "fairlead_runtime.scheduling.scheduler:Scheduler.commit",
+        "                cache.remember(sequence, hit)\n",
+        "                pass\n",
+        ("unit/scheduling/test_fairness.py",),
+    ),
+    PackageBug(
+        "a look goes on from a block that the cache has lost",
+        "fairlead_runtime.cache.paged:PagedCache._known_units",
+        "                ends[group] = block\n",
+        "                pass\n",
+        ("unit/scheduling/test_cache.py",),
+    ),
+    PackageBug(
+        "long prompts of which nothing is cached use up a step's looks",
+        "fairlead_runtime.scheduling.planner:_Draft._is_stopped",
+        "if alone and self._uncached.stops(sequence)",
+        "if False and self._uncached.stops(sequence)",
+        ("unit/scheduling/test_fairness.py",),
+        quick="test_no_number_of_long_prompts_hides_a_short_one[fifo]",
+    ),
+    PackageBug(
+        "those that wait for a block use up a step's looks",
+        "fairlead_runtime.scheduling.planner:_Draft._waits_for_block",
+        "        return bool(leaders)\n",
+        "        self.looks.tokens -= len(sequence.tokens) * bool(leaders)\n"
+        "        return bool(leaders)\n",
+        ("unit/scheduling/test_fairness.py",),
+        quick="test_those_that_wait_for_a_block_hide_nobody_behind_them",
     ),
     PackageBug(
         "a part of a prompt behind another counts as a decode",

@@ -10,10 +10,12 @@ a unit that the garbage collector would walk over: there may be a million.
 
 import itertools
 from array import array
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable
 from functools import partial
 from operator import is_not
+
+LOSSES = 4096  # the contents that left the index last, as many as are known
 
 
 class PoolError(RuntimeError):
@@ -35,6 +37,9 @@ class BlockPool:
         self.cached: OrderedDict[int, None] = OrderedDict()
         self._index: list[dict[bytes, int]] = [{} for _ in range(groups)]
         self._group = array("H", bytes(2 * units))  # of the content
+        self._block = array("I", bytes(4 * units))  # its place in its sequence
+        self.losses = 0  # contents that have left the index
+        self._lost: deque[tuple[int, int, bytes]] = deque(maxlen=LOSSES)
 
     @property
     def available(self) -> int:
@@ -61,6 +66,8 @@ class BlockPool:
             del self._index[self._group[unit]][digest]
             self.content[unit] = None
             self.version += 1
+            self.losses += 1
+            self._lost.append((self._group[unit], self._block[unit], digest))
         if unit in self.cached:
             del self.cached[unit]
             self.free.append(unit)
@@ -91,18 +98,25 @@ class BlockPool:
                 else:
                     self.cached[unit] = None
 
-    def register(self, unit: int, group: int, digest: bytes) -> None:
-        """Add a unit's content to the index, unless another unit has equal content: tables are
-        append-only, so both units stay.
+    def register(self, unit: int, group: int, digest: bytes, block: int = 0) -> None:
+        """Add a unit's content, the block with this index of a sequence, to the index of contents,
+        unless another unit has equal content: tables are append-only, so both units stay.
         """
         if self.content[unit] is None and digest not in self._index[group]:
             self._index[group][digest] = unit
-            self.content[unit], self._group[unit] = digest, group
+            self.content[unit], self._group[unit], self._block[unit] = digest, group, block
             self.version += 1
 
     def find(self, group: int, digest: bytes) -> int | None:
         """The unit that holds this content, referenced or cached."""
         return self._index[group].get(digest)
+
+    def lost_since(self, losses: int) -> Iterable[tuple[int, int, bytes]] | None:
+        """Of each content that has left the index since there were so many ``losses``: its group,
+        its block's index and its digest. None where they are too many to be known.
+        """
+        count = self.losses - losses
+        return itertools.islice(reversed(self._lost), count) if count <= len(self._lost) else None
 
     def find_leading(self, group: int, digests: Iterable[bytes]) -> list[int]:
         """The units that hold these contents, up to the first that none holds."""

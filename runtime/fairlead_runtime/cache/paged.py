@@ -15,7 +15,14 @@ from typing import NamedTuple
 
 from fairlead_runtime.cache.blocks import BlockPool, PoolError
 from fairlead_runtime.cache.offload import HostPool
-from fairlead_runtime.cache.prefix import DIGEST, digests, extend_chain, longest_hit, root
+from fairlead_runtime.cache.prefix import (
+    DIGEST,
+    digests,
+    extend_chain,
+    leading_units,
+    longest_hit,
+    root,
+)
 from fairlead_runtime.request.sequence import Request, Sequence
 from fairlead_runtime.sizing.groups import NULL, LayerGroup
 
@@ -24,12 +31,14 @@ Pairs = list[tuple[int, int]]
 
 class Hit(NamedTuple):
     """A cached prefix of ``tokens`` tokens, with one table per group. It counts as long as the
-    pool has this ``version``.
+    pool has this ``version``; later looks start from it.
     """
 
     tokens: int
     tables: list[list[int]]
     version: int
+    losses: int = 0  # of the pool by then
+    walked: int = 0  # tokens whose blocks this look compared
 
 
 class PagedCache:
@@ -52,6 +61,8 @@ class PagedCache:
         self.identity = identity
         self.pool = BlockPool(num_blocks * len(groups), len(groups))
         self.host = HostPool(host_units)
+        # By id, the last look of a waiting sequence that found something.
+        self._hits: dict[int, Hit] = {}
         self._windowed = tuple(g for g in self.groups if g.window is not None)
         # The computed tokens, modulo a block's, at which the last one has filled a block, or a
         # window has passed one.
@@ -113,10 +124,34 @@ class PagedCache:
         # Extending the hash chain here does not change a decision: the hashes of tokens never
         # change. The last token is left out: its keys are written only when the next is predicted.
         until = len(sequence.tokens) - 1
+        last, pool = self._hits.get(sequence.id), self.pool
+        if last is not None and last.version == pool.version:
+            return last
         self._extend_hashes(sequence, until)
-        hashes = digests(sequence.hashes, 0, until // self.block_size)
-        tables = longest_hit(self.pool, self.groups, self.block_size, hashes)
-        return Hit(len(tables[0]) * self.block_size, tables, self.pool.version)
+        hashes, end = sequence.hashes, until // self.block_size
+        known = self._known_units(hashes, last)
+        leading = leading_units(pool, self.groups, hashes, end, known)
+        tables = longest_hit(pool, self.groups, self.block_size, hashes, end, leading)
+        size, walked = self.block_size, end  # by windows alone, which search from the end
+        if len(self._windowed) < len(self.groups):
+            walked = max(len(u) - len(k) for u, k in zip(leading, known, strict=True))
+        return Hit(len(tables[0]) * size, tables, pool.version, pool.losses, walked * size)
+
+    def _known_units(self, hashes: bytearray, last: Hit | None) -> list[list[int]]:
+        """By full group, the units of the last look before the first block that has left the index
+        since.
+        """
+        lost = None if last is None else self.pool.lost_since(last.losses)
+        if last is None or lost is None:
+            return [[] for _ in self.groups]
+        ends = [
+            len(table) if group.window is None else 0
+            for group, table in zip(self.groups, last.tables, strict=True)
+        ]
+        for group, block, digest in lost:
+            if block < ends[group] and hashes.startswith(digest, block * DIGEST):
+                ends[group] = block
+        return [table[:end] for table, end in zip(last.tables, ends, strict=True)]
 
     def next_block(self, sequence: Sequence, start: int, *, keep: int = 0) -> bytes | None:
         """The hash of the block that holds token ``start``. None when the sequence, without its
@@ -129,9 +164,21 @@ class PagedCache:
         self._extend_hashes(sequence, end)
         return bytes(sequence.hashes[index * DIGEST : (index + 1) * DIGEST])
 
+    def has_none(self, sequence: Sequence) -> bool:
+        """Whether no block of its tokens is cached: a hit needs the first one, but for windows."""
+        if not self.sharing or sequence.scores_prompt:
+            return True
+        first = self.next_block(sequence, 0, keep=1)
+        return first is None or not (self._windowed or self.has(first))
+
+    def has(self, digest: bytes) -> bool:
+        """Whether every group has a block with this content."""
+        return all(self.pool.find(group.index, digest) is not None for group in self.groups)
+
     def evictable(self, hit: Hit) -> list[int]:
         """Units of the hit without a reference. Sharing them makes them unavailable to others."""
-        return [unit for unit in _units_of(hit.tables) if self.pool.refs[unit] == 0]
+        refs = self.pool.refs
+        return [u for table in hit.tables for u in table if not refs[u] and u != NULL]
 
     def can_fork(self, sibling: Sequence, tokens: int) -> bool:
         """Whether the sibling still holds all blocks that a query at ``tokens`` can see."""
@@ -154,8 +201,14 @@ class PagedCache:
 
     # -- changing
 
+    def remember(self, sequence: Sequence, hit: Hit) -> None:
+        """Keep a waiting sequence's look at the cache: the next one compares only what is new."""
+        if hit.tokens:
+            self._hits[sequence.id] = hit._replace(walked=0)
+
     def adopt(self, sequence: Sequence, hit: Hit) -> None:
         """Start with a cached prefix: add a reference to each of its units."""
+        self._hits.pop(sequence.id, None)
         self.pool.share(_units_of(hit.tables))
         sequence.tables = [table[:] for table in hit.tables]
         sequence.computed = hit.tokens
@@ -168,6 +221,7 @@ class PagedCache:
         if not self.can_fork(sibling, tokens):
             raise PoolError(f"sequence {sibling.id} no longer holds {tokens} tokens to fork from")
         full = tokens // self.block_size
+        self._hits.pop(sequence.id, None)
         sequence.tables = []
         for group, table in zip(self.groups, sibling.tables, strict=True):
             first = group.first_block(tokens, self.block_size)
@@ -227,9 +281,11 @@ class PagedCache:
             contents = digests(sequence.hashes, sequence.registered, full)
             for index, table in enumerate(sequence.tables):
                 units = table[sequence.registered : full]
-                for unit, digest in zip(units, contents, strict=True):
+                for block, (unit, digest) in enumerate(
+                    zip(units, contents, strict=True), sequence.registered
+                ):
                     if unit != NULL:
-                        self.pool.register(unit, index, digest)
+                        self.pool.register(unit, index, digest, block)
             sequence.registered = full
         for group in self._windowed:
             table = sequence.tables[group.index]
@@ -249,6 +305,7 @@ class PagedCache:
                     unit = self.pool.find(group.index, digest)
                     if unit is not None:
                         self.pool.forget(unit)
+        self._hits.pop(sequence.id, None)
         self._release_tables(sequence)
         self.host.release(list(_units_of(sequence.host)))
         sequence.tables, sequence.host = [], []

@@ -9,7 +9,8 @@ import hashlib
 import struct
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from operator import itemgetter
 
 from fairlead_runtime.cache.blocks import BlockPool
 from fairlead_runtime.sizing.groups import NULL, LayerGroup
@@ -46,10 +47,15 @@ def extend_chain(
     hashes += b"".join(missing)
 
 
-def digests(hashes: bytearray, first: int, end: int) -> list[bytes]:
-    """Those of the blocks from ``first`` to before ``end``."""
-    part = hashes[first * DIGEST : end * DIGEST]
-    return [digest for (digest,) in struct.iter_unpack(f"{DIGEST}s", part)]
+def each_digest(hashes: bytes | bytearray, first: int, end: int) -> Iterator[bytes]:
+    """Those of the blocks from ``first`` to before ``end``, each made when it is asked for."""
+    part = memoryview(hashes)[first * DIGEST : end * DIGEST]
+    return map(itemgetter(0), struct.iter_unpack(f"{DIGEST}s", part))
+
+
+def digests(hashes: bytes | bytearray, first: int, end: int) -> list[bytes]:
+    """The same as a list."""
+    return list(each_digest(hashes, first, end))
 
 
 def pack(tokens: Sequence[int]) -> bytes:
@@ -60,38 +66,65 @@ def pack(tokens: Sequence[int]) -> bytes:
     return bytes(packed)
 
 
-def longest_hit(
-    pool: BlockPool, groups: Sequence[LayerGroup], block_size: int, hashes: Sequence[bytes]
+def leading_units(
+    pool: BlockPool,
+    groups: Sequence[LayerGroup],
+    hashes: bytes | bytearray,
+    end: int,
+    known: Sequence[list[int]],
 ) -> list[list[int]]:
-    """Tables of the longest prefix from which all groups can continue.
-
-    A full group needs the whole chain, a window group only the blocks that the next query can see;
-    entries before the window are NULL. Each group shortens the hit in turn until none does (after
-    vLLM's hybrid manager).
+    """By full group, its units of the leading blocks before ``end``, up to the first block that it
+    lacks; those of ``known`` are not looked up. Empty for a window group.
     """
-    length, stable = len(hashes), False
+    return [
+        units + pool.find_leading(group.index, each_digest(hashes, len(units), end))
+        if group.window is None
+        else []
+        for group, units in zip(groups, known, strict=True)
+    ]
+
+
+def longest_hit(
+    pool: BlockPool,
+    groups: Sequence[LayerGroup],
+    block_size: int,
+    hashes: bytes | bytearray,
+    end: int,
+    leading: Sequence[list[int]],
+) -> list[list[int]]:
+    """Tables of the longest prefix of ``end`` blocks from which all groups can continue.
+
+    A full group needs the whole chain, its ``leading_units``, a window group only the blocks that
+    the next query can see; entries before the window are NULL. Each window group shortens the hit
+    in turn until none does (after vLLM's hybrid manager).
+    """
+    full = [len(leading[group.index]) for group in groups if group.window is None]
+    length, stable = min(full, default=end), False
     while not stable:
         stable = True
         for group in groups:
-            group_length = _longest_group_hit(pool, group, block_size, hashes, length)
-            if group_length < length:
-                length, stable = group_length, False
+            if group.window is not None:
+                group_length = _longest_window_hit(pool, group, block_size, hashes, length)
+                if group_length < length:
+                    length, stable = group_length, False
     tables: list[list[int]] = []
     for group in groups:
-        first = group.first_block(length * block_size, block_size)
-        tables.append([NULL] * first + pool.find_leading(group.index, hashes[first:length]))
+        if group.window is None:
+            tables.append(leading[group.index][:length])
+        else:
+            first = group.first_block(length * block_size, block_size)
+            units = pool.find_leading(group.index, each_digest(hashes, first, length))
+            tables.append([NULL] * first + units)
     return tables
 
 
-def _longest_group_hit(
-    pool: BlockPool, group: LayerGroup, block_size: int, hashes: Sequence[bytes], length: int
+def _longest_window_hit(
+    pool: BlockPool, group: LayerGroup, block_size: int, hashes: bytes | bytearray, length: int
 ) -> int:
-    """The longest hit of one group that is no longer than ``length`` blocks."""
-    if group.window is None:
-        return len(pool.find_leading(group.index, hashes[:length]))
+    """The longest hit of a window group that is no longer than ``length`` blocks."""
     end = at = length  # blocks at..end-1 are cached
     while end and at > group.first_block(end * block_size, block_size):
         at -= 1
-        if pool.find(group.index, hashes[at]) is None:
+        if pool.find(group.index, bytes(hashes[at * DIGEST : (at + 1) * DIGEST])) is None:
             end = at
     return end

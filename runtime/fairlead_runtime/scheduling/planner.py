@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from fairlead_runtime.cache.paged import PagedCache
+from fairlead_runtime.cache.paged import Hit, PagedCache
 from fairlead_runtime.request.sequence import Sequence, Status
 from fairlead_runtime.scheduling.plan import (
     Admission,
@@ -22,10 +22,12 @@ from fairlead_runtime.scheduling.plan import (
 from fairlead_runtime.scheduling.policies import Fifo
 from fairlead_runtime.scheduling.reservations import RESERVATIONS, Claim, Hold, Reservations
 
-# One step passes over at most so many waiting sequences. Of those with more than SHORT tokens it
-# looks up the prefixes of at most so many tokens, and of as many longer ones as have a reservation.
-PASSED_SEQUENCES = 256
-PASSED_TOKENS = 65_536
+# One step passes over at most so many waiting sequences, and of these looks up so many.
+PASSED_SEQUENCES = 1024
+LOOKED_SEQUENCES = 256
+# Once looks have compared so many tokens that were new to them, those with more than SHORT tokens
+# are looked up in the next step.
+LOOKED_TOKENS = 65_536
 SHORT = 512
 
 
@@ -119,6 +121,42 @@ class _Candidate(NamedTuple):
     need: int  # units for its whole remaining prefill and one more block
 
 
+@dataclass(slots=True)
+class _Bar:
+    """The lengths of one that cannot start now: nor can another that has neither fewer tokens nor
+    fewer to come, and finds no more in the cache.
+    """
+
+    tokens: float = math.inf
+    rest: float = math.inf
+
+    def stops(self, sequence: Sequence) -> bool:
+        length = len(sequence.tokens)
+        return length >= self.tokens and sequence.limit - length >= self.rest
+
+    def lower(self, sequence: Sequence) -> None:
+        length = len(sequence.tokens)
+        if length <= self.tokens and sequence.limit - length <= self.rest:
+            self.tokens, self.rest = length, sequence.limit - length
+
+
+@dataclass(slots=True)
+class _Looks:
+    """What a step may still spend on waiting sequences that it passes over."""
+
+    passes: int = PASSED_SEQUENCES
+    sequences: int = LOOKED_SEQUENCES
+    tokens: int = LOOKED_TOKENS
+    hits: list[tuple[Sequence, Hit]] = field(default_factory=list)
+
+    @property
+    def spent(self) -> bool:
+        return self.passes < 0 or self.sequences <= 0
+
+    def allow(self, sequence: Sequence) -> bool:
+        return self.tokens > 0 or len(sequence.tokens) <= SHORT
+
+
 class _Draft:
     """A plan in the making, and the token and block budgets that remain."""
 
@@ -139,6 +177,12 @@ class _Draft:
         # the running prefills that the rows up to the starts do not end: the tokens that each lacks
         self.cut: dict[Sequence, int] = {}
         self.lacking = 0  # units for these tokens
+        self.looks = _Looks()
+        # of those of which the cache has nothing, and of those that delay an entry whatever it has
+        self._uncached, self._delaying = _Bar(), _Bar()
+        # by the first block of a prompt that is being computed: its sequences, and the tokens that
+        # each has
+        self._leaders: dict[bytes, list[tuple[Sequence, int]]] = {}
         self.reserved = Reservations(state.cache.pool.units - state.margin, self._holders)
         # whether one waits for tokens of which the steps in flight compute the last
         self.awaits_flight = False
@@ -155,6 +199,7 @@ class _Draft:
             tuple(self.admitted),
             tuple(self.preempted),
             tuple(self.reserved.sequences),
+            tuple(self.looks.hits),
         )
 
     def bound_prefills(self, prefills: list[Sequence]) -> None:
@@ -265,54 +310,73 @@ class _Draft:
         state = self.state
         if self.preempted or not self.tokens:
             return
-        computing = {self.cache.next_block(s, s.computed) for s in state.running if _prefills(s)}
+        for sequence in filter(_prefills, state.running):
+            self._lead(sequence, sequence.computed)
         blocked: set[int] = set()
         cached: dict[int, int] = {}
-        passed, tokens, longer = 0, PASSED_TOKENS, RESERVATIONS
         for sequence in state.policy.candidates(blocked, cached):
-            if self._ends_admission(passed):
+            if self._ends_admission():
                 return
-            passed += 1
-            if self._delays_an_entry(sequence):
+            self.looks.passes -= 1
+            if self._is_stopped(sequence):
                 blocked.add(sequence.id)
+            elif self._waits_for_sibling(sequence) or self._waits_for_block(sequence):
                 continue
-            length = len(sequence.tokens) if len(sequence.tokens) > SHORT else 0
-            if self._waits_for_sibling(sequence) or (length > tokens and not longer):
-                continue
-            candidate = self._candidate(sequence)
-            start = candidate.admission.start
-            if not self._waits_for_block(candidate.admission, computing):
-                if self._may_start(candidate):
-                    self._start(candidate)
-                    cached[sequence.id] = start
-                    if candidate.admission.source is AdmissionSource.PREFIX:
-                        computing.add(self.cache.next_block(sequence, start))
-                    passed -= 1
-                    continue
+            elif not self.looks.allow(sequence):
+                if sequence.preemptions:
+                    return  # what it needs is reserved before anything starts behind it
+            elif (start := self._start_or_reserve(sequence)) is None:
                 blocked.add(sequence.id)
-                self._reserve(candidate)
-            if length <= tokens:
-                tokens -= length
             else:
-                longer -= 1
+                cached[sequence.id] = start
 
-    def _delays_an_entry(self, sequence: Sequence) -> bool:
-        """Whether it cannot start whatever the prefix cache has of it, which is then not asked."""
-        if not self.reserved or sequence.preemptions:
+    def _start_or_reserve(self, sequence: Sequence) -> int | None:
+        """Start it where it may start; the tokens that it found. Else keep what was found, and
+        blocks for an entry.
+        """
+        candidate = self._candidate(sequence)
+        if self._may_start(candidate):
+            self._start(candidate)
+            self.looks.passes += 1
+            return candidate.admission.start
+        self.looks.sequences -= 1
+        if len(self.state.siblings[sequence.request.id]) == 1 and self.cache.has_none(sequence):
+            self._uncached.lower(sequence)
+        if (hit := candidate.admission.hit) is not None:
+            self.looks.hits.append((sequence, hit))
+        self._reserve(candidate)
+        return None
+
+    def _is_stopped(self, sequence: Sequence) -> bool:
+        """Whether it certainly cannot start, and gets no reservation: it is not looked up."""
+        if sequence.preemptions or self._takes_entry(sequence):
             return False
+        if self._delaying.stops(sequence):
+            return True
+        alone = len(self.state.siblings[sequence.request.id]) == 1
+        if alone and self._uncached.stops(sequence) and self.cache.has_none(sequence):
+            return True
         claim = Claim(0, self.cache.most_units(sequence), sequence.limit - len(sequence.tokens))
-        return not self.reserved.leave(claim, self._room)
+        if self.reserved.leave(claim, self._room):
+            return False
+        self._delaying.lower(sequence)
+        return True
 
     def _reserve(self, candidate: _Candidate) -> None:
         """Keep blocks for the head, the first that cannot start, and for preempted sequences."""
-        sequence, entries = candidate.admission.sequence, len(self.reserved)
-        if not entries or (sequence.preemptions and entries < RESERVATIONS):
+        sequence = candidate.admission.sequence
+        if self._takes_entry(sequence):
             self.reserved.add(sequence, self._claim(candidate), self.state.step)
 
-    def _ends_admission(self, passed: int) -> bool:
+    def _takes_entry(self, sequence: Sequence) -> bool:
+        """Whether it gets a reservation if it cannot start."""
+        entries = len(self.reserved)
+        return not entries or (sequence.preemptions > 0 and entries < RESERVATIONS)
+
+    def _ends_admission(self) -> bool:
         places = self.slots - (self.early if self.reserved else 0)
         full = bool(self.reserved) and self._room < len(self.cache.groups)
-        return not self.tokens or passed == PASSED_SEQUENCES or places <= 0 or full
+        return not self.tokens or self.looks.spent or places <= 0 or full
 
     @property
     def _room(self) -> int:
@@ -333,6 +397,8 @@ class _Draft:
         sequence, start = admission.sequence, admission.start
         if self.reserved:
             self.reserved.start(self._claim(candidate))
+        # An entry that must now start later is no bar to those that end before it.
+        self._uncached, self._delaying = _Bar(), _Bar()
         missing = len(sequence.tokens) - start
         count = min(missing, self.tokens)
         self.slots -= 1
@@ -341,6 +407,8 @@ class _Draft:
         self._claimed_units.update(candidate.claimed)
         self.admitted.append(admission)
         self.starts.append(Row(sequence, start, count, count == missing))
+        if admission.source is AdmissionSource.PREFIX:
+            self._lead(sequence, start)
 
     def _candidate(self, sequence: Sequence) -> _Candidate:
         claimed: list[int] = []
@@ -354,11 +422,24 @@ class _Draft:
             start_units = len(self.cache.groups) if shared % self.cache.block_size else 0
         else:
             hit = self.cache.hit(sequence)
+            self.looks.tokens -= hit.walked
             admission = Admission(sequence, AdmissionSource.PREFIX, hit.tokens, None, hit)
-            claimed = [u for u in self.cache.evictable(hit) if u not in self._claimed_units]
+            if self._counts_units(sequence, hit):
+                claimed = [u for u in self.cache.evictable(hit) if u not in self._claimed_units]
             start_units = len(claimed)
         need = start_units + self.cache.growth(sequence, admission.start)
         return _Candidate(admission, claimed, start_units, need)
+
+    def _counts_units(self, sequence: Sequence, hit: Hit) -> bool:
+        """Whether the units that the hit claims decide anything: not where it lacks blocks without
+        them, and gets no reservation. To go through them is charged but for an entry.
+        """
+        if self._takes_entry(sequence):
+            return True
+        if self.cache.growth(sequence, hit.tokens) > self._room:
+            return False
+        self.looks.tokens -= hit.tokens
+        return True
 
     def _fork_source(self, sequence: Sequence, shared: int) -> Sequence | None:
         """A running sibling that holds the prompt's blocks.
@@ -391,28 +472,45 @@ class _Draft:
         starting = any(a.sequence.request is sequence.request for a in self.admitted)
         return starting or any(s.computed < shared for s in running)
 
-    def _waits_for_block(self, admission: Admission, computing: set[bytes | None]) -> bool:
-        """Whether a running sequence is computing the first block that the cached prefix lacks."""
-        if admission.source is not AdmissionSource.PREFIX or admission.sequence.scores_prompt:
+    def _lead(self, sequence: Sequence, start: int) -> None:
+        """Note the block that it computes next, unless the cache has it."""
+        block = self.cache.next_block(sequence, start)
+        if block is None or self.cache.has(block):
+            return
+        first = self.cache.next_block(sequence, 0)
+        if first is not None:
+            self._leaders.setdefault(first, []).append((sequence, start))
+
+    def _waits_for_block(self, sequence: Sequence) -> bool:
+        """Whether one that runs is computing a block of its prompt, and has all those before it.
+
+        The cache is not looked up: the digest of a block stands for all tokens up to its end.
+        """
+        if not self._leaders or sequence.host or sequence.scores_prompt:
             return False
-        sequence = admission.sequence
-        block = self.cache.next_block(sequence, admission.start, keep=1)
-        if block is None or block not in computing:
+        if self._fork_source(sequence, sequence.prompt_len - 1) is not None:
             return False
+        first = self.cache.next_block(sequence, 0, keep=1)
+        leaders = [
+            leader
+            for leader, start in self._leaders.get(first or b"", ())
+            if self._shares_block(leader, sequence, start)
+        ]
         self.awaits_flight |= any(
-            s.steps_in_flight
-            and self.cache.next_block(s, s.computed) == block
-            and self._gives_all(s, sequence)
-            for s in self.state.running
+            s.steps_in_flight and self._gives_all(s, sequence) for s in leaders
         )
-        return True
+        return bool(leaders)
+
+    def _shares_block(self, leader: Sequence, sequence: Sequence, start: int) -> bool:
+        """Whether both have the same tokens up to the end of the block that holds ``start``."""
+        block = self.cache.next_block(sequence, start, keep=1)
+        return block is not None and block == self.cache.next_block(leader, start)
 
     def _gives_all(self, leader: Sequence, sequence: Sequence) -> bool:
         """Whether the sequence shares no block with the leader that this computes after the steps
         in flight.
         """
-        block = self.cache.next_block(sequence, leader.planned_length, keep=1)
-        return block is None or block != self.cache.next_block(leader, leader.planned_length)
+        return not self._shares_block(leader, sequence, leader.planned_length)
 
     # -- what a sequence takes beside those with reservations
 

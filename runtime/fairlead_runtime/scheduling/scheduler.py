@@ -174,6 +174,9 @@ class Scheduler:
         for sequence in plan.blocked:
             if sequence.blocked_since is None:
                 sequence.blocked_since = plan.step
+        for sequence, hit in plan.looks:
+            if sequence.status is Status.PENDING:
+                cache.remember(sequence, hit)
         for preemption in plan.preempted:
             self._preempt(preemption, work)
         # Take references before new blocks: taking must not evict the blocks that are shared here.

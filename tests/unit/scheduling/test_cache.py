@@ -3,7 +3,9 @@
 import dataclasses
 import gc
 import hashlib
+import random
 import sys
+import tracemalloc
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +17,14 @@ from fairlead_runtime.cache import prefix
 from fairlead_runtime.cache.blocks import BlockPool, PoolError
 from fairlead_runtime.cache.offload import HostPool
 from fairlead_runtime.cache.paged import PagedCache
-from fairlead_runtime.cache.prefix import DIGEST, digests, extend_chain, longest_hit, root
+from fairlead_runtime.cache.prefix import (
+    DIGEST,
+    digests,
+    extend_chain,
+    leading_units,
+    longest_hit,
+    root,
+)
 from fairlead_runtime.request.sequence import Request, SamplingParams, Sequence
 from fairlead_runtime.sizing.groups import NULL, LayerGroup, group_layers, layers_per_unit
 from support.full import LONG_FORM
@@ -288,7 +297,9 @@ def test_the_longest_hit_is_one_that_every_group_can_continue_from(
     pool = BlockPool(10, 2)
     for i, (_, present) in enumerate(kinds):
         add_cached_blocks(pool, i, hashes, present)
-    tables = longest_hit(pool, groups, 4, hashes)
+    packed, known = b"".join(hashes), [[] for _ in groups]
+    leading = leading_units(pool, groups, packed, len(hashes), known)
+    tables = longest_hit(pool, groups, 4, packed, len(hashes), leading)
     for group, table in zip(groups, tables, strict=True):
         first = group.first_block(4 * length, 4)
         assert table == [NULL] * first + [
@@ -422,3 +433,36 @@ def test_without_sharing_nothing_is_hashed_or_kept() -> None:
     cache.release(compute(cache, make_sequence(9), 8))
     assert not cache.pool.cached
     assert not dataclasses.replace(make_sequence(9)).hashes
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 6), (6, None), (6,)])
+@pytest.mark.parametrize("losses", [0, 4096])
+def test_a_look_that_starts_from_the_last_finds_what_a_new_one_finds(
+    windows: tuple[int | None, ...], losses: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prefixes of one prompt are computed, and blocks evicted in any order."""
+    monkeypatch.setattr("fairlead_runtime.cache.blocks.LOSSES", losses)
+    rng, cache, found = random.Random(1), make_cache(windows, blocks=12), set()
+    waiting = make_sequence(30, i=100)
+    for i in range(60):
+        length = rng.randrange(6, 34)
+        cache.release(compute(cache, make_sequence(length, i=i), length - 1))
+        for unit in rng.sample(list(cache.pool.cached), k=len(cache.pool.cached) // 4):
+            cache.pool.forget(unit)
+        hit = cache.hit(waiting)
+        assert hit.tables == cache.hit(make_sequence(30, i=200)).tables
+        cache.remember(waiting, hit)
+        found.add(hit.tokens)
+        assert cache.hit(waiting).walked == 0 or not hit.tokens
+    assert len(found) > 3
+
+
+def test_a_prompt_of_which_nothing_is_cached_is_not_unpacked() -> None:
+    cache, sequence = make_cache(), make_sequence(40_000)
+    cache.hit(sequence)  # makes its hashes
+    tracemalloc.start()
+    try:
+        cache.hit(sequence)
+        assert tracemalloc.get_traced_memory()[1] < 10_000
+    finally:
+        tracemalloc.stop()

@@ -11,7 +11,7 @@ import pytest
 
 from fairlead_runtime.request.sequence import Failure, Request, SamplingParams, Sequence
 from fairlead_runtime.scheduling import Limits, Plan, Result, Scheduler
-from fairlead_runtime.scheduling.planner import PASSED_SEQUENCES
+from fairlead_runtime.scheduling.planner import LOOKED_SEQUENCES
 from fairlead_runtime.scheduling.reservations import ACCRUAL_STEPS
 from fairlead_runtime.sizing.groups import group_layers
 from support.full import LONG_FORM
@@ -266,7 +266,7 @@ def test_under_fair_a_blocked_tenant_stops_no_other_while_the_reservation_grows(
     s = scheduler(policy="fair", num_blocks=100, max_model_len=1600)
     s.add(request("run", 160, 500, tenant="a"))
     next(steps(s))
-    for i in range(PASSED_SEQUENCES - 1):
+    for i in range(LOOKED_SEQUENCES - 1):
         s.add(request(f"big{i}", 1500, 20, tenant="a"))
     s.add(request("guest", 40, 400, tenant="b"))
     plan = next(steps(s))
@@ -407,3 +407,54 @@ def test_after_a_preemption_small_requests_start_and_the_victim_as_early_as_with
     waited, start = run(25)
     assert waited == [0] * 25
     assert start == run(0)[1]
+
+
+@pytest.mark.parametrize("policy", ["fifo", "fair"])
+def test_no_number_of_long_prompts_hides_a_short_one(policy: str) -> None:
+    """Half of the cache is free; 300 prompts that do not fit in it come before a short one."""
+    s = scheduler(policy=policy, num_blocks=1000, max_model_len=16_000, allow_block_sharing=False)
+    s.add(request("run", 8000, 5000))
+    next(steps(s))
+    for i in range(300):
+        s.add(request(f"long{i}", 9000, 100))
+    s.add(request("short", 50, 10))
+    assert names(next(steps(s))) == ["short"]
+
+
+def test_those_that_wait_for_a_block_hide_nobody_behind_them() -> None:
+    """A document is computed for 200 steps, and twelve requests that share it wait for it."""
+    s = scheduler(max_batch_tokens=256, num_blocks=40_000, max_model_len=200_000)
+    document = tuple(range(50_000))
+    s.add(request("leader", document, 10))
+    next(steps(s))
+    for i in range(12):
+        s.add(request(f"waiter{i}", (*document, i), 10))
+    s.add(request("long", 120_000, 10))
+    run = steps(s)
+    assert names(next(run)) == ["long"]
+    assert [names(next(run)) for _ in range(3)] == [[], [], []]
+
+
+class CountingIndex(dict[bytes, int]):
+    looks = 0
+
+    def get(self, key: bytes, default: object = None) -> object:  # type: ignore[override]
+        self.looks += 1
+        return super().get(key, default)
+
+
+def test_a_step_looks_up_only_blocks_that_are_new_to_a_sequence_that_waits() -> None:
+    s = scheduler(num_blocks=2_800, max_model_len=44_800)
+    prompt = tuple(range(20_000))
+    s.add(request("run", prompt, 900))
+    run = steps(s)
+    next(run)
+    for i in range(3):
+        s.add(request(f"wait{i}", (*prompt[:19_000], *[30_000 + i] * 25_000), 500))
+    next(run)
+    index = CountingIndex(s.state.cache.pool._index[0])
+    s.state.cache.pool._index[0] = index
+    for _ in range(40):
+        next(run)
+    assert s.waiting[0].request.id == "wait0"
+    assert index.looks <= 40 * 3 * 4
