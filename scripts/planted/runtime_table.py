@@ -3374,6 +3374,14 @@ BUGS = (
         ("unit/scheduling/test_scheduler.py",),
     ),
     PackageBug(
+        "an entry waits for every older one to start",
+        "fairlead_runtime.scheduling.reservations:Reservations._is_early",
+        "steps <= moment or moment + claim.steps <= steps or claim.most <= spare",
+        "steps <= moment",
+        ("unit/scheduling/test_fairness.py",),
+        quick="test_behind_a_preempted_sequence_younger_ones_do_not_delay_a_large_one",
+    ),
+    PackageBug(
         "a tenant pays for cached tokens",
         "fairlead_runtime.scheduling.policies:Fair.on_admission",
         "self._start_cost(sequence, sequence.computed)",

@@ -37,7 +37,7 @@ class Outcome:
     finishes: dict[tuple[str, int], FinishReason] = field(default_factory=dict)
 
 
-RESERVATIONS = 4
+RESERVATIONS = 4  # of preempted sequences
 
 
 class Flight(NamedTuple):
@@ -277,7 +277,8 @@ class ScenarioRun:
         if decodes and bound and limits.policy != "prefill_first":
             prefills = sum(not _is_decode(s) for s in scheduler.running)
             heads = prefills + min(self.slots, len(scheduler.waiting))
-            if tokens > bound * max(heads, decodes) // decodes:
+            left = len(plan.preempted)  # each leaves the token of its own decode
+            if tokens > bound * max(heads, decodes) // decodes + left:
                 raise RunError(f"{tokens} tokens of prompts beside {decodes} decodes")
         elif tokens < limits.max_batch_tokens - decodes and not plan.preempted:
             if any(not row.samples for row in prompts):
@@ -608,8 +609,14 @@ class Recount:
             self.holders.append(sequence)
             self.slots -= 1
             self.runs += 1
-        elif not self.entries or (sequence.preemptions and len(self.entries) < RESERVATIONS):
+        elif self._becomes_entry(sequence):
             self.entries.append(Entry(sequence, need, steps))
+
+    def _becomes_entry(self, sequence: Sequence) -> bool:
+        victims = [entry for entry in self.entries if entry.sequence.preemptions]
+        if sequence.preemptions:
+            return len(victims) < RESERVATIONS
+        return victims == self.entries
 
     def _expect(self, sequence: Sequence, *, starts: bool) -> None:
         if starts != (sequence.id in self.started):
@@ -640,10 +647,7 @@ class Recount:
             for s in self.holders
         ]
         ends += [(0, self._most(s)) for s in self.run_.scheduler.state.ended.values()]
-        at = 0
-        for entry in self.entries:
-            at, spare = self._latest_start(entry, ends, at)
-            ends.append((at + entry.steps, self._most(entry.sequence)))
+        for entry, at, spare in self._entry_starts(ends):
             if steps > at and most > spare:
                 waited = self.plan.step - self.run_.blocked_since.get(
                     entry.sequence.id, self.plan.step
@@ -652,18 +656,38 @@ class Recount:
                 due += entry.need * share // 16
         return due
 
-    def _latest_start(
-        self, entry: Entry, ends: list[tuple[int, int]], earliest: int
-    ) -> tuple[int, int]:
-        """The first moment, when the older ones have started, at which it fits beside those that
-        have not reached their limit, and the units that are left then.
+    def _entry_starts(self, ends: list[tuple[int, int]]) -> list[tuple[Entry, int, int]]:
+        """Of each entry: the first moment at which it delays no older one and its need fits beside
+        all that have not reached their limit, and the units that are left then.
         """
-        moments = {max(step, earliest) for step, _ in ends}
-        for at in sorted(moments):
-            left = self.cache.pool.units - sum(units for step, units in ends if step > at)
-            if left >= entry.need + self.reserve:
-                return at, left - entry.need - self.reserve
-        return max(moments), 0
+        starts: dict[Entry, int] = {}
+        crowded: set[Entry] = set()  # they fit only when nothing else runs
+
+        def free(at: int, besides: Entry) -> int:
+            """Units beside one entry that others do not have at its start or at a moment."""
+            units = self.cache.pool.units - self.reserve - besides.need
+            units -= sum(most for end, most in ends if end > at)
+            entries = list(starts)
+            rank = entries.index(besides) if besides in starts else len(entries)
+            for i, entry in enumerate(entries):
+                first, end = starts[entry], starts[entry] + entry.steps
+                if i != rank and (first < at or (first == at and i < rank)) and at < end:
+                    units -= self._most(entry.sequence)
+            return units
+
+        def fits(entry: Entry, at: int) -> bool:
+            late = [o for o, start in starts.items() if at < start < at + entry.steps]
+            most = self._most(entry.sequence)
+            beside = all(o not in crowded and free(starts[o], o) >= most for o in late)
+            return free(at, entry) >= 0 and beside
+
+        for entry in self.entries:
+            moments = {end for end, _ in ends} | {at + o.steps for o, at in starts.items()}
+            fitting = [at for at in sorted(moments) if fits(entry, at)]
+            if not fitting:
+                crowded.add(entry)
+            starts[entry] = fitting[0] if fitting else max(moments)
+        return [(o, at, 0 if o in crowded else free(at, o)) for o, at in starts.items()]
 
     def _most(self, sequence: Sequence) -> int:
         size, chunk = self.limits.block_size, self.limits.max_batch_tokens

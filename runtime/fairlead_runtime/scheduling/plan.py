@@ -109,8 +109,8 @@ class Plan:
     rows: tuple[Row, ...]
     admitted: tuple[Admission, ...] = ()
     preempted: tuple[Preemption, ...] = ()
-    # those with reservations, in the policy's order: the first that cannot start for want of
-    # blocks, whose reservation grows from its first such step, and preempted ones
+    # those with reservations, in the policy's order: the first that was never preempted and cannot
+    # start for want of blocks, whose reservation grows from its first such step, and preempted ones
     blocked: tuple[Sequence, ...] = ()
     # what the cache has of sequences that go on waiting
     looks: tuple[tuple[Sequence, Hit], ...] = ()

@@ -20,7 +20,7 @@ from fairlead_runtime.scheduling.plan import (
     Row,
 )
 from fairlead_runtime.scheduling.policies import Fifo
-from fairlead_runtime.scheduling.reservations import RESERVATIONS, Claim, Hold, Reservations
+from fairlead_runtime.scheduling.reservations import Claim, Hold, Reservations
 
 # One step passes over at most so many waiting sequences, and of these looks up so many.
 PASSED_SEQUENCES = 1024
@@ -349,7 +349,7 @@ class _Draft:
 
     def _is_stopped(self, sequence: Sequence) -> bool:
         """Whether it certainly cannot start, and gets no reservation: it is not looked up."""
-        if sequence.preemptions or self._takes_entry(sequence):
+        if sequence.preemptions or self.reserved.takes(sequence):
             return False
         if self._delaying.stops(sequence):
             return True
@@ -365,13 +365,8 @@ class _Draft:
     def _reserve(self, candidate: _Candidate) -> None:
         """Keep blocks for the head, the first that cannot start, and for preempted sequences."""
         sequence = candidate.admission.sequence
-        if self._takes_entry(sequence):
+        if self.reserved.takes(sequence):
             self.reserved.add(sequence, self._claim(candidate), self.state.step)
-
-    def _takes_entry(self, sequence: Sequence) -> bool:
-        """Whether it gets a reservation if it cannot start."""
-        entries = len(self.reserved)
-        return not entries or (sequence.preemptions > 0 and entries < RESERVATIONS)
 
     def _ends_admission(self) -> bool:
         places = self.slots - (self.early if self.reserved else 0)
@@ -434,7 +429,7 @@ class _Draft:
         """Whether the units that the hit claims decide anything: not where it lacks blocks without
         them, and gets no reservation. To go through them is charged but for an entry.
         """
-        if self._takes_entry(sequence):
+        if self.reserved.takes(sequence):
             return True
         if self.cache.growth(sequence, hit.tokens) > self._room:
             return False

@@ -11,7 +11,7 @@ from fairlead_runtime.request.sequence import Sequence
 
 # Steps after which the whole need of a blocked sequence is reserved.
 ACCRUAL_STEPS = 16
-# The sequences with a reservation, at most: each costs a step a walk over all that run.
+# The preempted sequences with a reservation, at most: each costs a step a walk over all that run.
 RESERVATIONS = 4
 
 Hold = tuple[int, int]  # steps after which a sequence has certainly ended, and its most units
@@ -26,9 +26,10 @@ class Claim(NamedTuple):
 
 
 class Reservations:
-    """One step's list, in the policy's order: the first sequence that cannot start for want of
-    blocks, the head, and the preempted ones that cannot. ``units`` are those of the cache beyond
-    the margin; ``holders`` lists what runs, with what starts in this step.
+    """One step's list, in the policy's order: the head, which is the first sequence that was never
+    preempted and cannot start for want of blocks, and the preempted ones that cannot. ``units`` are
+    those of the cache beyond the margin; ``holders`` lists what runs, with what starts in this
+    step.
     """
 
     def __init__(self, units: int, holders: Callable[[], list[Hold]]) -> None:
@@ -37,13 +38,20 @@ class Reservations:
         self._running = holders
         self._claims: list[Claim] = []
         self._reserved: list[int] = []
+        self._preempted = 0  # entries
         # By entry, once asked for: the steps after which it can start at the latest, and the units
         # that are then left beside it.
         self._starts: list[tuple[int, int]] = []
-        self._holders: list[Hold] = []  # of what runs and of the entries in ``_starts``, by steps
+        self._holders: list[Hold] = []  # of what runs, by steps
 
     def __len__(self) -> int:
         return len(self.sequences)
+
+    def takes(self, sequence: Sequence) -> bool:
+        """Whether it becomes an entry if it cannot start."""
+        if sequence.preemptions:
+            return self._preempted < RESERVATIONS
+        return self._preempted == len(self.sequences)
 
     def add(self, sequence: Sequence, claim: Claim, step: int) -> None:
         """Append a sequence that cannot start. A preempted one has its whole need reserved at once;
@@ -52,6 +60,7 @@ class Reservations:
         since = step if sequence.blocked_since is None else sequence.blocked_since
         waited = ACCRUAL_STEPS if sequence.preemptions else min(step - since, ACCRUAL_STEPS)
         self.sequences.append(sequence)
+        self._preempted += sequence.preemptions > 0
         self._claims.append(claim)
         self._reserved.append(claim.need * waited // ACCRUAL_STEPS)
 
@@ -84,23 +93,38 @@ class Reservations:
         if not self._starts:
             self._holders = sorted(self._running())
         for claim in self._claims[len(self._starts) :]:
-            earliest = self._starts[-1][0] if self._starts else 0
-            steps, spare = self._latest_start(claim.need, earliest)
-            self._starts.append((steps, spare))
-            insort(self._holders, (steps + claim.steps, claim.most))
+            start, spare = self._latest_start(claim)
+            for at, (steps, left) in enumerate(self._starts):
+                if start < steps < start + claim.steps:
+                    self._starts[at] = steps, left - claim.most
+            self._starts.append((start, spare))
         return self._starts
 
-    def _latest_start(self, need: int, earliest: int) -> tuple[int, int]:
-        """Every holder is taken to reach its limit and to share no block, and entries to start in
-        their order.
+    def _latest_start(self, claim: Claim) -> tuple[int, int]:
+        """The first moment at which its need is free and its start delays no older entry: it ends
+        before that one starts, or fits beside it. Every holder is taken to reach its limit and to
+        share no block.
         """
-        room = self._units - need - sum(units for _, units in self._holders)
-        last = len(self._holders) - 1
-        steps = earliest
-        for at, (end, units) in enumerate(self._holders):
-            room += units
-            steps = max(end, earliest)
-            if room >= 0 and (at == last or self._holders[at + 1][0] > steps):
-                return steps, room
+        older = [
+            (start, start + c.steps, c.most)
+            for c, (start, _) in zip(self._claims, self._starts, strict=False)
+        ]
+        moments = sorted({end for end, _ in self._holders} | {end for _, end, _ in older})
+        room = self._units - claim.need - sum(units for _, units in self._holders)
+        at = 0
+        for moment in moments:
+            while at < len(self._holders) and self._holders[at][0] <= moment:
+                room += self._holders[at][1]
+                at += 1
+            spare = room - sum(most for start, end, most in older if start <= moment < end)
+            if spare >= 0 and self._is_early(claim, moment):
+                return moment, spare
         # It fits only without the margin, when nothing else runs.
-        return steps, 0
+        return moments[-1] if moments else 0, 0
+
+    def _is_early(self, claim: Claim, moment: int) -> bool:
+        """Whether one that starts at this moment delays no entry that starts later."""
+        return all(
+            steps <= moment or moment + claim.steps <= steps or claim.most <= spare
+            for steps, spare in self._starts
+        )

@@ -458,3 +458,27 @@ def test_a_step_looks_up_only_blocks_that_are_new_to_a_sequence_that_waits() -> 
         next(run)
     assert s.waiting[0].request.id == "wait0"
     assert index.looks <= 40 * 3 * 4
+
+
+def preempted(s: Scheduler, name: str, prompt: int, output: int) -> Sequence:
+    """A sequence that waits as after a preemption."""
+    sequence = s.add(request(name, prompt, output))[0]
+    sequence.preemptions, s._preempted_tokens = 1, s._preempted_tokens + prompt
+    return sequence
+
+
+def test_behind_a_preempted_sequence_younger_ones_do_not_delay_a_large_one() -> None:
+    """The preempted one waits for an old sequence of 600 steps, the large one for a short one of
+    20; small ones that end before the old one come in every step.
+    """
+    s = scheduler(num_blocks=100, block_size=64, max_model_len=6400, allow_block_sharing=False)
+    s.add(request("old", 20 * 64, 600))
+    s.add(request("short", 38 * 64, 20))
+    run = steps(s)
+    next(run)
+    preempted(s, "preempted", 84 * 64 - 20, 10)
+    s.add(request("large", 58 * 64 - 20, 10))
+    small = {i: request(f"small{i}", 130, 200) for i in range(30)}
+    waited = waits(s, small, 30)
+    assert sum(wait == 0 for wait in waited.values()) > 5, "they start while it waits"
+    assert not [x for x in s.waiting if x.request.id == "large"], "as without them"
