@@ -302,22 +302,22 @@ BUGS = (
     Bug(
         "nobody gets a reservation",
         "fairlead_runtime.scheduling.reservations:Reservations.takes",
-        "return self._preempted == len(self.sequences)",
-        "return False",
+        "self._preempted == len(self.sequences)",
+        "False",
         3,
     ),
     Bug(
         "a preempted sequence behind a head gets no reservation",
         "fairlead_runtime.scheduling.reservations:Reservations.takes",
-        "return self._preempted < RESERVATIONS",
-        "return not self.sequences",
+        "return sequence.preemptions > 0 or",
+        "return",
         10_000,
     ),
     Bug(
         "every blocked sequence is a head",
         "fairlead_runtime.scheduling.reservations:Reservations.takes",
-        "return self._preempted == len(self.sequences)",
-        "return len(self.sequences) < RESERVATIONS",
+        "self._preempted == len(self.sequences)",
+        "len(self.sequences) < RESERVATIONS",
         10_000,
     ),
     Bug(
@@ -372,8 +372,8 @@ BUGS = (
     Bug(
         "behind a preempted sequence nobody is a head",
         "fairlead_runtime.scheduling.reservations:Reservations.takes",
-        "return self._preempted == len(self.sequences)",
-        "return not self.sequences",
+        "self._preempted == len(self.sequences)",
+        "not self.sequences",
         10_000,
     ),
     Bug(

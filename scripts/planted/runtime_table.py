@@ -3374,6 +3374,14 @@ BUGS = (
         ("unit/scheduling/test_scheduler.py",),
     ),
     PackageBug(
+        "a fifth preempted sequence has nothing reserved",
+        "fairlead_runtime.scheduling.reservations:Reservations.add",
+        "            self._further.append(claim.need)\n",
+        "",
+        ("unit/scheduling/test_fairness.py",),
+        quick="test_preempted_sequences_beyond_the_fourth_have_their_needs_reserved",
+    ),
+    PackageBug(
         "an entry waits for every older one to start",
         "fairlead_runtime.scheduling.reservations:Reservations._is_early",
         "steps <= moment or moment + claim.steps <= steps or claim.most <= spare",

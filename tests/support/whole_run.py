@@ -37,7 +37,7 @@ class Outcome:
     finishes: dict[tuple[str, int], FinishReason] = field(default_factory=dict)
 
 
-RESERVATIONS = 4  # of preempted sequences
+RESERVATIONS = 4  # of preempted sequences; of more only the needs count
 
 
 class Flight(NamedTuple):
@@ -510,6 +510,7 @@ class Recount:
         self.tokens = self._prompt_tokens(decodes)
         self._serve_prefills()
         self.entries: list[Entry] = []
+        self.further: list[int] = []  # needs of preempted ones beyond these
 
     def _prompt_tokens(self, decodes: list[Row]) -> int:
         """The tokens of this step for prompts, running and starting ones."""
@@ -611,6 +612,8 @@ class Recount:
             self.runs += 1
         elif self._becomes_entry(sequence):
             self.entries.append(Entry(sequence, need, steps))
+        elif sequence.preemptions:
+            self.further.append(need)
 
     def _becomes_entry(self, sequence: Sequence) -> bool:
         victims = [entry for entry in self.entries if entry.sequence.preemptions]
@@ -654,7 +657,18 @@ class Recount:
                 )
                 share = 16 if entry.sequence.preemptions else min(waited, 16)
                 due += entry.need * share // 16
+        if self.further and steps > self._first_room(min(self.further), ends):
+            due += sum(self.further)
         return due
+
+    def _first_room(self, need: int, ends: list[tuple[int, int]]) -> int:
+        """The first moment at which so many units are free beside what runs."""
+        units = self.cache.pool.units - self.reserve
+        moments = sorted(at for at, _ in ends)
+        rooms = [units - sum(most for end, most in ends if end > at) for at in moments]
+        return next(
+            (at for at, room in zip(moments, rooms, strict=True) if room >= need), moments[-1]
+        )
 
     def _entry_starts(self, ends: list[tuple[int, int]]) -> list[tuple[Entry, int, int]]:
         """Of each entry: the first moment at which it delays no older one and its need fits beside

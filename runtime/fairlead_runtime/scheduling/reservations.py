@@ -11,7 +11,8 @@ from fairlead_runtime.request.sequence import Sequence
 
 # Steps after which the whole need of a blocked sequence is reserved.
 ACCRUAL_STEPS = 16
-# The preempted sequences with a reservation, at most: each costs a step a walk over all that run.
+# The preempted sequences whose own start is known, at most: each costs a step a walk over all that
+# run.
 RESERVATIONS = 4
 
 Hold = tuple[int, int]  # steps after which a sequence has certainly ended, and its most units
@@ -39,6 +40,8 @@ class Reservations:
         self._claims: list[Claim] = []
         self._reserved: list[int] = []
         self._preempted = 0  # entries
+        self._further: list[int] = []  # the needs of preempted ones beyond these
+        self._further_start: int | None = None  # before which none of them can start
         # By entry, once asked for: the steps after which it can start at the latest, and the units
         # that are then left beside it.
         self._starts: list[tuple[int, int]] = []
@@ -49,14 +52,17 @@ class Reservations:
 
     def takes(self, sequence: Sequence) -> bool:
         """Whether it becomes an entry if it cannot start."""
-        if sequence.preemptions:
-            return self._preempted < RESERVATIONS
-        return self._preempted == len(self.sequences)
+        return sequence.preemptions > 0 or self._preempted == len(self.sequences)
 
     def add(self, sequence: Sequence, claim: Claim, step: int) -> None:
         """Append a sequence that cannot start. A preempted one has its whole need reserved at once;
-        of another the reservation grows from its first step in the list on.
+        of another the reservation grows from its first step in the list on. Of preempted ones
+        beyond RESERVATIONS only the needs count.
         """
+        if sequence.preemptions and self._preempted == RESERVATIONS:
+            self._further.append(claim.need)
+            self._further_start = None
+            return
         since = step if sequence.blocked_since is None else sequence.blocked_since
         waited = ACCRUAL_STEPS if sequence.preemptions else min(step - since, ACCRUAL_STEPS)
         self.sequences.append(sequence)
@@ -68,14 +74,17 @@ class Reservations:
         """Whether a sequence may start in ``room`` free units beside every entry.
 
         Of each entry one of three must hold: what is reserved for it by now is free afterwards, the
-        sequence certainly ends before the entry can start, or it fits beside the entry even then.
+        sequence certainly ends before the entry can start, or it fits beside the entry even then;
+        of further preempted ones one of the first two.
         """
         room -= claim.need
-        if room >= sum(self._reserved):
+        if room >= sum(self._reserved) + sum(self._further):
             return True
         for (steps, spare), reserved in zip(self._latest_starts(), self._reserved, strict=True):
             if claim.steps > steps and claim.most > spare:
                 room -= reserved
+        if self._further and claim.steps > self._start_of_further():
+            room -= sum(self._further)
         return room >= 0
 
     def start(self, claim: Claim) -> None:
@@ -86,6 +95,7 @@ class Reservations:
             if claim.steps > steps:
                 self._starts[at] = steps, spare - claim.most
         insort(self._holders, (claim.steps, claim.most))
+        self._further_start = None
         if any(spare < 0 for _, spare in self._starts):
             self._starts.clear()
 
@@ -121,6 +131,17 @@ class Reservations:
                 return moment, spare
         # It fits only without the margin, when nothing else runs.
         return moments[-1] if moments else 0, 0
+
+    def _start_of_further(self) -> int:
+        """The first moment at which the least of their needs is free, were there no entry."""
+        if self._further_start is None:
+            room = self._units - min(self._further) - sum(units for _, units in self._holders)
+            self._further_start = 0
+            for end, units in self._holders:
+                self._further_start = end
+                if (room := room + units) >= 0:
+                    break
+        return self._further_start
 
     def _is_early(self, claim: Claim, moment: int) -> bool:
         """Whether one that starts at this moment delays no entry that starts later."""

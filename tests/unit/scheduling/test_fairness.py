@@ -482,3 +482,18 @@ def test_behind_a_preempted_sequence_younger_ones_do_not_delay_a_large_one() -> 
     waited = waits(s, small, 30)
     assert sum(wait == 0 for wait in waited.values()) > 5, "they start while it waits"
     assert not [x for x in s.waiting if x.request.id == "large"], "as without them"
+
+
+def test_preempted_sequences_beyond_the_fourth_have_their_needs_reserved() -> None:
+    """An old sequence of 64 steps leaves 20 of 100 blocks; five preempted ones need 20 each."""
+    s = scheduler(num_blocks=100, max_model_len=1600, allow_block_sharing=False, max_requests=64)
+    s.add(request("old", 80 * 16, 64))
+    run = steps(s)
+    next(run)
+    for i in range(5):
+        preempted(s, f"preempted{i}", 304, 6)
+    s.add(request("young", 112, 128))
+    started: dict[str, int] = {}
+    for plan in run:
+        started |= dict.fromkeys(names(plan), plan.step)
+    assert [started[f"preempted{i}"] for i in range(5)] == [64] * 5
