@@ -634,8 +634,10 @@ class Recount:
 
     def _prompt_steps(self, tokens: int) -> int:
         budget = min(self.bound, self.limits.max_batch_tokens - len(self.holders))
-        most = max(1, budget - self._for_others(budget))
-        return math.ceil((tokens + sum(self.lacks.values())) / most)
+        # Not fewer than in any later step with more tokens.
+        budgets = range(budget, max(budget, 2 * self.limits.block_size) + 1)
+        least = max(1, min(tokens - self._for_others(tokens) for tokens in budgets))
+        return math.ceil((tokens + sum(self.lacks.values())) / least)
 
     def _due(self, sequence: Sequence, steps: int) -> int:
         """What is reserved for those that the sequence might delay: it neither ends before such a

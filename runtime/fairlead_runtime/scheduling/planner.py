@@ -70,6 +70,14 @@ class State:
         least = self.cache.block_size if tokens >= 2 * self.cache.block_size else 1
         return max(0, min(tokens - 1, max(least, -(-tokens // 4))))
 
+    def least_of_running(self, tokens: int) -> int:
+        """Of so many prompt tokens of a step or more, those that the running prefills have at
+        least: where the others' block first fits twice, it is half of them.
+        """
+        size, rest = self.cache.block_size, tokens - self.share_of_others(tokens)
+        halves = tokens < 2 * size and not self.policy.prefills_first
+        return max(1, min(rest, size) if halves else rest)
+
 
 def plan_step(state: State) -> Plan:
     """Decide one step. Equal states give equal plans."""
@@ -520,8 +528,8 @@ class _Draft:
         """Steps after which so many tokens are computed, and all that running prefills lack."""
         decodes = len(self.state.running) + len(self.admitted)
         budget = min(self.state.limits.max_batch_tokens - decodes, self.state.prefill_bound)
-        budget = max(1, budget - self.state.share_of_others(budget))
-        return math.ceil((sum(self.cut.values()) + tokens) / budget)
+        tokens += sum(self.cut.values())
+        return math.ceil(tokens / self.state.least_of_running(budget))
 
     def _holders(self) -> list[Hold]:
         """Of each sequence that holds blocks: the steps after which it has certainly ended, and the

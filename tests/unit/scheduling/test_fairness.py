@@ -331,8 +331,7 @@ def test_every_head_starts_within_its_bound_and_all_requests_end(policy: str, se
         assert now < 50_000
     budget = s.limits.max_batch_tokens - s.limits.max_requests
     budget = min(budget, s.limits.prefill_beside_decodes or budget)
-    budget -= s.state.share_of_others(budget)
-    bound = ACCRUAL_STEPS + longest + -(-blocks * 16 // budget)
+    bound = ACCRUAL_STEPS + longest + -(-blocks * 16 // s.state.least_of_running(budget))
     assert worst <= bound
 
 

@@ -91,7 +91,7 @@ class Run:
         self.beside = 0 if limits.policy == "prefill_first" else limits.prefill_beside_decodes
         tokens = limits.max_batch_tokens - limits.max_requests
         tokens = min(tokens, self.beside or tokens)
-        self.prompt_steps = -(-CAPACITY // (tokens - self.scheduler.state.share_of_others(tokens)))
+        self.prompt_steps = -(-CAPACITY // self.scheduler.state.least_of_running(tokens))
         self.bound = ACCRUAL_STEPS + LONGEST + self.prompt_steps
         self.blocked: Counter[int] = Counter()  # steps as the head, by sequence
         self.stopped: Counter[tuple[int, int]] = Counter()  # by sequence and who stopped it

@@ -298,3 +298,14 @@ def test_what_starts_leaves_all_running_prompts_their_blocks() -> None:
     while s.has_work:
         step(s)
     assert s.stats().preemptions == 0
+
+
+@pytest.mark.parametrize("block_size", [4, 16, 256])
+def test_a_step_with_more_tokens_never_gives_running_prompts_less_than_is_counted_on(
+    block_size: int,
+) -> None:
+    state = scheduler(0, block_size=block_size).state
+    sizes = range(1, 5 * block_size)
+    rests = [max(1, tokens - state.share_of_others(tokens)) for tokens in sizes]
+    counted = [state.least_of_running(tokens) for tokens in sizes]
+    assert counted == [min(rests[at:]) for at in range(len(rests))]
