@@ -297,7 +297,8 @@ def test_the_longest_hit_is_one_that_every_group_can_continue_from(
     pool = BlockPool(10, 2)
     for i, (_, present) in enumerate(kinds):
         add_cached_blocks(pool, i, hashes, present)
-    packed, known = b"".join(hashes), [[] for _ in groups]
+    packed = b"".join(hashes)
+    known: list[list[int]] = [[] for _ in groups]
     leading = leading_units(pool, groups, packed, len(hashes), known)
     tables = longest_hit(pool, groups, 4, packed, len(hashes), leading)
     for group, table in zip(groups, tables, strict=True):
