@@ -1870,7 +1870,7 @@ BUGS = (
     PackageBug(
         "a verdict answers only the tenant whose check it was",
         "fairlead_runtime.grammar.checker:Checker._answered",
-        "[other for other in self._checks if other[1] == key[1]]",
+        "[check for check in self._checks if check[1] == key[1]]",
         "[key]",
         ("unit/grammar/test_checker.py",),
     ),

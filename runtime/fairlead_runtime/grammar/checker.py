@@ -225,7 +225,7 @@ class Checker:
                 futures = self._end([key])
             else:
                 verdict = self._remember(key[1], checked)
-                futures = self._end([other for other in self._checks if other[1] == key[1]])
+                futures = self._end([check for check in self._checks if check[1] == key[1]])
         for future in futures:
             if checked is None:
                 future.set_exception(CheckerBusy(LOST if lost else LATE))
