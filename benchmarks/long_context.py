@@ -105,7 +105,7 @@ def calls(rounds: int, *, blocks_per_part: int) -> list[float]:
 
     def hash_prompts() -> None:
         while not stop.is_set():
-            prefix.extend_chain(bytearray(), prompt, start, BLOCK, PROMPT)
+            prefix.extend_chain(bytearray(), prompt, start, BLOCK, PROMPT, partial(time.sleep, 0))
 
     with ThreadPoolExecutor(1) as pool:
         pool.submit(hash_prompts)

@@ -189,14 +189,17 @@ class PagedCache:
             for group, table in zip(self.groups, sibling.tables, strict=True)
         )
 
-    def prompt_hashes(self, request: Request) -> bytearray:
+    def prompt_hashes(
+        self, request: Request, pause: abc.Callable[[], None] | None = None
+    ) -> bytearray:
         """The digests of the prompt's full blocks; none when blocks are not shared. Reads what
-        never changes: any thread may call it.
+        never changes: any thread may call it, with a ``pause`` for the others.
         """
         hashes = bytearray()
         if self.sharing:
             start = root(self.identity, request.salt)
-            extend_chain(hashes, request.prompt, start, self.block_size, len(request.prompt))
+            length = len(request.prompt)
+            extend_chain(hashes, request.prompt, start, self.block_size, length, pause)
         return hashes
 
     # -- changing

@@ -10,8 +10,10 @@ of asyncio, text or HTTP: it takes Requests and returns one list of ChoiceEvents
 
 import logging
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from threading import TIMEOUT_MAX
 from typing import ParamSpec, TypeVar
 
@@ -103,7 +105,8 @@ class Engine:
 
     def submit(self, request: Request, *, bounded: bool = True) -> None:
         """Queue a request. Raises QueueFull or EngineDead. Canaries pass ``bounded`` False."""
-        self._inbox.add(request, self._scheduler.prompt_hashes, bounded=bounded)
+        hash_prompt = partial(self._scheduler.prompt_hashes, pause=partial(time.sleep, 0))
+        self._inbox.add(request, hash_prompt, bounded=bounded)
 
     def abort(
         self, request_id: str, choice: int | None = None, error: ServiceError | None = None

@@ -92,9 +92,13 @@ class Scheduler:
 
     # -- requests
 
-    def prompt_hashes(self, request: Request) -> bytearray:
-        """The digests of its prompt's blocks, for ``add``. Any thread may call it."""
-        return self.state.cache.prompt_hashes(request)
+    def prompt_hashes(
+        self, request: Request, pause: abc.Callable[[], None] | None = None
+    ) -> bytearray:
+        """The digests of its prompt's blocks, for ``add``. Any thread may call it, with a ``pause``
+        for the others.
+        """
+        return self.state.cache.prompt_hashes(request, pause)
 
     def add(self, request: Request, hashes: bytearray | None = None) -> tuple[Sequence, ...]:
         """Queue a request, one sequence per choice. ``hashes``: its ``prompt_hashes``, which are
