@@ -443,7 +443,7 @@ BUGS = (
         "fairlead_runtime.scheduling.planner:_prefills",
         "return sequence.status is Status.PREFILLING",
         "return sequence.id >= 0",
-        33,
+        252,
     ),
     Bug(
         "a prefix waits for its own last block",

@@ -493,7 +493,7 @@ class _Draft:
             return False
         if self._fork_source(sequence, sequence.prompt_len - 1) is not None:
             return False
-        first = self.cache.next_block(sequence, 0, keep=1)
+        first = self.cache.next_block(sequence, 0)
         leaders = [
             leader
             for leader, start in self._leaders.get(first or b"", ())
