@@ -342,10 +342,12 @@ class _Draft:
         """Start it where it may start; the tokens that it found. Else keep what was found, and
         blocks for an entry.
         """
+        tokens = self.looks.tokens
         candidate = self._candidate(sequence)
         if self._may_start(candidate):
             self._start(candidate)
             self.looks.passes += 1
+            self.looks.tokens = tokens  # what starts is looked up for the last time
             return candidate.admission.start
         self.looks.sequences -= 1
         if len(self.state.siblings[sequence.request.id]) == 1 and self.cache.has_none(sequence):

@@ -47,9 +47,9 @@ TOKEN_BYTES = 21
 # Of a block of one sequence: its digest, in an array that grows by an eighth, and its entry in each
 # layer group's table, which grows alike.
 DIGEST_BYTES, ENTRY_BYTES = 40, 16
-# Of a unit of the pool: its state, its counts in a check, its digest and its place among the cached
+# Of a unit of the pool: its state and place, counts in a check, its digest, its place among cached
 # ones and in the index, two thirds of which a change may leave empty.
-UNIT_BYTES = 450
+UNIT_BYTES = 454
 # Of a row that a GPU keeps of a sequence: its numbers, a block; of a step's row: three indices, and
 # the token's and 20 likeliest log-probabilities, each with a number.
 ROW_BYTES, ENTRY, INDEX = 80, 4, 24 + 21 * 12

@@ -185,7 +185,7 @@ def test_a_cpus_terms_add_the_process_its_offload_and_its_shared_memory() -> Non
 def test_bookkeeping_counts_the_queue_the_blocks_and_sequences_as_long_as_the_cache() -> None:
     queue = (100 + 64) * 8192 * (8 + 32 // 16)
     kept = Bookkeeping.of(SHAPE, CONFIG, groups=2, queue=queue)
-    a_block = 2 * 450
+    a_block = 2 * 454
     of_a_sequence = 16 * 21 + 40 + 2 * 16
     assert kept.size(0) == queue
     assert kept.size(500) == queue + 500 * a_block + 64 * 500 * of_a_sequence
