@@ -3387,7 +3387,6 @@ BUGS = (
         "min(rest, size) if halves else rest",
         "rest",
         BOUND_TESTS,
-        quick="test_a_step_with_more_tokens_never_gives_running_prompts_less_than_is_counted_on",
     ),
     PackageBug(
         "an entry waits for every older one to start",

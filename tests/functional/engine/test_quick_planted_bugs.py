@@ -35,6 +35,7 @@ AREAS = {
     "asynchronous steps": {
         "fairlead_runtime.engine.pipeline",
         "fairlead_runtime.scheduling.planner",
+        "fairlead_runtime.scheduling.reservations",
         "fairlead_runtime.device.step.model_runner",
         "fairlead_runtime.device.step.mixed_steps",
         "fairlead_runtime.device.step.pending_step",
