@@ -1002,8 +1002,8 @@ BUGS = (
     PackageBug(
         "a model with an fp8 cache is judged by its worst token",
         "fairlead_runtime.device.proof.selftest:Expected.difference",
-        "float(torch.cat([tokens, fork]).median())",
-        "float(torch.cat([tokens, fork]).max())",
+        "float(every.median())",
+        "float(every.max())",
         ("unit/device/test_selftest.py",),
     ),
     PackageBug(
@@ -1016,8 +1016,8 @@ BUGS = (
     PackageBug(
         "a model in bfloat16 is judged by its worst token",
         "fairlead_runtime.device.proof.selftest:Expected.difference",
-        "elif (half or self.input_rounding > 0) and not experts:",
-        "elif self.input_rounding > 0 and not experts:",
+        "if (half or self.input_rounding > 0) and not experts:",
+        "if self.input_rounding > 0 and not experts:",
         ("unit/device/test_selftest.py",),
     ),
     PackageBug(
@@ -1030,8 +1030,8 @@ BUGS = (
     PackageBug(
         "half precision hides a fork that reads another block",
         "fairlead_runtime.device.proof.selftest:Expected.difference",
-        "torch.cat([calm, fork, nans])",
-        "torch.cat([calm, nans])",
+        "torch.cat([calm, fork])",
+        "calm",
         ("unit/device/test_selftest.py",),
     ),
     PackageBug(

@@ -593,15 +593,15 @@ class Expected:
         pairs = zip(logits, self.logits, strict=True)
         *prompts, fork = (_distances(*pair, median=experts) for pair in pairs)
         tokens = torch.cat(prompts).sort().values
+        every = torch.cat([tokens, fork])
+        if every.isnan().any():
+            return math.inf
         if self.fp8_cache:
-            difference = float(torch.cat([tokens, fork]).median())
-        elif (half or self.input_rounding > 0) and not experts:
+            return float(every.median())
+        if (half or self.input_rounding > 0) and not experts:
             calm = tokens[: len(tokens) - int(FURTHEST * len(tokens))]
-            nans = tokens[tokens.isnan()]  # they sort behind all numbers
-            difference = float(torch.cat([calm, fork, nans]).square().mean().sqrt())
-        else:
-            difference = float(torch.cat([tokens, fork]).max())
-        return math.inf if math.isnan(difference) else difference
+            return float(torch.cat([calm, fork]).square().mean().sqrt())
+        return float(every.max())
 
 
 def run(model: PagedModel, backend: AttentionBackend, max_model_len: int) -> SelfTestResult:
