@@ -1000,7 +1000,7 @@ BUGS = (
     PackageBug(
         "an object of any depth is read",
         "fairlead_operator.resource.json_text:json_object",
-        "    if _depth(value) > DEEPEST:",
+        "    if depth_of(value) > DEEPEST_JSON:",
         "    if False:",
         ("unit/operator/decide/children/test_capacity.py",),
     ),

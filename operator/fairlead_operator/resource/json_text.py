@@ -6,7 +6,8 @@ Owns the one error of every such text, however it is faulty, and the bounds of t
 import json
 from typing import Any
 
-DEEPEST = 64  # levels of an object; what walks it calls itself for each
+from fairlead_runtime.sizing.arithmetic import DEEPEST_JSON, depth_of
+
 LARGEST = 2**63 - 1  # the API server takes no larger integer
 
 
@@ -20,12 +21,12 @@ def json_value(text: str | bytes) -> Any:
 
 def json_object(text: str | bytes) -> dict[str, Any]:
     """The object of a JSON text. Raises ValueError for any other value, and for an object of more
-    than ``DEEPEST`` levels.
+    than ``DEEPEST_JSON`` levels.
     """
     value = json_value(text)
     if not isinstance(value, dict):
         raise ValueError("it is not an object")  # noqa: TRY004 - as any other faulty text
-    if _depth(value) > DEEPEST:
+    if depth_of(value) > DEEPEST_JSON:
         raise ValueError("it is nested too deeply")
     return value
 
@@ -33,17 +34,3 @@ def json_object(text: str | bytes) -> dict[str, Any]:
 def count_of(value: Any, most: int = LARGEST) -> int | None:
     """``value`` if it is a whole number from 0 to ``most``, else None. A truth value is none."""
     return value if type(value) is int and 0 <= value <= most else None
-
-
-def _depth(value: Any) -> int:
-    """Levels of nesting, counted without recursion."""
-    depth, level = 0, [value]
-    while level:
-        depth += 1
-        level = [
-            child
-            for item in level
-            for child in (item.values() if isinstance(item, dict) else item)
-            if isinstance(child, dict | list)
-        ]
-    return depth

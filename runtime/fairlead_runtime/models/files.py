@@ -16,6 +16,7 @@ from typing import Any
 
 from fairlead_runtime.models.headers import Header, read_header
 from fairlead_runtime.models.model_error import ModelError
+from fairlead_runtime.sizing.arithmetic import DEEPEST_JSON, depth_of
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -50,7 +51,6 @@ PICKLES = (
     ".onnx",
 )
 LARGEST_JSON = 64 << 20  # bytes; the largest tokenizer.json in use is near 35 MiB
-DEEPEST_JSON = 64
 _SHARD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}\.safetensors")
 # Files that transformers reads as settings: an auto_map in one of them names Python code to run.
 _SETTINGS = (CONFIG, "tokenizer_config.json", GENERATION_CONFIG)
@@ -149,7 +149,7 @@ def read_json(path: Path, name: str, names: set[str] | None = None) -> dict[str,
         raise ModelError("BadModelFiles", f"{name}: not valid JSON: {error}"[:300]) from None
     if not isinstance(value, dict):
         raise ModelError("BadModelFiles", f"{name}: not a JSON object")
-    if _depth(value) > DEEPEST_JSON:
+    if depth_of(value) > DEEPEST_JSON:
         raise ModelError("BadModelFiles", f"{name}: nested too deeply")
     return value
 
@@ -161,20 +161,6 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(value) != len(pairs):
         raise ValueError("the same key twice in one object")
     return value
-
-
-def _depth(value: Any) -> int:
-    """Levels of nesting, counted without recursion."""
-    depth, level = 0, [value]
-    while level:
-        depth += 1
-        level = [
-            child
-            for item in level
-            if isinstance(item, dict | list)
-            for child in (item.values() if isinstance(item, dict) else item)
-        ]
-    return depth
 
 
 def is_read(name: str) -> bool:
