@@ -527,3 +527,27 @@ def greedy(
 ) -> Request:
     params = SamplingParams(temperature=0.0, n=n, max_tokens=max_tokens, **more)
     return Request(request_id, prompt, params, max_tokens, eos_ids=EOS)
+
+
+# What one run of ``check_greedy_texts`` takes: lengths of prompts, of the beginning that they
+# share, and of answers; chunks, single tokens, prefix hits, forks and preemptions.
+LENGTHS, SHARED, NEW = (17, 41, 26, 53, 34), 24, 24
+TIGHT = Setting(block_size=4, chunk=16, num_blocks=28)
+
+
+def check_greedy_texts(engine: Rig, seed: int) -> None:
+    """Assert that greedy texts are those of the reference, whatever happens beside them."""
+    arrivals = [
+        (due, greedy(str(i), prompt, NEW, 1 + i % 2))
+        for i, (due, prompt) in enumerate(
+            zip((0, 0, 4, 5, 9), prompts(seed, LENGTHS, SHARED), strict=True)
+        )
+    ]
+    outcome = engine.run(TIGHT, arrivals)
+    for _, request in arrivals:
+        want = engine.reference(request.prompt, NEW)
+        for choice in range(request.params.n):
+            assert outcome.texts[request.id, choice] == want
+    assert outcome.stats is not None
+    assert outcome.stats.preemptions > 0
+    assert outcome.stats.prefix_hits > 0

@@ -24,12 +24,9 @@ from fairlead_runtime.sizing.config_json import ShapeError
 from fairlead_runtime.sizing.family_table import PARTS
 from fairlead_runtime.sizing.shape import ModelShape
 from support import tiny, tiny_parts
-from support.engine_rig import EOS, Setting, greedy, prompts, rig
+from support.engine_rig import EOS, NEW, check_greedy_texts, prompts, rig
 from support.kernel_sets import rows_beyond_the_plan
 
-LENGTHS, SHARED, NEW = (17, 41, 26, 53, 34), 24, 24
-# Chunks, single tokens, prefix hits, forks and preemptions in one run.
-TIGHT = Setting(block_size=4, chunk=16, num_blocks=28)
 # Their text is that of a family of its own, whose layers other tests run.
 LIKE_THE_LISTED = ("mistral3", "internvl", "smolvlm", "idefics3", "aya_vision", "qwen2_vl", "llava")
 
@@ -96,19 +93,7 @@ def test_greedy_text_equals_that_of_the_whole_model(family: str) -> None:
     """Of ``rig``'s reference, which the test above compares with the whole model."""
     engine = rig(family, "cpu")
     assert engine.fusion.fused == (0 if family == "qwen3_vl_moe" else engine.fusion.layers)
-    batch = prompts(seed_of(family), LENGTHS, SHARED)
-    arrivals = [
-        (due, greedy(str(i), prompt, NEW, 1 + i % 2))
-        for i, (due, prompt) in enumerate(zip((0, 0, 4, 5, 9), batch, strict=True))
-    ]
-    outcome = engine.run(TIGHT, arrivals)
-    for _, request in arrivals:
-        want = engine.reference(request.prompt, NEW)
-        for choice in range(request.params.n):
-            assert outcome.texts[request.id, choice] == want
-    assert outcome.stats is not None
-    assert outcome.stats.preemptions > 0
-    assert outcome.stats.prefix_hits > 0
+    check_greedy_texts(engine, seed_of(family))
 
 
 def test_flat_settings_of_an_older_checkpoint_are_the_same_model(

@@ -22,15 +22,12 @@ from fairlead_runtime.models.model_error import ModelError, SelfTestError
 from fairlead_runtime.request.sequence import SamplingParams
 from fairlead_runtime.sizing.family_table import FAMILIES, JUDGED
 from support import tiny
-from support.engine_rig import Setting, greedy, prompts, rig
+from support.engine_rig import check_greedy_texts, prompts, rig
 from support.kernel_sets import rows_beyond_the_plan
 
 EVERY = (*tiny.SIZED, *tiny.UNLISTED)
 # Their layers have the forms of families in the table.
 LIKE_THE_LISTED = ("ernie4_5", "glm", "helium", "ministral", "olmo3", "seed_oss", "smollm3")
-LENGTHS, SHARED, NEW = (17, 41, 26, 53, 34), 24, 24
-# Chunks, single tokens, prefix hits, forks and preemptions in one run.
-TIGHT = Setting(block_size=4, chunk=16, num_blocks=28)
 
 
 @pytest.mark.parametrize(
@@ -42,19 +39,7 @@ TIGHT = Setting(block_size=4, chunk=16, num_blocks=28)
 )
 def test_greedy_text_equals_transformers_and_the_self_test_passes(family: str) -> None:
     engine = rig(family)
-    batch = prompts(EVERY.index(family), LENGTHS, SHARED)
-    arrivals = [
-        (due, greedy(str(i), prompt, NEW, 1 + i % 2))
-        for i, (due, prompt) in enumerate(zip((0, 0, 4, 5, 9), batch, strict=True))
-    ]
-    outcome = engine.run(TIGHT, arrivals)
-    for _, request in arrivals:
-        want = engine.reference(request.prompt, NEW)
-        for choice in range(request.params.n):
-            assert outcome.texts[request.id, choice] == want
-    assert outcome.stats is not None
-    assert outcome.stats.preemptions > 0
-    assert outcome.stats.prefix_hits > 0
+    check_greedy_texts(engine, EVERY.index(family))
     model = engine.model
     assert (
         selftest.run(
