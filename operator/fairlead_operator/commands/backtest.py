@@ -25,13 +25,7 @@ from fairlead_operator.decide.scale.simulate import (
     served_in,
     simulate,
 )
-from fairlead_operator.decide.scale.target import (
-    capped,
-    most_requests,
-    requests_that_fit,
-    target_of,
-    typical_request,
-)
+from fairlead_operator.decide.scale.target import pod_target, requests_that_fit, typical_request
 from fairlead_operator.resource.fields import ResourceError
 from fairlead_operator.resource.resource import InferenceDeployment
 
@@ -116,9 +110,8 @@ def _policy(
     max_requests, tokens = deployment.engine.max_requests, int(options.concurrent_tokens)
     slots = max(1, int(requests_that_fit(max_requests, tokens, typical)))
     pod = Pod(slots, options.start_seconds, options.prefill_rate, options.decode_rate)
-    target = target_of(autoscaling.target_per_replica, max_requests, tokens, typical)
-    most = most_requests(deployment, tokens, typical)
-    return Policy.of(autoscaling, capped(target, most, autoscaling.tolerance)), pod
+    target = pod_target(deployment, autoscaling, tokens, typical)
+    return Policy.of(autoscaling, target), pod
 
 
 def _text(result: Result, policy: Policy) -> str:

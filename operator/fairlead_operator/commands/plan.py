@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from fairlead_operator.decide.children.capacity import PlanError, plan_of, planned_capacity
-from fairlead_operator.decide.scale.target import capped, most_requests, target_of
+from fairlead_operator.decide.scale.target import pod_target
 from fairlead_operator.resource.fields import ResourceError
 from fairlead_operator.resource.json_text import json_object
 from fairlead_operator.resource.kinds import RESOURCE
@@ -132,8 +132,7 @@ def _bounds(deployment: InferenceDeployment, plan: MemoryPlan) -> list[tuple[str
     rows.append(("what binds the queue", which))
     scaling, tokens = deployment.spec.autoscaling, plan.concurrent_tokens
     if scaling is not None:
-        target = target_of(scaling.target_per_replica, deployment.engine.max_requests, tokens, None)
-        target = capped(target, most_requests(deployment, tokens, None), scaling.tolerance)
+        target = pod_target(deployment, scaling, tokens, None)
         formula = f" ({target.formula})" if target.formula else ""
         rows.append(("autoscaler's target", f"{target.requests:g}{formula}"))
     return rows

@@ -17,7 +17,7 @@ from fairlead_operator.decide.pods.pod import is_deleting, is_ready, is_started
 from fairlead_operator.decide.pods.probe_results import ProbeResults
 from fairlead_operator.decide.scale.autoscale import TICK, Decision, Policy, Supply, decide
 from fairlead_operator.decide.scale.state import ScalingMemory, awaits_probes
-from fairlead_operator.decide.scale.target import capped, most_requests, target_of, typical_request
+from fairlead_operator.decide.scale.target import pod_target, typical_request
 from fairlead_operator.resource.kinds import Object
 from fairlead_operator.resource.resource import InferenceDeployment
 from fairlead_operator.resource.spec import Autoscaling
@@ -109,9 +109,7 @@ def _tick(
     supply = supply_of(snapshot, count, resource.spec.rollout.progress_deadline_seconds, now)
     samples = (results.samples.get(uid) for uid in supply.running)
     typical = typical_request(s.served for s in samples if s is not None) or memory.typical
-    target = target_of(policy.target_per_replica, resource.engine.max_requests, tokens, typical)
-    most = most_requests(resource, tokens, typical, connections)
-    rules = Policy.of(policy, capped(target, most, policy.tolerance))
+    rules = Policy.of(policy, pod_target(resource, policy, tokens, typical, connections))
     decision = decide(rules, memory.history, results.samples, supply, clock)
     if decision.replicas != count:
         reason = "ScaledUp" if decision.replicas > count else "ScaledDown"

@@ -12,6 +12,7 @@ from typing import Any
 
 from fairlead_operator.decide.pods.load import ServedRequests
 from fairlead_operator.resource.resource import InferenceDeployment
+from fairlead_operator.resource.spec import Autoscaling
 from fairlead_runtime.sizing.traffic import Traffic
 
 SHARE = 0.8  # of what fits into a pod
@@ -107,3 +108,16 @@ def target_of(
             "typicalFrom": source,
         },
     )
+
+
+def pod_target(
+    resource: InferenceDeployment,
+    scaling: Autoscaling,
+    tokens: int,
+    typical: float | None,
+    connections: int = 0,
+) -> Target:
+    """``target_of`` the resource whose policy is ``scaling``, ``capped`` by ``most_requests``."""
+    target = target_of(scaling.target_per_replica, resource.engine.max_requests, tokens, typical)
+    most = most_requests(resource, tokens, typical, connections)
+    return capped(target, most, scaling.tolerance)
