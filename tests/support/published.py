@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 Tensors = dict[str, Tensor]
 # The tensors of a matrix, and the matrix that they stand for, float32 [N, K].
@@ -255,5 +256,56 @@ def publish(
     save_file(stored, quantized / "model.safetensors", {"format": "pt"})
     config = quantized / "config.json"
     value = json.loads(config.read_text()) | {"quantization_config": settings}
+    config.write_text(json.dumps(value))
+    return quantized, plain
+
+
+MXFP4_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def mxfp4_settings() -> dict[str, Any]:
+    """The ``quantization_config`` of the checkpoints that OpenAI published."""
+    plain = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens"]
+    return {"modules_to_not_convert": [*plain, "lm_head"], "quant_method": "mxfp4"}
+
+
+def mxfp4_blocks(matrices: Tensor) -> tuple[Tensor, Tensor]:
+    """Matrices [E, K, N] of experts, which have a row for each input, rounded: blocks uint8 [E, N,
+    K / 32, 16] and scales uint8 [E, N, K / 32]. Numbers that round to 0 keep their sign.
+    """
+    experts, inputs, outputs = matrices.shape
+    rows = matrices.transpose(1, 2).reshape(experts, outputs, inputs // 32, 32).double()
+    largest = rows.abs().amax(3, keepdim=True)
+    # The largest number of a block lies between 4 and 8, of which 6 is the format's largest.
+    exponents = largest.clamp(min=2.0**-100).log2().floor() - 2
+    sizes = rows.abs() / 2.0**exponents
+    codes = (sizes[..., None] - torch.tensor(MXFP4_NUMBERS)).abs().argmin(-1)
+    codes += 8 * (rows < 0)
+    blocks = (codes[..., 0::2] + 16 * codes[..., 1::2]).to(torch.uint8)
+    return blocks, (exponents[..., 0] + 127).to(torch.uint8)
+
+
+def publish_mxfp4(model: Path, directory: Path, dtype: torch.dtype) -> tuple[Path, Path]:
+    """A copy of the checkpoint ``model`` of gpt_oss as OpenAI publishes it, its experts in MXFP4 and
+    all else in ``dtype``, without a type in its config; and one that holds the float32 experts that
+    transformers' own code makes of the stored tensors.
+    """
+    quantized, plain = directory / "quantized", directory / "plain"
+    for path in (quantized, plain):
+        shutil.copytree(model, path)
+    tensors = {k: v.to(dtype) for k, v in load_file(model / "model.safetensors").items()}
+    stored: Tensors = {}
+    for name, tensor in tensors.items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            stored[name] = tensor
+            continue
+        blocks, scales = mxfp4_blocks(tensor)
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        tensors[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    save_file(tensors, plain / "model.safetensors", {"format": "pt"})
+    save_file(stored, quantized / "model.safetensors", {"format": "pt"})
+    config = quantized / "config.json"
+    value = json.loads(config.read_text()) | {"quantization_config": mxfp4_settings()}
+    del value["dtype"]
     config.write_text(json.dumps(value))
     return quantized, plain

@@ -80,10 +80,11 @@ def resolve(
             if plan.used > plan.budget
             else "no room for a single cache block"
         )
-        raise refusal(_field_at_fault(config, plan), f"{problem}: {plan.formula}")
+        raise refusal(_field_at_fault(config, plan), f"{problem}: {plan.formula}{plan.widened}")
     if plan.loading > plan.budget:
         rounds = config.quantization != "none" and not shape.quantized
-        raise refusal("quantization" if rounds else "max_memory_percent", plan.too_large_to_load)
+        field = "quantization" if rounds else "max_memory_percent"
+        raise refusal(field, f"{plan.too_large_to_load}{plan.widened}")
     if plan.num_blocks > plan.most_blocks:
         raise refusal("num_blocks", plan.too_many_slots)
     capacity = min(plan.max_model_len, plan.concurrent_tokens)

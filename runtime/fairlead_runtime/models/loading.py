@@ -162,7 +162,7 @@ def _load_weights(
     inspected: InspectedModel, device: torch.device, *, sharded: bool
 ) -> PreTrainedModel:
     try:
-        return _read_weights(inspected, sharded=sharded).to(device)
+        return _read_weights(inspected, device, sharded=sharded).to(device)
     except (MemoryError, RuntimeError, OSError) as error:
         if not _out_of_memory(error):
             raise
@@ -183,7 +183,9 @@ def _out_of_memory(error: BaseException) -> bool:
     )
 
 
-def _read_weights(inspected: InspectedModel, *, sharded: bool) -> PreTrainedModel:
+def _read_weights(
+    inspected: InspectedModel, device: torch.device, *, sharded: bool
+) -> PreTrainedModel:
     path, stored = inspected.files.path, stored_format(inspected.config_json)
     try:
         settings = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
@@ -218,7 +220,7 @@ def _read_weights(inspected: InspectedModel, *, sharded: bool) -> PreTrainedMode
             "fetch the model again",
         )
     published.check_biases(model, info["unexpected_keys"], path, inspected.files.weights)
-    published.finish(model, sharded=sharded)
+    published.finish(model, device, sharded=sharded)
     if info["unexpected_keys"]:
         log.warning(
             "ignored %d tensors that the architecture does not have", len(info["unexpected_keys"])

@@ -1,12 +1,13 @@
 """Reads the weights of a quantized checkpoint as they are stored, without a plain copy of them.
 
 Owns the modules that receive the stored tensors while transformers loads the rest, and what they
-become: ``QuantizedLinear``, at once or, of a split model, part by part. Which formats there are is
+become: ``QuantizedLinear``, at once or, of a split model, part by part; experts in MXFP4, which no
+product takes, become plain ones, a few rows at a time. Which formats there are is
 ``sizing/checkpoint_formats.py``'s. The tensors are untrusted: their sizes come from checked headers
 and must be those of the layer.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,21 @@ from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from fairlead_kernels.formats.mxfp4 import widen
 from fairlead_kernels.formats.quantize import FP8, STORED, Format, Quantized
+from fairlead_kernels.formats.row_chunks import row_chunks
 from fairlead_runtime.models.headers import Header, TensorEntry
 from fairlead_runtime.models.int4 import matrix_of
 from fairlead_runtime.models.model_error import ModelError
 from fairlead_runtime.models.quantized import QuantizedLinear
-from fairlead_runtime.sizing.stored import SCALE, ZERO, Published
+from fairlead_runtime.sizing.stored import (
+    BLOCK_SCALES,
+    BLOCKS,
+    MXFP4_BLOCK,
+    SCALE,
+    ZERO,
+    Published,
+)
 
 _METHOD = "fairlead"
 _TYPES = {
@@ -53,6 +63,9 @@ class _Loader(HfQuantizer):  # type: ignore[misc] # the same
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
         settings = self.quantization_config
+        if settings.stored.layout == "mxfp4":
+            _hold_blocks(model, settings)
+            return
         scale = f".{settings.stored.scale}"
         layers = {name.removesuffix(scale) for name in settings.tensors if name.endswith(scale)}
         for name, module in list(model.named_modules()):
@@ -142,6 +155,99 @@ class StoredLinear(nn.Module):
         return QuantizedLinear(weight, self.bias)
 
 
+class StoredExperts(nn.Module):
+    """Holds the tensors of a module of experts as the checkpoint has them, on the meta device until
+    they are loaded: blocks and scales in the place of matrices. ``name``: the module's in the
+    checkpoint, ``packed``: the names of its parameters that are stored so.
+    """
+
+    def __init__(
+        self, settings: StoredWeights, name: str, experts: nn.Module, packed: set[str]
+    ) -> None:
+        super().__init__()
+        self.name = name
+        self._experts = (experts,)  # no part of the model while it is loaded
+        self._packed = packed
+        for leaf, parameter in experts.named_parameters(recurse=False):
+            if leaf not in packed:
+                self.register_parameter(leaf, parameter)
+                continue
+            *shape, blocks = self._stored_shape(parameter)
+            for end, sizes in ((BLOCKS, (*shape, blocks, 16)), (BLOCK_SCALES, (*shape, blocks))):
+                entry = settings.tensors.get(f"{name}.{leaf}{end}")
+                if entry is None or (entry.dtype, entry.shape) != ("U8", sizes):
+                    found = "missing" if entry is None else f"{entry.shape} of {entry.dtype}"
+                    problem = f"{found}, where {sizes} of U8 is expected"
+                    raise ValueError(f"{name[:100]}.{leaf}{end}: {problem}")
+                empty = torch.empty(sizes, dtype=torch.uint8, device="meta")
+                self.register_parameter(f"{leaf}{end}", nn.Parameter(empty, requires_grad=False))
+
+    def _stored_shape(self, parameter: Tensor) -> tuple[int, int, int]:
+        """Experts, rows and the blocks of one row: a row is an output's, however it is held."""
+        experts, rows, columns = parameter.shape
+        if self._transposed:
+            rows, columns = columns, rows
+        return experts, rows, columns // MXFP4_BLOCK
+
+    @property
+    def _transposed(self) -> bool:
+        """Whether the module has a column for each output."""
+        return bool(getattr(self._experts[0], "is_transposed", False))
+
+    def widened(self) -> nn.Module:
+        """The module with plain weights, in their own type and on the device where the stored ones
+        are, which go one after the other. Raises ModelError for what stands for no number.
+        """
+        (experts,) = self._experts
+        for leaf, parameter in list(experts.named_parameters(recurse=False)):
+            if leaf not in self._packed:
+                experts.register_parameter(leaf, getattr(self, leaf))
+                continue
+            blocks, scales = (getattr(self, leaf + end).data for end in (BLOCKS, BLOCK_SCALES))
+            weight = torch.empty(parameter.shape, dtype=parameter.dtype, device=blocks.device)
+            rows = weight.mT if self._transposed else weight
+            for expert, chunk in self._chunks(rows):
+                try:
+                    numbers = widen(blocks[expert, chunk], scales[expert, chunk], weight.dtype)
+                except ValueError as error:
+                    raise ModelError(
+                        "BadWeights",
+                        f"{self.name[:100]}.{leaf}{BLOCK_SCALES}: expert {expert}: {error}",
+                        "serve it in bfloat16, or fetch it again if its files are damaged",
+                    ) from error
+                rows[expert, chunk] = numbers
+            experts.register_parameter(leaf, nn.Parameter(weight, requires_grad=False))
+            for end in (BLOCKS, BLOCK_SCALES):
+                delattr(self, leaf + end)
+            del blocks, scales
+        return experts
+
+    def _chunks(self, matrices: Tensor) -> Iterator[tuple[int, slice]]:
+        experts, rows, columns = matrices.shape
+        return ((e, chunk) for e in range(experts) for chunk in row_chunks(rows, columns))
+
+
+def _hold_blocks(model: PreTrainedModel, settings: StoredWeights) -> None:
+    """Put a module for the stored tensors in the place of each module of experts that has some.
+    Raises ValueError for tensors that do not fit the model's.
+    """
+    names = {
+        name.removesuffix(end)
+        for name in settings.tensors
+        for end in (BLOCKS, BLOCK_SCALES)
+        if name.endswith(end)
+    }
+    for name, module in list(model.named_modules()):
+        leaves = {leaf for leaf, x in module.named_parameters(recurse=False) if x.dim() == 3}
+        for prefix in (name, name.removeprefix(f"{model.base_model_prefix}.")):
+            if packed := {leaf for leaf in leaves if f"{prefix}.{leaf}" in names}:
+                names -= {f"{prefix}.{leaf}" for leaf in packed}
+                model.set_submodule(name, StoredExperts(settings, prefix, module, packed))
+                break
+    if names:
+        raise ValueError(f"{min(names)[:100]!r} is no matrix of the model's experts")
+
+
 def _empty(entry: TensorEntry) -> nn.Parameter:
     empty = torch.empty(entry.shape, dtype=_TYPES[entry.dtype], device="meta")
     return nn.Parameter(empty, requires_grad=False)
@@ -190,16 +296,19 @@ def check_biases(
                     )
 
 
-def finish(model: PreTrainedModel, *, sharded: bool) -> None:
+def finish(model: PreTrainedModel, device: torch.device, *, sharded: bool) -> None:
     """Make the loaded tensors the layers' weights; of a model that will be ``sharded`` they stay as
-    they are, pages of a file that all ranks share, until each has its part. Raises ModelError for
-    tensors that do not fit their layer.
+    they are, pages of a file that all ranks share, until each has its part. Experts are widened on
+    ``device``, so that the host never has them plain. Raises ModelError for tensors that do not fit
+    their layer.
     """
     quantizer = getattr(model, "hf_quantizer", None)
     if not isinstance(quantizer, _Loader):
         return
     quantizer.remove_quantization_config(model)
     for name, module in list(model.named_modules()):
+        if isinstance(module, StoredExperts):
+            model.set_submodule(name, module.to(device).widened())
         if not isinstance(module, StoredLinear):
             continue
         if sharded:

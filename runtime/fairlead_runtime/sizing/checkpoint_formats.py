@@ -15,6 +15,7 @@ from fairlead_runtime.sizing.stored import (
     GROUP_SIZES,
     HEAD,
     KEY,
+    WIDENED,
     Published,
     QuantizedError,
     Stored,
@@ -27,25 +28,27 @@ _PLAIN, _PACKED = ("int-quantized", "float-quantized", "naive-quantized"), "pack
 _SORTED = ("group", "dynamic")  # columns before they were cut into groups
 # Of GPTQ and AWQ: the name of a matrix, and how many integers an int32 of it holds.
 WEIGHT, PACKED = "qweight", 8
+_MXFP4_KEYS = ("quant_method", "modules_to_not_convert", "dequantize")
 PARTLY = "models of which all layers are quantized alike are served"
 
 
 def as_stored(config: EngineConfig, quantized: Stored) -> EngineConfig:
     """The settings with the format ``quantized`` of the checkpoint's weights, "" for plain ones.
 
-    ``none`` means that nothing is rounded at load, so it serves every checkpoint. Raises
-    ConfigError for another format than the checkpoint's.
+    ``none`` means that nothing is rounded at load, so it serves every checkpoint; it stays where
+    weights are widened. Raises ConfigError for another format than the checkpoint's.
     """
     if not quantized:
         return config
+    works = "none" if quantized in WIDENED else f"none or {quantized}"
     if config.quantization not in ("none", quantized):
         raise ConfigError(
             "quantization",
             f"{config.quantization}, but the checkpoint's weights are {quantized} already "
             f"(config.json: {KEY})",
-            f"use none or {quantized}, or the unquantized checkpoint",
+            f"use {works}, or the unquantized checkpoint",
         )
-    return replace(config, quantization=quantized)
+    return config if quantized in WIDENED else replace(config, quantization=quantized)
 
 
 def check_stored(
@@ -95,8 +98,10 @@ def published(config: Mapping[str, Any]) -> Published | None:
         return gptq(settings)
     if method == "awq":
         return awq(settings)
+    if method == "mxfp4":
+        return mxfp4(settings)
     if method != "compressed-tensors":
-        raise refusal("quant_method", method, "compressed-tensors, gptq and awq are served")
+        raise refusal("quant_method", method, "compressed-tensors, gptq, awq and mxfp4 are served")
     return _compressed_tensors(config, settings)
 
 
@@ -225,3 +230,17 @@ def awq(settings: Mapping[str, Any]) -> Published:
     if layers:
         raise refusal("modules_to_not_convert", layers[0], PARTLY)
     return Published("int4", WEIGHT, PACKED, "awq", int(settings.get("group_size", 128)))
+
+
+def mxfp4(settings: Mapping[str, Any]) -> Published:
+    """4-bit floats of experts alone. Which of them are stored so the files say; a config that names
+    no type has bfloat16 beside them, as the method's authors publish it. Raises QuantizedError.
+    """
+    if unknown := sorted(map(str, settings.keys() - _MXFP4_KEYS)):
+        value = settings[unknown[0]]
+        raise refusal(unknown[0][:40], value, f"{' and '.join(_MXFP4_KEYS)} are served")
+    plain = settings.get("modules_to_not_convert") or []
+    if not isinstance(plain, list) or not all(isinstance(name, str) for name in plain):
+        raise QuantizedError(KEY, "modules_to_not_convert must be a list of names")
+    check_value(settings, "dequantize", (False, True, None))
+    return Published("mxfp4", layout="mxfp4", dtype="bfloat16")

@@ -33,6 +33,7 @@ class Family:
     positions: bool = False  # learned position embeddings
     experts: str = ""  # the setting that gives one expert's width; "" for a dense model
     expert_bias: bool = False
+    mxfp4: bool = False  # its experts are also published in MXFP4, under names of their own
     sinks: bool = False  # one attention sink per head
     window: str = ""  # "": never; "all": one window in every layer; "types": as layer_types say
     window_if: str = ""  # the setting that switches windows on
@@ -130,6 +131,7 @@ FAMILIES: Mapping[str, Family] = {
         aliases={"num_local_experts": "num_experts"},
         experts="intermediate_size",
         expert_bias=True,
+        mxfp4=True,
         mlp_copies=8,
         sinks=True,
         window="types",

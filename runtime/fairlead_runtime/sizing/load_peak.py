@@ -36,6 +36,11 @@ def loading_bytes(shape: ModelShape, config: EngineConfig, kind: str) -> int:
     if config.tensor_parallel > 1:
         return 0
     if kind != "cpu":
+        if shape.held != shape.quantized:
+            # A layer's experts as they are stored, a byte for each block's scale, and their rows.
+            return (
+                weights(shape, plain, 1, kind) + shape.largest_layer * 17 // 32 + CHUNK_TEMPORARIES
+            )
         return weights(shape, plain, 1, kind) if rounds else 0
     loaded = weights(shape, plain, 1, kind)
     tested = 4 * TESTED_ROWS * shape.vocab  # compared in float32

@@ -16,14 +16,23 @@ from fairlead_runtime.sizing.config_json import (
     TEXT,
     ConfigReader,
     ShapeError,
+    UnknownFamilyError,
     check_traits,
     dtype_of,
     family_of,
     has_parts,
 )
-from fairlead_runtime.sizing.family_table import UNKNOWN_DENSE, UNKNOWN_EXPERTS, Family
+from fairlead_runtime.sizing.family_table import FAMILIES, UNKNOWN_DENSE, UNKNOWN_EXPERTS, Family
 from fairlead_runtime.sizing.parameters import ParameterCount, count_layer, has_flat_norm
-from fairlead_runtime.sizing.stored import KEY, Published, QuantizedError, Stored
+from fairlead_runtime.sizing.stored import (
+    KEY,
+    MXFP4_BLOCK,
+    WIDENED,
+    Published,
+    QuantizedError,
+    Stored,
+    refusal,
+)
 
 MOST_PARAMETERS = 1 << 50  # their bytes are numbers that a status takes
 
@@ -53,7 +62,7 @@ class ModelShape:
     experts: int  # 0 for a dense model
     experts_per_token: int
     dtype: str | None  # the checkpoint's own type, None when the config does not say
-    quantized: Stored  # format of an already quantized checkpoint's layers, "" when it is not
+    quantized: Stored  # format of an already quantized checkpoint's weights, "" when it is not
     parameters: int
     layer_matrices: int  # parameters in the layers' matrices: what quantization packs
     largest_layer: int  # the most of them in one layer
@@ -74,6 +83,11 @@ class ModelShape:
         """Elements of one layer's key, or value, of one token."""
         return self.kv_heads * self.head_dim
 
+    @property
+    def held(self) -> Stored:
+        """The format of a quantized checkpoint's weights once they are loaded, "" for plain."""
+        return "" if self.quantized in WIDENED else self.quantized
+
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "ModelShape":
         """The shape that transformers gives the model of this config.json.
@@ -82,14 +96,20 @@ class ModelShape:
         UnknownFamilyError for a ``model_type`` that is not in the table, ShapeError for one that is
         refused and for values out of bounds.
         """
-        family, text = family_of(config)
+        try:
+            family, text = family_of(config)
+        except UnknownFamilyError:
+            _quantized(config, UNKNOWN_DENSE)  # a pod would refuse it as well
+            raise
         s = ConfigReader(text, family)
         check_traits(s)
-        stored = _quantized(config, experts=bool(family.experts))
+        stored = _quantized(config, family)
         layers, hidden, vocab = (
             s.integer(k) for k in ("num_hidden_layers", "hidden_size", "vocab_size")
         )
         tied = s.flag("tie_word_embeddings")
+        if stored.format == "mxfp4":
+            _check_blocks({"hidden_size": hidden, family.experts: s.integer(family.experts)})
         counts = [count_layer(s, family, i) for i in range(layers)]
         body = sum((c for c, _, _ in counts), ParameterCount())
         q, inners = s.heads * s.head_dim, [inner for _, _, inner in counts]
@@ -118,7 +138,7 @@ class ModelShape:
             tied=tied,
             experts=s.integer("num_local_experts") if family.experts else 0,
             experts_per_token=s.integer("num_experts_per_tok") if family.experts else 0,
-            dtype=dtype_of(text),
+            dtype=dtype_of(text) or stored.dtype,
             quantized=stored.format,
             parameters=parameters,
             layer_matrices=body.matrices,
@@ -150,8 +170,8 @@ class ModelShape:
         bounds.
         """
         experts_setting = next((k for k in EXPERTS if settings.get(k)), "")
-        stored = _quantized(config, experts=bool(experts_setting))
         family = UNKNOWN_EXPERTS if experts_setting else UNKNOWN_DENSE
+        stored = _quantized(config, family)
         s = ConfigReader(settings, family)
         check_traits(s)
         layers, hidden, vocab = (
@@ -220,13 +240,27 @@ def _slab_width(s: ConfigReader, family: Family, inner: int) -> int:
     return max(attention, 3 * inner if family.gated else 3 * inner // 2)
 
 
-def _quantized(config: Mapping[str, Any], *, experts: bool) -> Published:
+def _quantized(config: Mapping[str, Any], family: Family) -> Published:
     stored = published(config)
     if has_parts(config) and (stored is not None or (config.get(TEXT) or {}).get(KEY)):
         raise QuantizedError(KEY, "quantized models of several parts are not supported")
-    if stored is not None and experts:
+    if stored is not None and stored.format == "mxfp4":
+        if not family.mxfp4:
+            works = " and ".join(f"{name!r}" for name, other in FAMILIES.items() if other.mxfp4)
+            name = str(config.get("model_type"))[:100]
+            served = f"experts of {works} are served, those of {name!r} are not"
+            raise refusal("quant_method", "mxfp4", served)
+    elif stored is not None and family.experts:
         raise QuantizedError(KEY, "quantized experts are not supported")
     return stored or Published("")
+
+
+def _check_blocks(widths: Mapping[str, int]) -> None:
+    """Raise ShapeError for a width of experts, by setting, that MXFP4's blocks do not divide."""
+    for name, width in widths.items():
+        if width % MXFP4_BLOCK:
+            problem = f"{width} is no multiple of {MXFP4_BLOCK}, the numbers of a block of MXFP4"
+            raise ShapeError(name, problem)
 
 
 def _windows(s: ConfigReader, family: Family, layers: int) -> tuple[int | None, ...]:

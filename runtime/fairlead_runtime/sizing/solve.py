@@ -72,6 +72,7 @@ class MemoryPlan:
     fits: bool
     message: str
     traffic: Traffic  # what the pod takes in
+    widened: str = ""  # what is said of weights that are held larger than they are stored
     bounds: Sequence[str] = ()  # what binds in place of memory or a setting, for ``bounds_for``
     fixes: Sequence[Fix] = ()  # each of them alone lets an engine fit that does not
 

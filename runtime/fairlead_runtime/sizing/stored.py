@@ -22,9 +22,15 @@ GROUP_SIZES = (32, 64, 128)
 # Rows: an int32 holds neighbours of a row, the first in the lowest bits. gptq: neighbours of a
 # column, and each zero point minus one; gptq_v2: as it is. awq: neighbours of a column of the
 # transposed matrix, in an order of their own.
-Layout = Literal["rows", "gptq", "gptq_v2", "awq"]
-# What a checkpoint's weights are, as the setting ``quantization`` names it; "": plain.
-Stored = Literal["", "int8", "fp8", "int4"]
+# mxfp4: blocks of neighbours of a row, of one matrix for each expert.
+Layout = Literal["rows", "gptq", "gptq_v2", "awq", "mxfp4"]
+# What a checkpoint's weights are, as the setting ``quantization`` names it; "": plain. No setting
+# serves those that are widened at load and held plain.
+Stored = Literal["", "int8", "fp8", "int4", "mxfp4"]
+WIDENED: tuple[Stored, ...] = ("mxfp4",)
+# MXFP4's, beside the name of the plain tensor.
+BLOCKS, BLOCK_SCALES = "_blocks", "_scales"
+MXFP4_BLOCK = 32  # numbers that share a scale
 
 
 class QuantizedError(ShapeError):
@@ -33,12 +39,13 @@ class QuantizedError(ShapeError):
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """How the matrices of all layers are stored. ``format``: the value of the setting
-    ``quantization`` that serves them, "" for plain ones; ``weight``: the name of the tensor that
-    holds the numbers of a matrix, several of them in each element if there are ``packed`` in one.
+    """How the matrices of all layers, or all experts, are stored. ``format``: the value of the
+    setting ``quantization`` that serves them, "" for plain ones, or one of WIDENED; ``weight``: the
+    name of the tensor that holds the numbers of a matrix, several of them in each element if there
+    are ``packed`` in one.
 
     ``int4_group_size``: so many neighbours in a row share a scale, 0: all. ``ordered``: which do is
-    said column by column.
+    said column by column. ``dtype``: of the other tensors where the config names none.
     """
 
     format: Stored
@@ -47,6 +54,7 @@ class Published:
     layout: Layout = "rows"
     int4_group_size: int = 0
     ordered: bool = False
+    dtype: str | None = None
 
     @property
     def scale(self) -> str:

@@ -16,7 +16,7 @@ from fairlead_runtime.sizing.fixes import advise, find_fixes, resource_field
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.solve import CPU_CACHE, MemoryPlan, solve
 from fairlead_runtime.sizing.tensor_parallel import refuse
-from fairlead_runtime.sizing.terms import DeviceFacts, gib
+from fairlead_runtime.sizing.terms import DeviceFacts, dtype_of, gib
 
 
 def plan_memory(
@@ -42,7 +42,18 @@ def plan_memory(
     memory = solve(shape, config, device, measured or {})
     if not memory.fits:
         memory = replace(memory, fixes=find_fixes(shape, config, device, measured or {}))
-    return replace(memory, message=_message(memory, config, device))
+    memory = replace(memory, widened=_widened(shape, config, memory))
+    return replace(memory, message=_message(memory, config, device) + memory.widened)
+
+
+def _widened(shape: ModelShape, config: EngineConfig, memory: MemoryPlan) -> str:
+    if shape.held == shape.quantized:
+        return ""
+    size = f"{gib(memory.weights_bytes)} GiB of weights"
+    return (
+        f"; its {shape.quantized} experts are held in {dtype_of(shape, config)}, {size}, since "
+        "no product takes them packed yet"
+    )
 
 
 def _message(memory: MemoryPlan, config: EngineConfig, device: DeviceFacts) -> str:

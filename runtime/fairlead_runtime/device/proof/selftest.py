@@ -236,7 +236,7 @@ def prepare_and_test(
         model = paged_model.prepare(loaded, fp8_cache=fp8_cache)
         settings: dict[str, Any] = {"deterministic": deterministic, "block_size": block_size}
         choice = _pick(model, kernels, **settings)
-        quantized = loaded.shape.quantized or quantization
+        quantized = loaded.shape.held or quantization
         to = None if loaded.shape.quantized else _rounded_to(quantization)
         reference = _ReferenceLogits.of(
             model,
@@ -362,7 +362,7 @@ def prepare_rank(
     name = str(loaded.config.model_type)
     with _packed_or_not(name):
         plan = shards.plan_of(loaded.model, loaded.shape, ranks.size)
-        quantized = loaded.shape.quantized or quantization
+        quantized = loaded.shape.held or quantization
         # A checkpoint's own weights are as they are.
         to = None if loaded.shape.quantized else _rounded_to(quantization)
         with shards.computed_on(device, loaded.model):
