@@ -286,8 +286,8 @@ def mxfp4_blocks(matrices: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def publish_mxfp4(model: Path, directory: Path, dtype: torch.dtype) -> tuple[Path, Path]:
-    """A copy of the checkpoint ``model`` of gpt_oss as OpenAI publishes it, its experts in MXFP4 and
-    all else in ``dtype``, without a type in its config; and one that holds the float32 experts that
+    """A copy of the checkpoint ``model`` of gpt_oss as OpenAI publishes it: its experts in MXFP4,
+    all else in ``dtype``, without a type in its config. And one that holds the float32 experts that
     transformers' own code makes of the stored tensors.
     """
     quantized, plain = directory / "quantized", directory / "plain"

@@ -1,7 +1,7 @@
 """Paged attention in plain torch, made for CPUs; it runs on any device.
 
 Owns the work of one layer: gather, ``scaled_dot_product_attention``, scatter. A mask covers one
-row's keys and at most STRIP of its queries, so a step costs the sum of its rows, not their square.
+row's keys and a strip of its queries, so a step costs the sum of its rows, not their square.
 
 Three ideas, each measured on two cores:
 
@@ -22,7 +22,7 @@ import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from fairlead_kernels.formats.quantize import FP8
 from fairlead_kernels.interface.attention import Heads, LayerSpec, RaggedRows
 from fairlead_kernels.interface.cache_write import raw
-from fairlead_kernels.plain import torch_plan
+from fairlead_kernels.plain import strips, torch_plan
 from fairlead_kernels.plain.torch_plan import Decodes, Keys, Prefill, TorchPlan
 
 # Keys one batched gather may take: about half of a server core's second-level cache.
@@ -151,7 +151,8 @@ class TorchAttention:
             target.copy_(F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=spec.scale))
             return
         sinks = None if spec.sinks is None else spec.sinks.view(h.kv, h.per_kv, 1, 1)
-        for strip in piece.strips():
+        high = strips.STRIP if fused else strips.scored_strip(h.query, key.shape[0])
+        for strip in piece.strips(high):
             mask = strip.mask(q.dtype, q.device)
             queries, visible = slice(strip.begin, strip.end), slice(strip.low, strip.high)
             tensors = q[:, :, queries], k[:, :, visible], v[:, :, visible]

@@ -14,8 +14,6 @@ import torch
 
 from fairlead_kernels.interface.attention import RaggedRows
 
-# Queries of one row that are masked together: masks and explicit scores stay this many rows high.
-STRIP = 256
 # A row's masks of at most this many elements are kept for the other layers; larger ones are
 # recomputed.
 KEPT_MASK_ELEMENTS = 1 << 24
@@ -59,7 +57,7 @@ class Prefill:
     first_key: int
     keys: Keys
     window: int | None
-    masks: dict[tuple[int, torch.dtype], torch.Tensor] = field(default_factory=dict)
+    masks: dict[tuple[int, int, torch.dtype], torch.Tensor] = field(default_factory=dict)
 
     @property
     def plain_causal(self) -> bool:
@@ -67,10 +65,10 @@ class Prefill:
         count = self.end - self.begin
         return self.keys.length == count and (self.window is None or self.window >= count)
 
-    def strips(self) -> Iterator["Strip"]:
-        """The row in strips of queries, each with the keys that any of them sees."""
-        for at in range(0, self.end - self.begin, STRIP):
-            stop = min(at + STRIP, self.end - self.begin)
+    def strips(self, queries: int) -> Iterator["Strip"]:
+        """The row in strips of so many queries, each with the keys that any of them sees."""
+        for at in range(0, self.end - self.begin, queries):
+            stop = min(at + queries, self.end - self.begin)
             low = (
                 0 if self.window is None else self.position + at - self.window + 1 - self.first_key
             )
@@ -89,7 +87,7 @@ class Strip(NamedTuple):
     def mask(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """The mask [queries, keys], 0 or -inf; shared by the step's layers unless it is large."""
         row = self.row
-        kept_mask = row.masks.get((self.begin, dtype))
+        kept_mask = row.masks.get((self.begin, self.end, dtype))
         if kept_mask is not None:
             return kept_mask
         query = torch.arange(row.position + self.begin, row.position + self.end, device=device)[
@@ -105,7 +103,7 @@ class Strip(NamedTuple):
             hidden, -torch.inf
         )
         if (row.end - row.begin) * row.keys.length <= KEPT_MASK_ELEMENTS:
-            row.masks[self.begin, dtype] = mask
+            row.masks[self.begin, self.end, dtype] = mask
         return mask
 
 

@@ -10,6 +10,7 @@ from typing import Literal, Self
 
 from fairlead_kernels.cpu.slabs import SLAB
 from fairlead_kernels.packages.humming_memory import COMPILER, OWN_PAIR, PAIR, takes
+from fairlead_kernels.plain.strips import STRIP, scored_strip
 from fairlead_runtime.settings.engine_config import EngineConfig
 from fairlead_runtime.sizing.arithmetic import ceil_div
 from fairlead_runtime.sizing.config_json import DTYPE_BYTES
@@ -21,7 +22,6 @@ from fairlead_runtime.sizing.traffic import Traffic
 
 GIB = 1 << 30
 PROCESS = GIB  # reserved for all processes of the pod: interpreter, libraries, buffers
-STRIP = 256  # queries of one row that torch attention masks and scores together
 KEPT_MASKS = 1 << 24  # mask elements that it keeps for the other layers of a step
 # Logits that one pass of the sampler works on, and the bytes of its temporaries for each.
 SAMPLER_CHUNK = {"cpu": 1 << 20, "cuda": 1 << 26}
@@ -397,7 +397,8 @@ def _attention(
     # Scores before and after their cap or sinks, in float32, and keys repeated for each head that
     # shares them.
     repeated = 2 * longest * heads * shape.head_dim * element
-    return gathered + masks + repeated + 3 * heads * min(STRIP, chunk) * longest * 4
+    queries = min(scored_strip(heads, longest), chunk)
+    return gathered + masks + repeated + 3 * heads * queries * longest * 4
 
 
 def gib(size: int) -> str:

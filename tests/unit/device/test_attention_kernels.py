@@ -2,6 +2,8 @@
 blocks.
 """
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from fairlead_kernels.choice.backend import pick
 from fairlead_kernels.interface import reference
 from fairlead_kernels.interface.attention import Heads, LayerSpec
 from fairlead_kernels.interface.cache_write import write
-from fairlead_kernels.plain import torch_plan
+from fairlead_kernels.plain import strips, torch_attention
 from fairlead_kernels.plain.copy_blocks import copy_blocks
 from fairlead_kernels.plain.torch_attention import Scratch, TorchAttention
 from fairlead_kernels.plain.torch_plan import Keys
@@ -92,16 +94,36 @@ def test_a_row_does_not_depend_on_its_batch_mates() -> None:
 def test_long_rows_in_strips_match_the_definition(
     monkeypatch: pytest.MonkeyPatch, window: int | None, softcap: float | None
 ) -> None:
-    monkeypatch.setattr(torch_plan, "STRIP", 16)
+    monkeypatch.setattr(strips, "STRIP", 16)
     case = make_case([(0, 50), (21, 37), (3, 1)], window=window)
     got, want = backend_and_reference(case, LayerSpec(scale=0.3, window=window, softcap=softcap))
     torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("sinks", [False, True])
+def test_explicit_scores_of_many_keys_are_made_in_lower_strips(
+    monkeypatch: pytest.MonkeyPatch, sinks: bool
+) -> None:
+    case = make_case([(21, 37)])
+    monkeypatch.setattr(strips, "SCORES", 7 * case.heads.query * 58)
+    heights: list[int] = []
+    explicit = torch_attention._explicit
+
+    def noted(query: torch.Tensor, *rest: Any) -> torch.Tensor:
+        heights.append(query.shape[2])
+        return explicit(query, *rest)
+
+    monkeypatch.setattr(torch_attention, "_explicit", noted)
+    values = torch.randn(case.heads.query) if sinks else None
+    got, want = backend_and_reference(case, LayerSpec(scale=0.3, sinks=values))
+    torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)
+    assert heights == ([7, 7, 7, 7, 7, 2] if sinks else [])
+
+
 def test_a_later_layer_of_a_step_sees_the_masks_of_its_own_strips(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(torch_plan, "STRIP", 16)
+    monkeypatch.setattr(strips, "STRIP", 16)
     case, spec = make_case([(5, 50)]), LayerSpec(scale=0.3)
     backend = TorchAttention(case.heads, CPU)
     plan = backend.plan(case.ragged)

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from fairlead_kernels.cpu.cpu_attention import CpuAttention
 from fairlead_kernels.interface.attention import AttentionBackend, DecodeAttention, Heads, LayerSpec
+from fairlead_kernels.plain.strips import STRIP, scored_strip
 from fairlead_kernels.plain.torch_attention import TorchAttention
 from fairlead_kernels.sampling import sample_rows
 from fairlead_kernels.sampling.sample import hash_tokens
@@ -43,7 +44,7 @@ from fairlead_runtime.device.sampling.host_sampler import SamplingBatch, sample
 from fairlead_runtime.request.sequence import Request, SamplingParams, Sequence
 from fairlead_runtime.scheduling.plan import Row
 from fairlead_runtime.sizing.groups import LayerGroup, group_layers
-from fairlead_runtime.sizing.terms import KEPT_MASKS, ROW_SAMPLING_BYTES, STRIP, sampler_rows
+from fairlead_runtime.sizing.terms import KEPT_MASKS, ROW_SAMPLING_BYTES, sampler_rows
 
 CPU_TOKENS = 256
 # A longer row's attention is scaled up from this many keys: what it gathers grows with them.
@@ -184,7 +185,10 @@ def _attention(
         )
         keys = min(visible, CPU_KEYS if on_cpu else CUDA_KEYS)
         # One strip that is not the row's first: it needs a mask, and no strip takes more scratch.
-        strip = max(1, min(queries, STRIP, keys - 1))
+        call = model.calls[group.layers[0]]
+        scored = call.softcap is not None or call.sinks is not None
+        most = scored_strip(model.heads.query, visible) if scored else STRIP
+        strip = max(1, min(queries, most, keys - 1))
         masks = strip * keys * element if strip > 1 else 0
         peak = _attend_one(model, backend, group, keys, strip) - masks
         scratch = max(scratch, max(0, peak) * visible // keys)
