@@ -7,7 +7,6 @@ version 1.0: numbers are E2M1, scales E8M0.
 from functools import lru_cache
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor
 
 _NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # a fourth bit is the sign
@@ -24,8 +23,10 @@ def widen(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     if bool((scales == NAN).any()):
         raise ValueError(f"a scale of {NAN}, which is no number")
     pairs, powers = _tables(blocks.device)
-    numbers = F.embedding(blocks.int(), pairs).flatten(2)
-    rows = numbers.mul_(F.embedding(scales.int(), powers)).flatten(1).to(dtype)
+    numbers = pairs.index_select(0, blocks.flatten().int()).view(torch.float32)
+    factors = powers.index_select(0, scales.flatten().int())
+    numbers = numbers.view(*scales.shape, -1).mul_(factors.view(*scales.shape, 1))
+    rows = numbers.flatten(1).to(dtype)
     if not bool(rows.isfinite().all()):
         raise ValueError(f"a number beyond {str(dtype).removeprefix('torch.')}")
     return rows
@@ -33,10 +34,12 @@ def widen(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 @lru_cache(maxsize=8)
 def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
-    """The two numbers of each byte [256, 2], and what each scale but NAN stands for [255, 1]."""
+    """The two float32 of each byte as one integer of 64 bits [256], which is taken at once, and
+    what each scale but NAN stands for [255].
+    """
     numbers = torch.tensor([*_NUMBERS, *(-number for number in _NUMBERS)])
     codes = torch.arange(256)
     pairs = torch.stack([numbers[codes & 15], numbers[codes >> 4]], dim=1)
     # Of Python's floats: torch's exponentials need not be exact.
-    powers = torch.tensor([[2.0 ** (code - _BIAS)] for code in range(NAN)])
-    return pairs.to(device), powers.to(device)
+    powers = torch.tensor([2.0 ** (code - _BIAS) for code in range(NAN)])
+    return pairs.view(torch.int64).flatten().to(device), powers.to(device)
