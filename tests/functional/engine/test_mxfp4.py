@@ -107,5 +107,7 @@ def test_what_does_not_serve_it_is_refused_by_plan_and_start_in_the_same_words(
         pod.start(quantized, EngineConfig(quantization="int8"), 2 * GIB)
     with pytest.raises(ConfigError, match=r"^--tensor-parallel: .*no plan to split 'gpt_oss'"):
         pod.start(quantized, EngineConfig(tensor_parallel=2), 2 * GIB)
+    with pytest.raises(ConfigError, match=r"^--deterministic: "):
+        pod.start(quantized, EngineConfig(deterministic=True), 2 * GIB)
     with pytest.raises(ConfigError, match=r"^--max-memory-percent: .*experts are held in float32"):
         pod.start(quantized, EngineConfig(dtype="float32"), GIB // 2)
