@@ -15,7 +15,6 @@ from fairlead_runtime.sizing.stored import (
     GROUP_SIZES,
     HEAD,
     KEY,
-    WIDENED,
     Published,
     QuantizedError,
     Stored,
@@ -40,7 +39,7 @@ def as_stored(config: EngineConfig, quantized: Stored) -> EngineConfig:
     """
     if not quantized:
         return config
-    works = "none" if quantized in WIDENED else f"none or {quantized}"
+    works = "none" if quantized == "mxfp4" else f"none or {quantized}"
     if config.quantization not in ("none", quantized):
         raise ConfigError(
             "quantization",
@@ -48,7 +47,7 @@ def as_stored(config: EngineConfig, quantized: Stored) -> EngineConfig:
             f"(config.json: {KEY})",
             f"use {works}, or the unquantized checkpoint",
         )
-    return config if quantized in WIDENED else replace(config, quantization=quantized)
+    return config if quantized == "mxfp4" else replace(config, quantization=quantized)
 
 
 def check_stored(

@@ -27,7 +27,6 @@ from fairlead_runtime.sizing.parameters import ParameterCount, count_layer, has_
 from fairlead_runtime.sizing.stored import (
     KEY,
     MXFP4_BLOCK,
-    WIDENED,
     Published,
     QuantizedError,
     Stored,
@@ -86,7 +85,7 @@ class ModelShape:
     @property
     def held(self) -> Stored:
         """The format of a quantized checkpoint's weights once they are loaded, "" for plain."""
-        return "" if self.quantized in WIDENED else self.quantized
+        return "" if self.quantized == "mxfp4" else self.quantized
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "ModelShape":

@@ -24,10 +24,9 @@ GROUP_SIZES = (32, 64, 128)
 # transposed matrix, in an order of their own.
 # mxfp4: blocks of neighbours of a row, of one matrix for each expert.
 Layout = Literal["rows", "gptq", "gptq_v2", "awq", "mxfp4"]
-# What a checkpoint's weights are, as the setting ``quantization`` names it; "": plain. No setting
-# serves those that are widened at load and held plain.
+# What a checkpoint's weights are, as the setting ``quantization`` names it; "": plain. mxfp4 is no
+# setting: such weights are widened at load and held plain.
 Stored = Literal["", "int8", "fp8", "int4", "mxfp4"]
-WIDENED: tuple[Stored, ...] = ("mxfp4",)
 # MXFP4's, beside the name of the plain tensor.
 BLOCKS, BLOCK_SCALES = "_blocks", "_scales"
 MXFP4_BLOCK = 32  # numbers that share a scale
@@ -40,9 +39,9 @@ class QuantizedError(ShapeError):
 @dataclass(frozen=True, slots=True)
 class Published:
     """How the matrices of all layers, or all experts, are stored. ``format``: the value of the
-    setting ``quantization`` that serves them, "" for plain ones, or one of WIDENED; ``weight``: the
-    name of the tensor that holds the numbers of a matrix, several of them in each element if there
-    are ``packed`` in one.
+    setting ``quantization`` that serves them, "" for plain ones, or mxfp4; ``weight``: the name of
+    the tensor that holds the numbers of a matrix, several of them in each element if there are
+    ``packed`` in one.
 
     ``int4_group_size``: so many neighbours in a row share a scale, 0: all. ``ordered``: which do is
     said column by column. ``dtype``: of the other tensors where the config names none.

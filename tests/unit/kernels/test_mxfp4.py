@@ -16,7 +16,8 @@ def every_code() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def by_transformers(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return convert_moe_packed_tensors(blocks[None], scales[None], dtype=dtype)[0].T
+    matrices: torch.Tensor = convert_moe_packed_tensors(blocks[None], scales[None], dtype=dtype)
+    return matrices[0].T
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
