@@ -1,5 +1,6 @@
 """The experts of a checkpoint in MXFP4 become plain ones, and what does not fit them is refused."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,26 @@ def test_a_checkpoint_whose_config_names_no_type_is_served_in_bfloat16(
     quantized, plain = publish_mxfp4(model, tmp_path, torch.bfloat16)
     loaded, expected = load(quantized, "auto"), load(plain, "bfloat16")
     assert loaded.dtype is torch.bfloat16
+    for name, parameter in expected.named_parameters():
+        assert torch.equal(loaded.get_parameter(name), parameter), name
+
+
+def test_blocks_and_scales_may_lie_in_two_files_and_lack_the_base_models_prefix(
+    model: Path, tmp_path: Path
+) -> None:
+    quantized, plain = publish_mxfp4(model, tmp_path, torch.bfloat16)
+    tensors = load_file(quantized / "model.safetensors")
+    (quantized / "model.safetensors").unlink()
+    files: dict[str, dict[str, Tensor]] = {"a.safetensors": {}, "b.safetensors": {}}
+    for name, tensor in tensors.items():
+        file = "b.safetensors" if name.endswith("_scales") else "a.safetensors"
+        files[file][name.removeprefix("model.")] = tensor
+    for file, part in files.items():
+        save_file(part, quantized / file, {"format": "pt"})
+    weight_map = {name: file for file, part in files.items() for name in part}
+    index = json.dumps({"metadata": {}, "weight_map": weight_map})
+    (quantized / "model.safetensors.index.json").write_text(index)
+    loaded, expected = load(quantized), load(plain)
     for name, parameter in expected.named_parameters():
         assert torch.equal(loaded.get_parameter(name), parameter), name
 
