@@ -21,6 +21,7 @@ from fairlead_runtime.sizing.config_json import (
     dtype_of,
     family_of,
     has_parts,
+    longest_text,
 )
 from fairlead_runtime.sizing.family_table import FAMILIES, UNKNOWN_DENSE, UNKNOWN_EXPERTS, Family
 from fairlead_runtime.sizing.parameters import ParameterCount, count_layer, has_flat_norm
@@ -56,7 +57,7 @@ class ModelShape:
     logit_copies: int  # tensors of vocabulary width alive at once
     explicit_scores: bool  # attention with a cap or sinks, which fused kernels for CPUs lack
     vocab: int
-    max_len: int  # max_position_embeddings
+    max_len: int  # tokens that it reads, with those that scaled rotary embeddings add
     tied: bool  # the output matrix is the embedding
     experts: int  # 0 for a dense model
     experts_per_token: int
@@ -133,7 +134,7 @@ class ModelShape:
             logit_copies=2 if s.get("final_logit_softcapping") is not None else family.logit_copies,
             explicit_scores=family.sinks or s.get("attn_logit_softcapping") is not None,
             vocab=vocab,
-            max_len=s.integer("max_position_embeddings"),
+            max_len=longest_text(s, rotary=not family.positions),
             tied=tied,
             experts=s.integer("num_local_experts") if family.experts else 0,
             experts_per_token=s.integer("num_experts_per_tok") if family.experts else 0,
@@ -200,7 +201,7 @@ class ModelShape:
             logit_copies=UNKNOWN_DENSE.logit_copies,
             explicit_scores=True,
             vocab=vocab,
-            max_len=s.integer("max_position_embeddings"),
+            max_len=longest_text(s),
             tied=bool(settings.get("tie_word_embeddings")),
             experts=s.integer(experts_setting) if experts_setting else 0,
             experts_per_token=chosen,

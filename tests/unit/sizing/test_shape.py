@@ -649,3 +649,43 @@ def test_keys_that_a_family_ignores_change_nothing() -> None:
     for family, own in named.items():
         config = {"model_type": family}
         assert ModelShape.from_config(config | stray | own) == ModelShape.from_config(config)
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+OF_QWEN_CARD = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+
+
+@pytest.mark.parametrize(
+    ("change", "longest"),
+    [
+        ({}, 256),
+        ({"rope_scaling": OF_QWEN_CARD}, 1024),
+        ({"rope_parameters": YARN}, 1024),
+        ({"rope_parameters": {**YARN, "original_max_position_embeddings": 64}}, 256),
+        ({"rope_parameters": {**YARN, "original_max_position_embeddings": 128}}, 512),
+        ({"rope_parameters": {**YARN, "original_max_position_embeddings": 4096}}, 256),
+        ({"rope_parameters": {**YARN, "factor": 1.5}}, 384),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, 512),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 3}}, 768),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, 256),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, 256),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 8.0}}, 256),
+        ({"rope_scaling": {"rope_type": "default"}}, 256),
+        ({"rope_scaling": None}, 256),
+        ({"rope_parameters": {"full_attention": YARN, "sliding_attention": {"factor": 9}}}, 1024),
+        *(
+            ({"rope_scaling": {"type": "yarn", "factor": factor}}, 256)
+            for factor in (None, True, "4", 0.5, 0, -4, float("nan"), float("inf"), 1e300)
+        ),
+        ({"rope_scaling": {"type": "yarn", "factor": 1e6}}, 1 << 24),
+    ],
+)
+def test_scaled_rotary_embeddings_reach_as_far_as_their_factor_says(
+    change: dict[str, Any], longest: int
+) -> None:
+    assert ModelShape.from_config({"model_type": "qwen2", **SMALL, **change}).max_len == longest
+
+
+def test_learned_positions_reach_no_further_whatever_the_factor() -> None:
+    config = {"model_type": "gpt2", **SMALL, "n_positions": 256, "rope_scaling": OF_QWEN_CARD}
+    assert ModelShape.from_config(config).max_len == 256

@@ -4,6 +4,7 @@ Owns the order of these steps and the limits on text before tokenizing. Runs in 
 on the event loop; changes no state.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -30,7 +31,9 @@ from fairlead_runtime.request.sequence import RequestError, pack_ids
 from fairlead_runtime.serving.intake import check_prompt_logprobs
 from fairlead_runtime.serving.prompt_encoder import PromptEncoder
 
-CHARS_PER_TOKEN = 16  # a text longer than this times max_model_len is refused before tokenizing
+# A text with more than so many times max_model_len, or than the longest token's where that has
+# more, is refused before it is tokenized.
+CHARS_PER_TOKEN = 16
 TEMPLATE_GROWTH = 4  # a rendered chat may have this many times the characters of its messages,
 PROMPT_END = 64  # characters of a rendered chat that say how the answer begins
 TEMPLATE_ROOM = 64 * 1024  # plus this many
@@ -149,7 +152,7 @@ def text_ids(
     """Token ids of a plain prompt; ``special``: with the special tokens that the tokenizer adds.
     Raises ApiError for a text that is too long, before it is tokenized, and ServiceError.
     """
-    _check_chars("prompt", len(text), max_model_len)
+    _check_chars("prompt", len(text), max_model_len, encoder.tokenizer)
     return encoder.encode(text, special=special, large=large)
 
 
@@ -178,7 +181,7 @@ def chat_text(
         "chat_template": len(inputs.chat_template or ""),
     }
     for field, size in sizes.items():
-        _check_chars(field, size, max_model_len)
+        _check_chars(field, size, max_model_len, tokenizer)
     text = render_chat(tokenizer, messages, tools=tools, inputs=inputs)
     if len(text) > TEMPLATE_GROWTH * sum(sizes.values()) + TEMPLATE_ROOM:
         raise ApiError(
@@ -193,8 +196,18 @@ def _json_bytes(value: Any) -> int:
     return len(orjson.dumps(value)) if value else 0
 
 
-def _check_chars(field: str, chars: int, max_model_len: int) -> None:
-    if chars > CHARS_PER_TOKEN * max_model_len:
+@functools.lru_cache(maxsize=1)  # a walk over the whole vocabulary
+def _longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Characters of the longest token, such as a run of blanks or dashes."""
+    return max(map(len, tokenizer.get_vocab()), default=0)
+
+
+def _check_chars(
+    field: str, chars: int, max_model_len: int, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    if chars <= CHARS_PER_TOKEN * max_model_len:
+        return
+    if chars > _longest_token(tokenizer) * max_model_len:
         raise ApiError(
             400,
             f"{field}: {chars} characters cannot fit into the {max_model_len} tokens "
