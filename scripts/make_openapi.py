@@ -1,5 +1,5 @@
-"""Write docs/openapi.json, the OpenAPI document of the public port, from the types that check the
-bodies. `--check` writes nothing and exits with 1 when the file is out of date.
+"""Write api/ports/openapi.json, the OpenAPI document of the public port, which serves it, from the
+types that check the bodies. `--check` writes nothing and exits with 1 when the file is out of date.
 
 The bodies are the runtime's own types; the answers are described here, and the tests hold the
 server to them.
@@ -15,11 +15,13 @@ from typing import Any
 from pydantic.json_schema import models_json_schema
 
 from fairlead_runtime.api.bodies.request_bodies import ChatBody, CompletionBody
+from fairlead_runtime.api.ports.app import DOCUMENT
 from fairlead_runtime.api.responses.bodies import ResponseBody
 from fairlead_runtime.api.routes.tokenize import DetokenizeBody, TokenizeBody
 from fairlead_runtime.front.strict_body import StrictBody
 
-FILE = Path(__file__).parents[1] / "docs" / "openapi.json"
+PORTS = Path(__file__).parents[1] / "runtime" / "fairlead_runtime" / "api" / "ports"
+FILE = PORTS / DOCUMENT
 REF = "#/components/schemas/"
 Schema = dict[str, Any]
 
@@ -110,6 +112,7 @@ ANSWERS: dict[str, Schema] = {
         count=COUNT, max_model_len=COUNT, tokens=many(COUNT), token_strs=nullable(many(TEXT))
     ),
     "Text": record(prompt=TEXT),
+    "TokenizerInfo": record(tokenizer_class=TEXT),
     "Usage": record(
         prompt_tokens=COUNT,
         completion_tokens=COUNT,
@@ -230,22 +233,42 @@ def refusals(reasons: dict[str, str]) -> Schema:
     }
 
 
+def reading_text(summary: str, kind: str, schema: Schema, reasons: dict[str, str]) -> Schema:
+    good = answer(summary, schema)
+    good["content"] = {kind: good["content"].pop("application/json")}
+    return {"summary": summary, "responses": {"200": good, **refusals(reasons)}}
+
+
 def reading(summary: str, name: str, reasons: dict[str, str] = EVERYWHERE) -> Schema:
     return {"summary": summary, "responses": {"200": answer(name, ref(name)), **refusals(reasons)}}
 
 
 def posting(summary: str, body: type[StrictBody], name: str, stream: str = "") -> Schema:
+    return posting_any(summary, name, {name: body}, stream)
+
+
+def posting_any(
+    summary: str, what: str, bodies: dict[str, type[StrictBody]], stream: str = ""
+) -> Schema:
+    """One of these bodies, each with an answer of its own."""
+    asked, answered = (
+        [ref(n) for n in names] for names in ([body.__name__ for body in bodies.values()], bodies)
+    )
     return {
         "summary": summary,
         "requestBody": {
             "required": True,
-            "content": {"application/json": {"schema": ref(body.__name__)}},
+            "content": {"application/json": {"schema": any_of(asked)}},
         },
         "responses": {
-            "200": answer(name, ref(name), stream=stream),
+            "200": answer(what, any_of(answered), stream=stream),
             **refusals(EVERYWHERE | WITH_BODY),
         },
     }
+
+
+def any_of(schemas: list[Schema]) -> Schema:
+    return schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
 
 
 CHUNKS = "With `stream: true`: server-sent events with chunks, at the end `data: [DONE]`."
@@ -266,6 +289,13 @@ def paths() -> Schema:
             "/ping": "As /readyz",
         }.items()
     }
+    probes["/ping"]["post"] = probes["/ping"]["get"]
+    metrics = reading_text(
+        "As the admin port's, with --public-metrics",
+        "text/plain",
+        TEXT,
+        EVERYWHERE | {"404": "The server runs without --public-metrics."},
+    )
     return {
         "/v1/models": {"get": reading("The model that is served", "Models")},
         "/v1/models/{name}": {"get": {**model, "parameters": [NAME]}},
@@ -278,8 +308,27 @@ def paths() -> Schema:
         "/v1/responses": {
             "post": posting("Answer a conversation", ResponseBody, "Response", EVENTS)
         },
+        "/invocations": {
+            "post": posting_any(
+                "Answer a chat (messages), a completion (prompt) or a conversation (input)",
+                "ChatCompletion, Completion or Response",
+                {
+                    "ChatCompletion": ChatBody,
+                    "Completion": CompletionBody,
+                    "Response": ResponseBody,
+                },
+                "With `stream: true`: server-sent events of the route that has such a body.",
+            )
+        },
         "/tokenize": {"post": posting("Tokens of a prompt or a chat", TokenizeBody, "Tokens")},
         "/detokenize": {"post": posting("Text of tokens", DetokenizeBody, "Text")},
+        "/tokenizer_info": {
+            "get": reading("The tokenizer's configuration, as in vLLM", "TokenizerInfo")
+        },
+        "/metrics": {"get": metrics},
+        "/openapi.json": {
+            "get": reading_text("This document", "application/json", ANY_OBJECT, EVERYWHERE)
+        },
         "/version": {"get": reading("The server's version", "Version")},
         **probes,
     }

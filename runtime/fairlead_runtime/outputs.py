@@ -201,6 +201,16 @@ class CacheView:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheReset:
+    """What a reset of the prefix cache did, in units of the block map: how many were ``evicted``,
+    and how many requests ``held`` and keep.
+    """
+
+    evicted: int
+    held: int
+
+
+@dataclass(frozen=True, slots=True)
 class Health:
     """``alive`` False: restart the process. ``ready`` False: send no traffic. ``reason``: why, in
     words.
@@ -393,4 +403,8 @@ class EngineClient(Protocol):
 
     async def cache(self, start: int) -> CacheView:
         """The map of the blocks from unit ``start`` on."""
+        ...
+
+    async def reset_prefix_cache(self) -> CacheReset:
+        """Evict every cached block that no request holds; running requests go on."""
         ...

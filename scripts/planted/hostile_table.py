@@ -200,6 +200,64 @@ NEIGHBOURS = (
     ),
 )
 
+PAGES = (
+    PackageBug(
+        "a page of another site drains a pod",
+        "fairlead_runtime.front.cors:_foreign",
+        '    if any(site not in {"same-origin", "none"} for site in sites):\n',
+        "    if False:\n",
+        ("functional/api/test_api_routes.py",),
+    ),
+    PackageBug(
+        "a page of another origin drains a pod",
+        "fairlead_runtime.front.cors:_foreign",
+        "    if any(_host_of(origin) != host.lower() for origin in origins):\n",
+        "    if False:\n",
+        ("functional/api/test_api_routes.py",),
+    ),
+    PackageBug(
+        "a page whose name was made to point here drains a pod",
+        "fairlead_runtime.front.cors:_foreign",
+        "    if (sites or origins) and not _is_private(host):\n",
+        "    if False:\n",
+        ("functional/api/test_api_routes.py",),
+    ),
+    PackageBug(
+        "a page's form drains a pod",
+        "fairlead_runtime.front.cors:_foreign",
+        "    if kind in _FORMS:\n",
+        "    if False:\n",
+        ("functional/api/test_api_routes.py",),
+    ),
+    PackageBug(
+        "the admin port takes what any page sends",
+        "fairlead_runtime.api.ports.app:admin_app",
+        "ForeignPages(HeadAsGet(app))",
+        "HeadAsGet(app)",
+        ("functional/api/test_api_routes.py",),
+    ),
+    PackageBug(
+        "metrics are public unasked",
+        "fairlead_runtime.api.ports.app:public_app",
+        "    if state.public_metrics:\n",
+        "    if True:\n",
+        ("functional/api/test_api_routes.py",),
+    ),
+    PackageBug(
+        "the tokenizer's folder is shown to clients",
+        "fairlead_runtime.api.routes.tokenize:tokenizer_info",
+        "        if name not in _FILES and",
+        "        if",
+        ("functional/api/test_api_routes.py",),
+    ),
+    PackageBug(
+        "an invocation keeps its bytes",
+        "fairlead_runtime.api.routes.invocations:_read_again",
+        "messages.pop() if messages else await receive()",
+        "messages[0]",
+        ("functional/api/test_api_routes.py",),
+    ),
+)
 BUGS = (
     *STREAMS,
     *FAULTS,
@@ -214,4 +272,5 @@ BUGS = (
     *DRAINS,
     *PRIVACY,
     *NEIGHBOURS,
+    *PAGES,
 )

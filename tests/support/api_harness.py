@@ -20,6 +20,7 @@ from fairlead_runtime.api.tools.formats import reply_format
 from fairlead_runtime.outputs import (
     BlockRun,
     BlockState,
+    CacheReset,
     CacheView,
     Draining,
     DrainResult,
@@ -177,6 +178,9 @@ class FakeService:
 
     async def requests(self) -> list[RequestView]:
         return []
+
+    async def reset_prefix_cache(self) -> CacheReset:
+        return CacheReset(evicted=4, held=2)
 
     async def cache(self, start: int) -> CacheView:
         runs = (BlockRun(0, 6, BlockState.FREE, 0, ()),)

@@ -73,6 +73,13 @@ class BlockPool:
             self.free.append(unit)
             self.moved[unit] = 1
 
+    def forget_cached(self) -> int:
+        """Remove the content of every unit without a reference; returns their number."""
+        units = [*self.cached]
+        for unit in units:
+            self.forget(unit)
+        return len(units)
+
     def share(self, units: Iterable[int]) -> None:
         """Add a reference to each unit; all are referenced or cached."""
         refs, cached, moved = self.refs, self.cached, self.moved

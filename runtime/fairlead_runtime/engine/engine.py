@@ -25,6 +25,7 @@ from fairlead_runtime.engine.pipeline import Launcher, Pipeline
 from fairlead_runtime.engine.progress import NO_TIMES, StepProgress, StepTimes
 from fairlead_runtime.engine.views import LiveRequest, request_views
 from fairlead_runtime.outputs import (
+    CacheReset,
     ChoiceEvent,
     Counters,
     EngineDead,
@@ -129,6 +130,12 @@ class Engine:
         on, or with None when making the copy failed.
         """
         self._inbox.post(Inspect(lambda: CacheCopy.of(self._scheduler, start), answer))
+
+    def reset_cache(self, answer: Callable[[CacheReset | None], None]) -> None:
+        """Make the engine thread evict all cached units that no request holds and call ``answer``
+        with their number, or with None when that failed.
+        """
+        self._inbox.post(Inspect(self._reset_cache, answer))
 
     def stop(self) -> None:
         """Let ``run`` return after its current step."""
@@ -457,6 +464,11 @@ class Engine:
 
     def _views(self) -> list[RequestView]:
         return request_views(self._live.values(), self._scheduler.state, self._now())
+
+    def _reset_cache(self) -> CacheReset:
+        evicted = self._scheduler.reset_cache()
+        pool = self._scheduler.state.cache.pool
+        return CacheReset(evicted, held=pool.units - pool.available)
 
     def _publish_state(self) -> None:
         """Let the other threads see the state after this step."""

@@ -90,7 +90,7 @@ class Abort:
 @dataclass(frozen=True, slots=True)
 class Inspect:
     """The engine thread calls ``look`` between two steps, and ``answer`` with what it returns, or
-    with None when it raised.
+    with None when it raised. A look may evict what nobody holds; it changes nothing else.
     """
 
     look: Callable[[], Any]

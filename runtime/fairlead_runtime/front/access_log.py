@@ -69,7 +69,7 @@ class AccessLogMiddleware:
         facts = {
             "request_id": request_id,
             "port": self._port,
-            "method": scope["method"] if scope["method"] in {"GET", "POST"} else "other",
+            "method": scope["method"] if scope["method"] in {"GET", "HEAD", "POST"} else "other",
             "route": route,
             "status": status,
             "seconds": round(seconds, 4),

@@ -6,6 +6,7 @@ closes a connection so that a client that is still sending gets a reset instead 
 """
 
 import asyncio
+import re
 import socket
 import sys
 from collections.abc import Callable, Iterable
@@ -45,6 +46,7 @@ _OPTIONS = (
 )
 
 
+_ABSOLUTE = re.compile(rb"https?://[^/?#]+([/?].*)?", re.IGNORECASE)
 _CHUNKED = b"\r\ntransfer-encoding: chunked\r\n"
 
 
@@ -61,6 +63,7 @@ class BoundedConnection(h11.Connection):
         if isinstance(event, h11.Request):
             self._chunks = 0
             _check_request(event)
+            event = _in_origin_form(event)
         elif isinstance(event, h11.Data) and event.chunk_start:
             self._chunks += 1
             if self._chunks > CHUNKS:
@@ -93,6 +96,20 @@ def _check_request(event: h11.Request) -> None:
         raise h11.RemoteProtocolError(
             f"the header has more than {HEADER_BYTES} bytes or {HEADER_COUNT} fields", 431
         )
+
+
+def _in_origin_form(event: h11.Request) -> h11.Request:
+    """The request with its path and query as the target, for one in absolute form: a server must
+    take those that clients send through proxies (RFC 9112, 3.2.2).
+    """
+    absolute = _ABSOLUTE.fullmatch(event.target)
+    if absolute is None:
+        return event
+    rest = absolute[1] or b""
+    target = rest if rest.startswith(b"/") else b"/" + rest
+    return h11.Request(
+        method=event.method, headers=event.headers, target=target, http_version=event.http_version
+    )
 
 
 class LingeringTransport:

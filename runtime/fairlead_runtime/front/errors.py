@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import orjson
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -21,6 +20,7 @@ _INTERNAL = "the server failed on this request; its log has the details under th
 # OpenAI's error types by status; any other status is an invalid_request_error.
 _TYPES = {
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     429: "rate_limit_error",
     500: "server_error",
@@ -28,6 +28,7 @@ _TYPES = {
 }
 _CODES = {
     401: "invalid_api_key",
+    403: "forbidden",
     404: "not_found",
     405: "method_not_allowed",
     408: "request_timeout",
@@ -37,19 +38,6 @@ _CODES = {
     431: "headers_too_large",
     500: "internal_error",
     503: "unavailable",
-}
-
-# Routes of other servers, and ours in their place.
-_ELSEWHERE = {
-    "/generate": "/v1/completions",
-    "/generate_stream": "/v1/completions",
-    "/api/generate": "/v1/completions",
-    "/completion": "/v1/completions",
-    "/completions": "/v1/completions",
-    "/api/chat": "/v1/chat/completions",
-    "/chat/completions": "/v1/chat/completions",
-    "/responses": "/v1/responses",
-    "/models": "/v1/models",
 }
 
 
@@ -137,20 +125,6 @@ async def _on_expected(_request: Request, error: Exception) -> Response:
     return from_exception(error).response()
 
 
-async def _on_http(request: Request, error: Exception) -> Response:
-    """Answer the router's own refusals: an unknown path or a wrong method."""
-    status = error.status_code if isinstance(error, HTTPException) else 500
-    headers = error.headers if isinstance(error, HTTPException) else None
-    route = _ELSEWHERE.get(request.url.path)
-    messages = {
-        404: "this port has no such route" + (f"; use {route} of the public port" if route else ""),
-        405: "this route does not accept that method",
-    }
-    return ApiError(
-        status, messages.get(status, "the request is not valid"), headers=headers
-    ).response()
-
-
 async def _on_unexpected(_request: Request, _error: Exception) -> Response:
     """Only answer: the exception goes on to AccessLogMiddleware, which logs it."""
     return internal_error().response()
@@ -161,6 +135,5 @@ HANDLERS: Mapping[type[Exception], Callable[[Request, Exception], Awaitable[Resp
     ApiError: _on_expected,
     RequestError: _on_expected,
     ServiceError: _on_expected,
-    HTTPException: _on_http,
     Exception: _on_unexpected,
 }

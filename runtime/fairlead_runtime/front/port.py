@@ -10,7 +10,7 @@ import socket
 from collections.abc import Generator
 
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from fairlead_runtime.front.connection import (
     HEADER_BYTES,
@@ -23,6 +23,25 @@ from fairlead_runtime.front.tls import Certificates, accept_forever
 from fairlead_runtime.sizing.traffic import HANDSHAKES
 
 CLOSING_SECONDS = 5  # for the last bytes of answers when the port closes
+
+
+class HeadAsGet:
+    """Pure ASGI: HEAD is answered as GET is, of which uvicorn leaves the body out. Servers must
+    know both (RFC 9110, 9.1), and monitors ask the probes so.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] != "HEAD":
+            await self._app(scope, receive, send)
+            return
+        as_get = {**scope, "method": "GET"}
+        try:
+            await self._app(as_get, receive, send)
+        finally:
+            scope.update({**as_get, "method": "HEAD"})  # what it found is logged
 
 
 class Port:

@@ -18,7 +18,14 @@ from fairlead_runtime.child.frames import FrameError
 from fairlead_runtime.child.life import FAILED, end_with, leave, parent_socket
 from fairlead_runtime.engine.cache_map import CacheCopy
 from fairlead_runtime.engine.engine import Engine
-from fairlead_runtime.outputs import ChoiceEvent, EngineDead, QueueFull, RequestView, ServiceError
+from fairlead_runtime.outputs import (
+    CacheReset,
+    ChoiceEvent,
+    EngineDead,
+    QueueFull,
+    RequestView,
+    ServiceError,
+)
 from fairlead_runtime.processes import logs
 from fairlead_runtime.processes.lean_imports import leave_compiler_out
 from fairlead_runtime.request.sequence import FinishReason, Request
@@ -115,6 +122,8 @@ class Server:
                     self._inspect(number)
                 case wire.Ask(number, "cache", start):
                     self._copy_cache(number, start)
+                case wire.Ask(number, "reset"):
+                    self._reset_cache(number)
                 case wire.Ask(number):
                     report = EngineReport(self._engine.snapshot(), self._measurements.read())
                     self._channel.send(wire.Report(number, report))
@@ -147,6 +156,12 @@ class Server:
             start,
             lambda copy: threading.Thread(target=send, args=(copy,), daemon=True).start(),
         )
+
+    def _reset_cache(self, number: int) -> None:
+        def answer(reset: CacheReset | None) -> None:
+            self._channel.send(wire.Reset(number, reset))
+
+        self._engine.reset_cache(answer)
 
     def _step(self) -> None:
         """The engine's thread."""

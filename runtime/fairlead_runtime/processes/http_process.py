@@ -77,6 +77,7 @@ def run(
         keys=keys,
         certificates=tls,
         cors_origin=config.cors_origin,
+        public_metrics=config.public_metrics,
         tracing=Tracing.of(config.served_name or model, os.environ),
     )
     try:

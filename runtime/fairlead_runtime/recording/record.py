@@ -4,6 +4,7 @@
     {"add": request, "sequences": ids}
     {"abort": [request id, choice]}
     {"fail": [sequence id, message, kind]}
+    {"reset": units}                     the cached units without a reference were evicted
     {"plan": canonical plan, "free": n, "cached": n, "t": seconds}
     {"launch": step}                     the device has it; its update may come after the next plan
     {"recall": step}                     what was launched before this step is computed again
@@ -117,6 +118,11 @@ class RecordedScheduler(Scheduler):
         if ended:
             self._write(encode({"fail": [sequence_id, *failure]}))
         return ended
+
+    def reset_cache(self) -> int:
+        evicted = super().reset_cache()
+        self._write(encode({"reset": evicted}))
+        return evicted
 
     def commit(self, plan: Plan) -> Work:
         work = super().commit(plan)

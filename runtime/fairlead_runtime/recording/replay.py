@@ -69,6 +69,10 @@ def _apply(scheduler: Scheduler, line: Line, works: dict[int, Work]) -> None:
     elif "fail" in line:
         sequence_id, *failure = line["fail"]
         scheduler.fail(sequence_id, _failure(*failure))
+    elif "reset" in line:
+        evicted = scheduler.reset_cache()
+        if evicted != line["reset"]:
+            raise RecordError(f"{evicted} units were evicted, not {line['reset']}")
     elif "launch" in line:
         scheduler.launch(works[line["launch"]])
     elif "recall" in line:

@@ -151,6 +151,10 @@ class Scheduler:
             else [self._end(sequence, Status.FAILED, FinishReason.ERROR, failure)]
         )
 
+    def reset_cache(self) -> int:
+        """Evict every cached unit that no sequence holds; returns their number."""
+        return self.state.cache.pool.forget_cached()
+
     # -- a step
 
     def plan(self) -> Plan:

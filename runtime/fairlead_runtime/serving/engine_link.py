@@ -17,6 +17,7 @@ from fairlead_runtime.child.heap import release_memory
 from fairlead_runtime.engine.engine import Engine
 from fairlead_runtime.engine.inbox import Bounds
 from fairlead_runtime.outputs import (
+    CacheReset,
     CacheView,
     ChoiceEvent,
     EngineDead,
@@ -77,6 +78,10 @@ class EngineLink(Protocol):
         """The map of the blocks from unit ``start`` on, else as ``requests``."""
         ...
 
+    async def reset_cache(self) -> CacheReset | None:
+        """Evict all cached units that no request holds; else as ``requests``."""
+        ...
+
     async def report(self) -> EngineReport: ...
 
 
@@ -127,6 +132,9 @@ class LocalEngine:
     async def cache(self, start: int) -> CacheView | None:
         copy = await self._inspected(functools.partial(self._engine.copy_cache, start))
         return None if copy is None else await asyncio.to_thread(copy.view)
+
+    async def reset_cache(self) -> CacheReset | None:
+        return await self._inspected(self._engine.reset_cache)
 
     async def _inspected(
         self, inspect: Callable[[Callable[[ViewT | None], None]], None]

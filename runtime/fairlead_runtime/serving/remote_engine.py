@@ -15,7 +15,14 @@ from typing import Any
 from fairlead_runtime.child.frames import FrameError
 from fairlead_runtime.child.process import Child
 from fairlead_runtime.engine.inbox import Bounds
-from fairlead_runtime.outputs import CacheView, EngineDead, EngineState, RequestView, ServiceError
+from fairlead_runtime.outputs import (
+    CacheReset,
+    CacheView,
+    EngineDead,
+    EngineState,
+    RequestView,
+    ServiceError,
+)
 from fairlead_runtime.request.sequence import Request
 from fairlead_runtime.serving import wire
 from fairlead_runtime.serving.engine_link import Deliver, settle_memory
@@ -124,6 +131,10 @@ class RemoteEngine:
         view: CacheView | None = await self._ask("cache", start)
         return view
 
+    async def reset_cache(self) -> CacheReset | None:
+        reset: CacheReset | None = await self._ask("reset")
+        return reset
+
     async def report(self) -> EngineReport:
         """The last one when the process does not answer now."""
         try:
@@ -177,6 +188,7 @@ class RemoteEngine:
             case (
                 wire.Views(number, answer)
                 | wire.Cache(number, answer)
+                | wire.Reset(number, answer)
                 | wire.Report(number, answer)
             ):
                 question = self._questions.get(number)

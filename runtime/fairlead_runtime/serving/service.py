@@ -18,6 +18,7 @@ from fairlead_runtime.engine.observer import CANARY, canary
 from fairlead_runtime.engine.progress import ALIVE_STEP_SECONDS, READY_STEP_SECONDS
 from fairlead_runtime.grammar.checker import Checker, CheckerBusy
 from fairlead_runtime.outputs import (
+    CacheReset,
     CacheView,
     ChoiceEvent,
     Draining,
@@ -257,6 +258,9 @@ class Service:
 
     async def cache(self, start: int) -> CacheView:
         return await _inspected(self._engine.cache(start))
+
+    async def reset_prefix_cache(self) -> CacheReset:
+        return await _inspected(self._engine.reset_cache())
 
     async def probe_idle_engine(self) -> None:
         """Send a canary unless real requests test the engine. Counts canaries that fail in a

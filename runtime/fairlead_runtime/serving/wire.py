@@ -15,6 +15,7 @@ from fairlead_runtime.child.frames import Channel, Codec, Message
 from fairlead_runtime.engine.inbox import Bounds
 from fairlead_runtime.models.model_error import ModelError, SelfTestError
 from fairlead_runtime.outputs import (
+    CacheReset,
     CacheView,
     ChoiceEvent,
     EngineDead,
@@ -73,7 +74,7 @@ class Ask(Message):
     """Answered by a message of the same ``number``. ``start``: the first unit, of the cache."""
 
     number: int
-    subject: Literal["requests", "cache", "report"]
+    subject: Literal["requests", "cache", "reset", "report"]
     start: int = 0
 
 
@@ -146,6 +147,11 @@ class Cache(Message):
     view: CacheView | None
 
 
+class Reset(Message):
+    number: int
+    reset: CacheReset | None
+
+
 class Report(Message):
     number: int
     report: EngineReport
@@ -157,7 +163,7 @@ class Gone(Message):
     reason: str
 
 
-FromEngine = Loaded | Refused | Events | Pulse | Views | Cache | Report | Gone
+FromEngine = Loaded | Refused | Events | Pulse | Views | Cache | Reset | Report | Gone
 
 
 def _encode_other(value: object) -> object:

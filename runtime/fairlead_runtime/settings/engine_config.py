@@ -320,6 +320,11 @@ class EngineConfig:
         when="When pages in a browser call the server.",
         metavar="ORIGIN",
     )
+    public_metrics: bool = knob(
+        False,
+        "/metrics on the public port too, behind the API keys where there are any",
+        when="Where what scrapes cannot reach the admin port.",
+    )
     tool_call_parser: ToolCallParser = knob(
         "auto",
         "format of the model's calls of tools; auto: recognized from its chat template",

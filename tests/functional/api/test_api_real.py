@@ -408,6 +408,40 @@ def test_the_admin_port_shows_the_real_engine() -> None:
     run(scenario())
 
 
+def test_a_reset_of_the_prefix_cache_evicts_what_nobody_holds_and_harms_no_request() -> None:
+    async def scenario() -> None:
+        async with demo() as server, server.client() as client, server.admin() as admin:
+            shared = chat(QUESTION * 8, temperature=0, max_tokens=4)
+
+            async def cached() -> int:
+                answer = (await client.post("/v1/chat/completions", json=shared)).json()
+                count: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+                return count
+
+            long = completion("Fairlead", temperature=0, max_tokens=150, ignore_eos=True)
+            alone = (await client.post("/v1/completions", json=long)).json()["choices"]
+            assert await cached() == 0
+            assert await cached() > 0
+            before = (await admin.get("/debug/cache")).json()
+            first = (await admin.post("/reset_prefix_cache")).json()
+            assert first == {"evicted": before["cached"], "held": 0}
+            assert first["evicted"] > 0
+            assert (await admin.post("/reset_prefix_cache")).json() == {"evicted": 0, "held": 0}
+            assert await cached() == 0
+            # While a request runs: what it holds stays, and so does its text.
+            running = asyncio.ensure_future(client.post("/v1/completions", json=long))
+            held = []
+            while not running.done():
+                await cached()
+                held.append((await admin.post("/reset_prefix_cache")).json()["held"])
+            assert (await running).json()["choices"] == alone
+            assert max(held) > 0
+            after = (await admin.get("/debug/cache")).json()
+            assert (after["held"], after["free"] + after["cached"]) == (0, after["units"])
+
+    run(scenario())
+
+
 def test_a_signal_ends_the_real_server_after_its_streams() -> None:
     async def scenario() -> None:
         async with demo(drain_timeout=60.0) as server:

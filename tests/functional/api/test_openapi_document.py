@@ -4,9 +4,10 @@ server, and finds neither a 500 nor an answer that the document does not describ
 
 import json
 import subprocess
+from importlib.resources import files
 from pathlib import Path
 
-from support.environments import ROOT, environment
+from support.environments import environment
 from support.full import LONG_FORM
 from support.serve_process import serve
 
@@ -26,7 +27,7 @@ EXAMPLES = 1000 if LONG_FORM else 10
 
 def of_the_served_model() -> str:
     """The document with the only model name that gets further than a 404."""
-    document = json.loads((ROOT / "docs" / "openapi.json").read_text())
+    document = json.loads((files("fairlead_runtime.api.ports") / "openapi.json").read_bytes())
     for schema in document["components"]["schemas"].values():
         if "model" in schema.get("properties", {}):
             schema["properties"]["model"] = {"type": "string", "enum": ["tiny"]}

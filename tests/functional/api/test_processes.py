@@ -184,6 +184,9 @@ def test_the_admin_port_shows_the_blocks_of_the_engine_and_the_load_of_the_http_
             }
             assert bounds["connections"] == {"most": 708, "reason": "RLIMIT_NOFILE is 1200"}
             assert bounds["openFiles"]["most"] == 1200
+            reset = admin.post("/reset_prefix_cache").json()
+            assert set(reset) == {"evicted", "held"}
+            assert reset["held"] > 0
             lines = admin.get("/metrics").text.splitlines()
             series = dict(line.rsplit(" ", 1) for line in lines if line.startswith("fairlead_http"))
             assert float(one(series, "connections{", 'port="public"')) == 1

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from fairlead_runtime.device.step.model_runner import ModelRunner
 from fairlead_runtime.engine.isolate import run_isolated
-from fairlead_runtime.scheduling.plan import Result, Work
+from fairlead_runtime.scheduling.plan import Event, Result, Work
 from fairlead_runtime.scheduling.scheduler import Scheduler
 from support.engine_rig import FP8_CACHE, Rig, Setting, greedy, prompts, rig, run_to_end
 from support.full import LONG_FORM
@@ -44,10 +44,16 @@ def requests(family: str, n: int) -> list[tuple[int, Any]]:
     return [(0, greedy(str(i), p, NEW, n=n)) for i, p in enumerate(given_prompts)]
 
 
-def offloads(engine: Rig, setting: Setting, n: int = 1, runner: Any = None) -> int:
+def offloads(
+    engine: Rig,
+    setting: Setting,
+    n: int = 1,
+    runner: Any = None,
+    kind: type[Scheduler] = Scheduler,
+) -> int:
     """Compare every text with transformers'; how many sequences went to host memory."""
     arrivals = requests(engine.family, n)
-    scheduler = Scheduler(setting.limits(len(engine.groups)), engine.groups, b"rig")
+    scheduler = kind(setting.limits(len(engine.groups)), engine.groups, b"rig")
     outcome = run_to_end(scheduler, runner or engine.runner(setting), arrivals)
     for _, one in arrivals:
         for choice in range(n):
@@ -79,6 +85,23 @@ def test_text_is_that_of_transformers_in_any_order_of_two_streams(
 
     any_setting()
     assert gone > 2
+
+
+class ResetScheduler(Scheduler):
+    """Its prefix cache is reset after every step."""
+
+    evicted = 0
+
+    def update(self, work: Work, results: Mapping[int, Result]) -> list[Event]:
+        events = super().update(work, results)
+        type(self).evicted += self.reset_cache()
+        return events
+
+
+def test_resets_of_the_prefix_cache_leave_running_and_offloaded_text_as_it_is() -> None:
+    setting, evicted = replace(SCARCE, sharing=True), ResetScheduler.evicted
+    assert offloads(rig("llama", "graphs"), setting, 2, kind=ResetScheduler) > 0
+    assert ResetScheduler.evicted > evicted
 
 
 @pytest.mark.parametrize("side", SIDES)

@@ -185,6 +185,14 @@ class PoolMachine(RuleBasedStateMachine):
         if unit in self.idle:
             self.idle.remove(unit)
 
+    @rule()
+    def forget_cached(self) -> None:
+        assert self.pool.forget_cached() == len(self.idle)
+        for unit in self.idle:
+            del self.content[unit]
+        self.idle = []
+        assert len(self.pool.free) == self.pool.available
+
     @invariant()
     def agrees(self) -> None:
         if not hasattr(self, "pool"):

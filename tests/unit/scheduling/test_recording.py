@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 
 from fairlead_runtime.commands import replay as replay_command
 from fairlead_runtime.commands import trace as trace_command
-from fairlead_runtime.recording.record import RecordedScheduler, Recording
+from fairlead_runtime.recording.record import RecordedScheduler, RecordError, Recording
+from fairlead_runtime.recording.replay import replay
 from fairlead_runtime.recording.trace import LEGEND, as_text, steps
 from fairlead_runtime.request.sequence import (
     Failure,
@@ -19,7 +21,7 @@ from fairlead_runtime.request.sequence import (
     SamplingParams,
     Sequence,
 )
-from fairlead_runtime.scheduling import Finished, Limits, Plan, Result, Scheduler, Work
+from fairlead_runtime.scheduling import Event, Finished, Limits, Plan, Result, Scheduler, Work
 from fairlead_runtime.sizing.groups import group_layers
 from support import whole_run
 from support.full import LONG_FORM
@@ -68,6 +70,43 @@ def test_a_run_with_launched_steps_replays_and_shows_each_of_them(
     for (name, choice), tokens in outcome.delivered.items():
         if outcome.finishes[name, choice] in ("stop", "length"):
             assert shown.get(f"{name}/{choice}", shown.get(name)) == list(tokens)
+
+
+class ResetScheduler(RecordedScheduler):
+    """Its prefix cache is reset after every third step, launched ones in flight or not."""
+
+    evicted = 0
+
+    def update(self, work: Work, results: Mapping[int, Result]) -> list[Event]:
+        events = super().update(work, results)
+        if work.step % 3 == 2:
+            type(self).evicted += self.reset_cache()
+        return events
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_run_whose_cache_was_reset_replays_to_identical_plans(
+    ahead: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evicted = ResetScheduler.evicted
+    for seed in range(3000, 3006):
+        path = tmp_path / f"{seed}.jsonl"
+        outcome = record(seed, path, ahead=ahead, kind=ResetScheduler)
+        assert replay_command.main([str(path)]) == 0
+        assert capsys.readouterr().out == f"identical: {outcome.steps} steps\n"
+        assert len(list(steps(Recording(path)))) == outcome.steps
+    assert ResetScheduler.evicted > evicted
+
+
+def test_a_recorded_reset_that_the_replay_does_not_make_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    record(3000, path, kind=ResetScheduler)
+    lines = path.read_text().splitlines()
+    place = next(place for place, line in enumerate(lines) if line.startswith('{"reset"'))
+    lines[place] = '{"reset":1234567}'
+    path.write_text("\n".join(lines) + "\n")
+    with pytest.raises(RecordError, match="were evicted, not 1234567"):
+        replay(Recording(path))
 
 
 @pytest.mark.parametrize("seed", range(3000, 3006, 1 if LONG_FORM else 3))

@@ -14,6 +14,7 @@ from fairlead_runtime.engine.cache_map import CacheCopy
 from fairlead_runtime.engine.inbox import Bounds
 from fairlead_runtime.models.model_error import ModelError, SelfTestError
 from fairlead_runtime.outputs import (
+    CacheReset,
     ChoiceEvent,
     Draining,
     EngineDead,
@@ -152,6 +153,9 @@ def test_a_report_and_the_views_of_a_working_engine_cross() -> None:
     cache = CacheCopy.of(engine._scheduler, 0).view()
     assert cache.cached
     assert across(wire.Cache(5, cache)) == wire.Cache(5, cache)
+    reset = CacheReset(evicted=3, held=2)
+    assert across(wire.Reset(6, reset)) == wire.Reset(6, reset)
+    assert across(wire.Ask(6, "reset")) == wire.Ask(6, "reset")
 
 
 def test_what_a_start_reports_crosses() -> None:

@@ -1,5 +1,5 @@
-"""The admin port's routes: metrics, drain, canary, the model's configuration, memory, the block map
-and live requests.
+"""The admin port's routes: metrics, drain, canary, the prefix cache, the model's configuration,
+memory, the block map and live requests.
 
 Shows counts and states, never a prompt, a text or a key.
 """
@@ -18,14 +18,14 @@ from fairlead_runtime.settings.engine_config import flag_of
 EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
 
 
+async def metrics(state: ServerState) -> Response:
+    return Response(await state.loaded().metrics(), media_type=EXPOSITION)
+
+
 class Admin:
     def __init__(self, state: ServerState, drain: Drain) -> None:
         self._state = state
         self._drain = drain
-
-    async def metrics(self) -> Response:
-        backend = self._state.loaded()
-        return Response(await backend.metrics(), media_type=EXPOSITION)
 
     async def drain(self) -> Response:
         """Drain as after SIGTERM, without the end of the process. Answers at once; may be
@@ -42,6 +42,13 @@ class Admin:
     async def canary(self) -> Response:
         token = await self._state.loaded().service.canary()
         return JSONResponse({"token": token})
+
+    async def reset_prefix_cache(self) -> Response:
+        """Evict every cached block that no request holds; answers how many, in units of the
+        block map.
+        """
+        reset = await self._state.loaded().service.reset_prefix_cache()
+        return JSONResponse({"evicted": reset.evicted, "held": reset.held})
 
     async def model_config(self) -> Response:
         if self._state.model_config is None:

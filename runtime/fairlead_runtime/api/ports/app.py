@@ -1,39 +1,48 @@
 """Builds the two applications from their routes and middleware.
 
-No documentation routes, no static files, no forms, no websockets: every path not listed
+No pages of documentation, no static files, no forms, no websockets: every path not listed
 here is a 404.
 """
 
+import functools
 from importlib.metadata import version
+from importlib.resources import files
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from fairlead_runtime.api.ports.admin import Admin
+from fairlead_runtime.api.ports import elsewhere
+from fairlead_runtime.api.ports.admin import Admin, metrics
 from fairlead_runtime.api.ports.health import Probes
 from fairlead_runtime.api.ports.page import Page
 from fairlead_runtime.api.routes.completions import CHAT, COMPLETIONS, RESPONSES, EndpointHandler
+from fairlead_runtime.api.routes.invocations import Invocations
 from fairlead_runtime.api.routes.tokenize import TokenizeRoutes
 from fairlead_runtime.api.state.state import ServerState
 from fairlead_runtime.api.state.tracing import Traced
 from fairlead_runtime.front import errors
 from fairlead_runtime.front.access_log import AccessLogMiddleware
 from fairlead_runtime.front.auth import READINESS, AuthMiddleware
-from fairlead_runtime.front.cors import readable_by_pages
+from fairlead_runtime.front.cors import ForeignPages, readable_by_pages
 from fairlead_runtime.front.drain import CloseWhileDraining, Drain
 from fairlead_runtime.front.key_file import KeyRing
 from fairlead_runtime.front.limits import PromptPool
+from fairlead_runtime.front.port import HeadAsGet
 from fairlead_runtime.front.strict_body import check_model
+
+DOCUMENT = "openapi.json"  # of the public port, beside this module; scripts/make_openapi.py
 
 
 def public_app(state: ServerState, pool: PromptPool, keys: KeyRing | None = None) -> ASGIApp:
     """The public port: OpenAI's routes need one of ``keys``, the probes do not."""
-    app = _bare()
+    app = _bare(elsewhere.PUBLIC_PORT)
     probes = Probes(state)
+    document = (files(__package__) / DOCUMENT).read_bytes()
 
     async def models() -> Response:
         return JSONResponse({"object": "list", "data": [_model(state)]})
@@ -45,53 +54,70 @@ def public_app(state: ServerState, pool: PromptPool, keys: KeyRing | None = None
     async def show_version() -> Response:
         return JSONResponse({"version": version("fairlead")})
 
+    async def show_document() -> Response:
+        return Response(document, media_type="application/json")
+
     app.add_api_route("/v1/models", models, methods=["GET"])
     app.add_api_route("/v1/models/{name:path}", model, methods=["GET"])  # names may have slashes
     app.add_api_route("/version", show_version, methods=["GET"])
+    app.add_api_route("/openapi.json", show_document, methods=["GET"])
+    if state.public_metrics:
+        app.add_api_route("/metrics", functools.partial(metrics, state), methods=["GET"])
     tokens = TokenizeRoutes(state, pool)
     app.router.routes.append(Route("/tokenize", tokens.tokenize, methods=["POST"]))
     app.router.routes.append(Route("/detokenize", tokens.detokenize, methods=["POST"]))
-    for path, endpoint in (
-        ("/v1/completions", COMPLETIONS),
-        ("/v1/chat/completions", CHAT),
-        ("/v1/responses", RESPONSES),
+    app.add_api_route("/tokenizer_info", tokens.info, methods=["GET"])
+    by_prompt: dict[str, ASGIApp] = {}
+    for path, endpoint, prompt in (
+        ("/v1/chat/completions", CHAT, "messages"),
+        ("/v1/completions", COMPLETIONS, "prompt"),
+        ("/v1/responses", RESPONSES, "input"),
     ):
         route: ASGIApp = EndpointHandler(state, endpoint, pool)
         if state.tracing is not None:
             route = Traced(route, state.tracing)
+        by_prompt[prompt] = route
         app.router.routes.append(Route(path, route, methods=["POST"]))
+    invocations = Invocations(state, pool, by_prompt)
+    app.router.routes.append(Route("/invocations", invocations, methods=["POST"]))
     app.add_api_route("/healthz", probes.healthz, methods=["GET"])
     for path in READINESS:
         app.add_api_route(path, probes.readyz, methods=["GET"])
-    outer: ASGIApp = CloseWhileDraining(AuthMiddleware(app, keys), state)
+    app.add_api_route("/ping", probes.readyz, methods=["POST"])  # as SageMaker's containers have it
+    outer: ASGIApp = CloseWhileDraining(AuthMiddleware(HeadAsGet(app), keys), state)
     # Outside the keys: a browser's preflight has none, and a page may read a refusal.
-    return AccessLogMiddleware(readable_by_pages(outer, state.cors_origin), port="public")
+    outer = readable_by_pages(outer, state.cors_origin)
+    return AccessLogMiddleware(outer, port=elsewhere.PUBLIC_PORT)
 
 
 def admin_app(state: ServerState, drain: Drain) -> ASGIApp:
-    """The admin port. It needs no key: a network policy must guard it."""
-    app = _bare()
+    """The admin port. It needs no key: a network policy must guard it, and against the pages that a
+    browser shows, which are inside that, it does so itself.
+    """
+    app = _bare(elsewhere.ADMIN_PORT)
     admin, probes = Admin(state, drain), Probes(state)
     app.add_api_route("/", Page().__call__, methods=["GET"])
-    app.add_api_route("/metrics", admin.metrics, methods=["GET"])
+    app.add_api_route("/metrics", functools.partial(metrics, state), methods=["GET"])
     app.add_api_route("/healthz", probes.healthz, methods=["GET"])
     for path in READINESS:
         app.add_api_route(path, probes.readyz, methods=["GET"])
     app.add_api_route("/drain", admin.drain, methods=["POST"])
     app.add_api_route("/drain", admin.undo_drain, methods=["DELETE"])
     app.add_api_route("/canary", admin.canary, methods=["POST"])
+    app.add_api_route("/reset_prefix_cache", admin.reset_prefix_cache, methods=["POST"])
     app.add_api_route("/model/config.json", admin.model_config, methods=["GET"])
     app.add_api_route("/debug/memory", admin.memory, methods=["GET"])
     app.add_api_route("/debug/requests", admin.requests, methods=["GET"])
     app.add_api_route("/debug/cache", admin.cache, methods=["GET"])
-    return AccessLogMiddleware(app, port="admin")
+    return AccessLogMiddleware(ForeignPages(HeadAsGet(app)), port=elsewhere.ADMIN_PORT)
 
 
-def _bare() -> FastAPI:
+def _bare(port: str) -> FastAPI:
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     for kind, handler in errors.HANDLERS.items():
         app.add_exception_handler(kind, handler)
     app.add_exception_handler(RequestValidationError, _on_validation)
+    app.add_exception_handler(HTTPException, functools.partial(elsewhere.refuse, port=port))
     return app
 
 

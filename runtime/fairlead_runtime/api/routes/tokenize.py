@@ -1,4 +1,5 @@
-"""The routes that tokenize: ``/tokenize`` and ``/detokenize``, with vLLM's bodies and answers.
+"""The routes of the tokenizer, with vLLM's bodies and answers: ``/tokenize``, ``/detokenize`` and
+``/tokenizer_info``.
 
 The same template and tokenizer as in a generation, so that the counts agree. Tokenizes in the pool,
 never on the event loop.
@@ -11,7 +12,7 @@ import orjson
 from pydantic import FailFast, Field
 from starlette.requests import Request
 from starlette.responses import Response
-from transformers import PreTrainedTokenizerBase
+from transformers import AddedToken, PreTrainedTokenizerBase
 
 from fairlead_runtime.api.bodies.messages import MAX_MESSAGES, Message, for_template
 from fairlead_runtime.api.bodies.prompts import chat_text, text_ids
@@ -26,6 +27,8 @@ from fairlead_runtime.front.strict_body import MAX_NAME, StrictBody, check_model
 from fairlead_runtime.front.strict_json import parse_object
 
 Answer = Mapping[str, Any]
+# Settings of a tokenizer that name files or folders of this machine.
+_FILES = frozenset({"name_or_path", "cache_dir", "is_local", "local_files_only"})
 
 
 class TokenizeBody(TemplateBody):
@@ -56,6 +59,10 @@ class TokenizeRoutes:
 
     async def detokenize(self, request: Request) -> Response:
         return await self._answer(request, detokenize)
+
+    async def info(self) -> Response:
+        answer = tokenizer_info(self._state.loaded().encoder.tokenizer)
+        return Response(orjson.dumps(answer), media_type="application/json")
 
     async def _answer(
         self, request: Request, work: Callable[[bytes, str, Backend], Answer]
@@ -102,6 +109,36 @@ def detokenize(body: bytes, served: str, backend: Backend) -> Answer:
         if not _known(backend.encoder.tokenizer, token):
             raise invalid(f"tokens.{place}", "the tokenizer has no token of this id")
     return {"prompt": backend.vocabulary.decode(ids)}
+
+
+def tokenizer_info(tokenizer: PreTrainedTokenizerBase) -> Answer:
+    """What the tokenizer was made from, in the shape of vLLM's, without the names of its files."""
+    settings = {
+        name: value
+        for name, value in tokenizer.init_kwargs.items()
+        if name not in _FILES and not name.endswith("_file")
+    }
+    info = {**_plain(settings), "tokenizer_class": type(tokenizer).__name__}
+    template = tokenizer.chat_template
+    return info if template is None else {**info, "chat_template": template}
+
+
+def _plain(value: Any) -> Any:
+    """A setting in JSON's types: a token as its text, and what has no such type as Python prints
+    it.
+    """
+    match value:
+        case AddedToken():
+            return value.content
+        case dict():
+            return {str(key): _plain(entry) for key, entry in value.items()}
+        case list() | tuple():
+            return [_plain(entry) for entry in value]
+        case int() if abs(value) >= 1 << 63:  # "no limit", in some models' files
+            return float(value)
+        case None | bool() | int() | float() | str():
+            return value
+    return str(value)
 
 
 def _known(tokenizer: PreTrainedTokenizerBase, token: int) -> bool:

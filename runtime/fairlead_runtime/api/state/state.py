@@ -73,6 +73,7 @@ class ServerState:
     load: HttpLoad | None = None  # of the HTTP process, once the ports are open
     port_bounds: PortBounds | None = None  # once the ports are open
     cors_origin: str = ""  # whose pages may read answers of the public port; empty: no other's
+    public_metrics: bool = False  # the public port has /metrics, too
     created: int = field(default_factory=lambda: int(time.time()))
     model_config: bytes | None = None  # config.json, available before the weights are loaded
     backend: Backend | None = None
