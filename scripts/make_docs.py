@@ -17,8 +17,9 @@ import yaml
 
 from fairlead_operator.decide.pods.blockers import CODES, NORMAL
 from fairlead_runtime.settings.engine_config import EngineConfig, base_type, choices_of, flag_of
-from fairlead_runtime.settings.other_names import OTHER_NAMES
+from fairlead_runtime.settings.other_names import OTHER_NAMES, VLLM
 from fairlead_runtime.settings.supported import NOT_YET
+from fairlead_runtime.settings.vllm_names import FLAGS, SAME, SHORT
 
 ROOT = Path(__file__).parents[1]
 VALUES = ROOT / "charts" / "fairlead" / "values.yaml"
@@ -92,8 +93,21 @@ def other_names() -> str:
     """Other engines' names of settings, each with ours."""
     lines = ["| there | whose | here | |", "|---|---|---|---|"]
     for alias in OTHER_NAMES:
+        if alias.whose == VLLM and not alias.setting:
+            continue  # these are many: docs/from-vllm.md has them
         flag = f"`{flag_of(alias.setting)}`" if alias.setting else "none"
         lines.append(f"| `{alias.name}` | {alias.whose} | {flag} | {alias.note} |")
+    return "\n".join(lines)
+
+
+def vllm_flags() -> str:
+    """The flags of `vllm serve`, each with ours."""
+    lines = ["| `vllm serve` | here | |", "|---|---|---|"]
+    lines += [f"| `{flag_of(name)}` | the same | {note} |" for name, note in SAME.items()]
+    for name, (setting, note) in FLAGS.items():
+        flag = f"`{flag_of(setting)}`" if setting else "none"
+        theirs = f"-{name}" if name in SHORT else flag_of(name)
+        lines.append(f"| `{theirs}` | {flag} | {note} |")
     return "\n".join(lines)
 
 
@@ -162,6 +176,7 @@ TABLES: Mapping[str, tuple[str, Callable[[], str]]] = {
     "flags": ("runtime.md", flags),
     "supported": ("runtime.md", supported),
     "other names": ("runtime.md", other_names),
+    "vllm": ("from-vllm.md", vllm_flags),
     "blockers": ("troubleshooting.md", blockers),
     "values": ("chart.md", values),
     "alerts": ("chart.md", alerts),

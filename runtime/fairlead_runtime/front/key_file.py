@@ -9,7 +9,7 @@ import hmac
 import logging
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,6 +29,7 @@ _FORM = (
 )
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _RANGE = re.compile(r"(-?[0-9]{1,10})\.\.(-?[0-9]{1,10})")
+KEY_VARIABLE = "FAIRLEAD_API_KEY"
 _SALT = b"fairlead prefix cache\0"
 
 _log = logging.getLogger("fairlead.api")
@@ -55,25 +56,42 @@ class Key:
         return hmac.digest(self.digest, _SALT + text, "sha256")
 
 
+def api_keys(path: str, environ: Mapping[str, str]) -> "KeyRing | None":
+    """The keys of the file, or the one key of ``environ``; None without either. Raises ConfigError,
+    which quotes no key.
+    """
+    key = environ.get(KEY_VARIABLE, "")
+    if not key:
+        return KeyRing(path) if path else None
+    if path:
+        raise ConfigError("api_key_file", f"{KEY_VARIABLE} is set, too", "set one of the two")
+    return KeyRing(key=key)
+
+
 class KeyRing:
-    """The keys of a file. Looks at the file with each request and each scrape.
+    """The keys of a file, which it looks at with each request and each scrape, or one ``key``.
 
     An empty file revokes every key. While the file is missing or wrong, the last keys stay valid: a
     mounted Secret is replaced in two steps. A key that stays keeps its usage. Raises ConfigError
     when the file has no key at the start.
     """
 
-    def __init__(self, path: str, now: Callable[[], float] = time.monotonic) -> None:
-        self._path = Path(path)
+    def __init__(
+        self, path: str = "", now: Callable[[], float] = time.monotonic, *, key: str = ""
+    ) -> None:
+        self._path = Path(path) if path else None
         self._now = now
         self._stamp: Stamp | None = None
         self._keys: tuple[Key, ...] = ()
         self._fault = ""  # why the file as it is now cannot be used
         self.unauthorized = 0  # requests without a valid key
         self.limited = 0  # requests beyond the limits of their key
+        if self._path is None:
+            self._keys = _only_key(key, now)
+            return
         try:
             self._stamp = stamp_of([self._path])
-            self._keys = self._read()
+            self._keys = self._read(self._path)
         except (OSError, ValueError) as error:
             raise ConfigError(
                 "api_key_file", f"{path}: {_reason(error)}", "name a UTF-8 file of keys: " + _FORM
@@ -106,11 +124,13 @@ class KeyRing:
 
     def refresh(self) -> None:
         """Read the file again if it has changed."""
+        if self._path is None:
+            return
         try:
             stamp = stamp_of([self._path])
             if stamp != self._stamp:
                 self._stamp = stamp  # also of a wrong file: it is read once
-                self._keys = self._read()
+                self._keys = self._read(self._path)
                 self._fault = ""
                 _log.info("the API key file was read again: %d keys", len(self._keys))
         except (OSError, ValueError) as error:
@@ -120,8 +140,8 @@ class KeyRing:
                 self._fault = fault
                 _log.warning("the API key file cannot be used, the last keys stay valid: %s", fault)
 
-    def _read(self) -> tuple[Key, ...]:
-        with self._path.open("rb") as file:
+    def _read(self, path: Path) -> tuple[Key, ...]:
+        with path.open("rb") as file:
             content = file.read(MAX_FILE + 1)
         if len(content) > MAX_FILE:
             raise KeyFileError(f"has more than {MAX_FILE} bytes")
@@ -130,6 +150,16 @@ class KeyRing:
             Key(digest, tenant, limits, usages.get(digest) or KeyUsage(self._now))
             for digest, tenant, limits in parse(content.decode("utf-8"))
         )
+
+
+def _only_key(key: str, now: Callable[[], float]) -> tuple[Key, ...]:
+    key = key.strip()
+    word = key.isprintable() and len(key.split()) == 1 and not key.startswith("#")
+    if not word or len(key.encode()) > MAX_KEY:
+        fix = f"use one word of at most {MAX_KEY} bytes that does not begin with #"
+        raise ConfigError("api_key_file", f"{KEY_VARIABLE} is no key", fix)
+    ((digest, tenant, limits),) = parse(key)
+    return (Key(digest, tenant, limits, KeyUsage(now)),)
 
 
 def parse(text: str) -> list[tuple[bytes, str, KeyLimits]]:

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-from llguidance.gbnf_to_lark import gbnf_to_lark
 from tokenizers import Tokenizer
 
+from fairlead_runtime.grammar.gbnf import is_gbnf, lark_of
 from fairlead_runtime.grammar.references import Schema
 from fairlead_runtime.grammar.schemas import Begins, SchemaError, enforceable
 from fairlead_runtime.request.structured import (
@@ -34,6 +34,14 @@ _JSON_OPTIONS: Any = {
     "whitespace_pattern": WHITE_SPACE,
     "coerce_one_of": False,
     "lenient": False,
+}
+# As Python's json.dumps writes a value, as most models saw calls written in their training.
+_COMPACT: Any = {
+    **_JSON_OPTIONS,
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "whitespace_flexible": False,
+    "whitespace_pattern": None,
 }
 # Counts of the library's own work units, so that a refusal does not depend on the machine's speed.
 MAX_LEXER_STATES = 50_000
@@ -60,7 +68,6 @@ NUMBER: /-?([0-9]|[1-9][0-9]{1,307})(\.[0-9]+)?/
 """
 )
 SPACE_AFTER_REASONING = r"[ \t\r\n]{0,4}"
-_GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 # What a Lark grammar holds that may look like the beginning of a schema, and that beginning.
 _LARK_PIECE = re.compile(
     r"""
@@ -216,7 +223,7 @@ def lexer_fuel(matcher: LLMatcher) -> int:
 def _grammar(outputs: StructuredOutputs, enforced: str) -> str:
     match outputs.kind:
         case "json":
-            return _schema_grammar(enforced)
+            return _schema_grammar(enforced, _COMPACT if outputs.compact else _JSON_OPTIONS)
         case "json_object":
             return _schema_grammar('{"type":"object"}')
         case "regex":
@@ -227,8 +234,8 @@ def _grammar(outputs: StructuredOutputs, enforced: str) -> str:
             return LLMatcher.grammar_from_lark(enforced)
 
 
-def _schema_grammar(schema: str) -> str:
-    return LLMatcher.grammar_from_json_schema(schema, overrides=_JSON_OPTIONS)
+def _schema_grammar(schema: str, options: Any = _JSON_OPTIONS) -> str:
+    return LLMatcher.grammar_from_json_schema(schema, overrides=options)
 
 
 def _json_text(schema: Schema) -> str:
@@ -271,11 +278,11 @@ def _choices(choices: Sequence[str]) -> str:
 
 
 def _lark(grammar: str) -> str:
-    """The grammar in Lark's syntax; ``::=`` stands in no Lark grammar outside of strings."""
-    if not _GBNF_RULE.search(grammar):
+    """The grammar in Lark's syntax."""
+    if not is_gbnf(grammar):
         return grammar
     try:
-        return gbnf_to_lark(grammar)
+        return lark_of(grammar)
     # The converter raises its own errors, and whatever its recursion over the input raises.
     except Exception as error:  # noqa: BLE001 - the grammar is at fault
         raise GrammarError(_brief(f"is not valid GBNF: {error}", grammar)) from None

@@ -23,6 +23,11 @@ _INDEX = re.compile(r"\+?[0-9]{1,18}")
 _NOWHERE: Schema = {}  # the root of schemas whose references may begin at several places
 
 
+def schemas_of(document: Schema) -> Iterator[Schema]:
+    """The document and what keywords hold as schemas; not what references alone reach."""
+    return (schema for schema, _ in _known(document, document))
+
+
 def schema_roots(document: Schema) -> dict[int, Schema]:
     """By the ``id()`` of each object that is used as a schema, the schema that its references begin
     at; an empty one where that is not known. ``document``: no object lies at two places of it.

@@ -6,8 +6,10 @@ reaches and not how long it runs.
 
 import functools
 import inspect
+import logging
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -16,6 +18,9 @@ from transformers import PreTrainedTokenizerBase
 
 from fairlead_runtime.models.template_forms import TemplateForms, forms_of
 from fairlead_runtime.request.sequence import RequestError
+from fairlead_runtime.settings.engine_config import ConfigError
+
+_log = logging.getLogger("fairlead.serve")
 
 # The names that rendering itself gives to a template, or reads.
 RESERVED = frozenset(
@@ -38,6 +43,8 @@ class TemplateInputs(NamedTuple):
 
 
 NO_INPUTS = TemplateInputs()
+MAX_TEMPLATE = 1024 * 1024  # bytes of a file
+_TEMPLATE_FIX = "name a file with a chat template in Jinja"
 _NO_PARAMETERS = {"type": "object", "properties": {}}
 _SOME_TOOLS = (
     {
@@ -56,6 +63,29 @@ def template_names(tokenizer: PreTrainedTokenizerBase) -> Collection[str]:
     """The names of the model's own templates; empty where it has one without a name, or none."""
     templates: Any = getattr(tokenizer, "chat_template", None)
     return templates.keys() if isinstance(templates, dict) else ()
+
+
+def use_template(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
+    """Make the text of a file the tokenizer's chat template. Raises ConfigError."""
+    try:
+        with Path(path).open("rb") as file:
+            content = file.read(MAX_TEMPLATE + 1)
+        tokenizer.chat_template = content.decode("utf-8")
+        tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
+    except OSError as error:
+        reason = error.strerror or "cannot be read"
+        raise ConfigError("chat_template", f"{path}: {reason}", "name a readable file") from None
+    except UnicodeDecodeError:
+        raise ConfigError("chat_template", f"{path}: is not UTF-8 text", _TEMPLATE_FIX) from None
+    except TemplateSyntaxError as error:
+        reason = f"line {error.lineno}: {error.message}"
+        raise ConfigError("chat_template", f"{path}: {reason}", _TEMPLATE_FIX) from None
+    # What it says about this chat: it may want another one.
+    except Exception as error:  # noqa: BLE001
+        _log.debug("the chat template refuses a chat of one message: %s", type(error).__name__)
+    if len(content) > MAX_TEMPLATE or not content.strip():
+        reason = "is empty" if not content.strip() else f"has more than {MAX_TEMPLATE} bytes"
+        raise ConfigError("chat_template", f"{path}: {reason}", _TEMPLATE_FIX)
 
 
 def template_text(

@@ -24,12 +24,13 @@ from fairlead_runtime.api.state.tracing import Tracing
 from fairlead_runtime.api.tools.formats import ReplyFormat, reply_format
 from fairlead_runtime.build.host import cpu_limit, process_age, resident_bytes
 from fairlead_runtime.child.process import Child
-from fairlead_runtime.front.key_file import KeyRing
+from fairlead_runtime.front.key_file import api_keys
 from fairlead_runtime.front.tls import Certificates
 from fairlead_runtime.grammar.checker import Checker
 from fairlead_runtime.grammar.compile import TokenizerFacts
 from fairlead_runtime.hub import source
 from fairlead_runtime.hub.fetch import Progress
+from fairlead_runtime.models.chat import use_template
 from fairlead_runtime.models.files import CONFIG
 from fairlead_runtime.models.sampling_defaults import sampling_defaults
 from fairlead_runtime.outputs import DrainResult
@@ -58,7 +59,7 @@ def run(
     """
     source.check_revision(source.parse(model), config.revision)
     check_record(config)
-    keys = KeyRing(config.api_key_file) if config.api_key_file else None
+    keys = api_keys(config.api_key_file, os.environ)
     tls = Certificates(config.ssl_certfile, config.ssl_keyfile) if config.ssl_certfile else None
     listeners = http.listen(host, port, admin_port)
     for name, listener in zip(("public", "admin"), listeners, strict=True):
@@ -133,7 +134,7 @@ async def _load(
     # Imported here: transformers takes seconds, and the probes must answer before that.
     load_tokenizer = await _in_thread(_tokenizer_loader)
     loaded = await loading
-    tokenizer = await _in_thread(lambda: load_tokenizer(local.path))
+    tokenizer = await _in_thread(lambda: _tokenizer(load_tokenizer, local.path, config))
     metrics = EngineMetrics(state.name)
     warmed = time.monotonic() - loaded.loaded_at
     metrics.started(loaded=process_age() - warmed, warmed=warmed)
@@ -168,6 +169,16 @@ async def _load(
         rules=rules,
         max_body=body_bytes(loaded.bounds.max_model_len).most,
     )
+
+
+def _tokenizer(
+    load: "Callable[[Path], PreTrainedTokenizerBase]", path: Path, config: EngineConfig
+) -> PreTrainedTokenizerBase:
+    """Raises ModelError, ConfigError."""
+    tokenizer = load(path)
+    if config.chat_template:
+        use_template(tokenizer, config.chat_template)
+    return tokenizer
 
 
 def _rules(config: EngineConfig, path: Path) -> BodyRules:

@@ -59,6 +59,7 @@ class StructuredOutputs:
     grammar: str | None = None
     compiled_bytes: int = 0  # memory that the compiled form takes; known once it was checked
     enforced: str = ""  # what is compiled in place of the source; known once it was checked
+    compact: bool = False  # JSON of a schema has one form of white space, that of json.dumps
     reasoning_end: str = ""  # the model reasons up to this mark, and then begins the output
 
     def __post_init__(self) -> None:
@@ -99,7 +100,8 @@ class StructuredOutputs:
     @property
     def digest(self) -> str:
         """Equal for values whose outputs compile to the same."""
-        return hashlib.sha256(f"{self.kind}\0{self.source}".encode()).hexdigest()
+        form = "compact " if self.compact else ""
+        return hashlib.sha256(f"{form}{self.kind}\0{self.source}".encode()).hexdigest()
 
     def checked(self, compiled_bytes: int, enforced: str = "") -> Self:
         """The value with the memory that its compiled form takes, and what is compiled in place of

@@ -341,6 +341,12 @@ class EngineConfig:
         "min_p and repetition_penalty of the model's generation_config.json; none: OpenAI's",
         when="none where clients rely on temperature 1 and no filter.",
     )
+    chat_template: str = knob(
+        "",
+        "file of the chat template, in Jinja, in place of the model's own; unset: that one",
+        when="When the model has none, or a faulty one.",
+        metavar="FILE",
+    )
     trust_request_chat_template: bool = knob(
         False,
         "take a request's own chat_template, which runs in a sandbox that does not bound its time",

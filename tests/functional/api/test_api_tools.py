@@ -520,3 +520,87 @@ def test_a_schema_that_is_too_large_is_the_tools() -> None:
             assert answer.json()["error"]["message"].startswith("tools: ")
 
     run(scenario())
+
+
+BAD_TYPES = [
+    {"type": "objekt"},
+    {"type": "strng"},
+    {"type": ""},
+    {"type": "String"},
+    {"type": 7},
+    {"type": {"a": "string"}},
+    {"type": ["string", "any"]},
+    {"type": "object", "properties": {"a": {"type": "float"}}},
+    {"type": "object", "properties": {"a": {"items": {"anyOf": [{"type": "dict"}]}}}},
+    {"type": "object", "$defs": {"A": {"type": "list"}}, "properties": {}},
+    {"type": "object", "additionalProperties": {"type": "tuple"}},
+    {"type": "object", "properties": {"type": {"type": "number "}}},
+]
+GOOD_TYPES = [
+    {},
+    {"type": None},
+    {"type": "object"},
+    {"properties": {"a": {"type": ["string", "null"]}, "b": {}}},
+    # Data and names of properties are no types.
+    {"type": "object", "properties": {"type": {"type": "string", "const": "objekt"}}},
+    {"type": "object", "properties": {"a": {"enum": [{"type": "strng"}]}}},
+    {"type": "object", "properties": {"a": {"default": {"type": "x"}, "examples": [{"type": 1}]}}},
+]
+
+
+@pytest.mark.parametrize("choice", ["auto", "required", NAMED, "none", None])
+def test_a_type_that_does_not_exist_is_refused_with_or_without_a_forced_call(choice: Any) -> None:
+    async def scenario() -> None:
+        async with fake_server(calling()) as (server, _), server.client() as client:
+            for status, schemas in ((400, BAD_TYPES), (200, GOOD_TYPES)):
+                for schema in schemas:
+                    function = {"name": "get_weather", "parameters": schema}
+                    tools = [{"type": "function", "function": function}]
+                    extra = {} if choice is None else {"tool_choice": choice}
+                    body = chat(max_tokens=2, tools=tools, **extra)
+                    answer = await client.post("/v1/chat/completions", json=body)
+                    assert answer.status_code == status, (schema, answer.text)
+                    if status == 400:
+                        error = answer.json()["error"]
+                        assert error["param"] == "tools"
+                        assert "function.parameters of tool 0" in error["message"]
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("choice", "says"),
+    [
+        ("required", '[{"name": "get_weather", "param'),
+        ("required", '[{"name": "get_weather", "parameters": '),
+        ("required", "["),
+        (NAMED, ""),
+        (NAMED, " "),
+    ],
+)
+def test_a_forced_call_that_is_cut_before_its_arguments_is_no_content(
+    choice: Any, says: str
+) -> None:
+    async def scenario() -> None:
+        service = calling("hermes", says=says or " ", finish=FinishReason.LENGTH)
+        async with fake_server(service) as (server, _):
+            choice_of = await whole(server, tool_choice=choice)
+            assert not choice_of.message.content
+            assert not choice_of.message.tool_calls
+            assert choice_of.finish_reason == "length"
+            message, choices = await streamed(server, tool_choice=choice)
+            assert (message["content"], message["calls"]) == ("", [])
+            assert choices[-1].finish_reason == "length"
+
+    run(scenario())
+
+
+def test_a_forced_call_has_one_form_of_white_space() -> None:
+    async def scenario() -> None:
+        async with fake_server(calling()) as (server, service):
+            await whole(server, tool_choice=NAMED)
+            await whole(server, tool_choice="required")
+            outputs: Any = [each.params.structured_outputs for each in service.seen]
+            assert [each.compact for each in outputs] == [True, True]
+
+    run(scenario())

@@ -57,6 +57,8 @@ def body(model: str, **changes: Any) -> dict[str, Any]:
         (["--ssl-certfile=/dev/null"], "--ssl-keyfile"),
         (["--ssl-keyfile=/dev/null"], "--ssl-certfile"),
         (["--ssl-certfile=/dev/null", "--ssl-keyfile=/dev/null"], "--ssl-certfile"),
+        (["--tensor-parallel-size=2"], "--tensor-parallel,"),
+        (["--enable-lora"], "adapters are not served"),
         (["--cors-origin=https://a.example/page"], "--cors-origin"),
         (["--host=192.0.2.1"], "--host"),
         (["--host="], "--host"),
@@ -330,3 +332,27 @@ def test_an_engine_that_gives_up_ends_the_process_with_4_and_one_line_that_says_
         assert words["code"] == "EngineDead"
         assert "canaries in a row failed" in words["message"]
         assert json.loads(log.read_text()) == words
+
+
+def test_a_key_of_the_environment_and_a_template_of_the_command_line_count(
+    model: str, tmp_path: Path
+) -> None:
+    template = tmp_path / "own.jinja"
+    template.write_text("{% for m in messages %}{{ m.content }}!{% endfor %}")
+    key = {"FAIRLEAD_API_KEY": "a-key-of-the-environment"}
+    flags = (f"--chat-template={template}", "--public-metrics")
+    with serve(model, *flags, environ=key) as server:
+        server.until_logged("serving")
+        with server.client() as client:
+            assert client.get("/v1/models").status_code == 401
+            assert client.get("/metrics").status_code == 401
+            client.headers["authorization"] = f"Bearer {key['FAIRLEAD_API_KEY']}"
+            assert client.get("/metrics").text.startswith("#")
+            info = client.get("/tokenizer_info").json()
+            assert info["chat_template"] == template.read_text()
+            chat = {"messages": [{"role": "user", "content": "ab"}]}
+            plain = {"prompt": "ab!", "add_special_tokens": False}
+            tokens = [
+                client.post("/tokenize", json=each).json()["tokens"] for each in (chat, plain)
+            ]
+            assert tokens[0] == tokens[1]

@@ -7,8 +7,16 @@ from pathlib import Path
 import pytest
 
 from fairlead_runtime.front.errors import ApiError
-from fairlead_runtime.front.key_file import MAX_KEY, MAX_KEYS, KeyFileError, KeyRing, parse
+from fairlead_runtime.front.key_file import (
+    MAX_KEY,
+    MAX_KEYS,
+    KeyFileError,
+    KeyRing,
+    api_keys,
+    parse,
+)
 from fairlead_runtime.front.key_limits import USUAL_PRIORITIES, KeyLimits, KeyUsage
+from fairlead_runtime.settings.engine_config import ConfigError
 
 SECRET = "sk-0123456789abcdef0123456789abcdef"
 
@@ -239,3 +247,39 @@ def test_concurrent_requests_are_counted_until_they_end() -> None:
     with pytest.raises(ZeroDivisionError), usage.request(limits), usage.request(limits):
         raise ZeroDivisionError
     assert refused_for(usage, limits) == 0
+
+
+def test_one_key_may_come_from_the_environment(tmp_path: Path) -> None:
+    ring = api_keys("", {"FAIRLEAD_API_KEY": f"  {SECRET}\n"})
+    assert ring is not None
+    found = ring.find(SECRET.encode())
+    assert found is not None
+    assert ring.find(b"another") is None
+    ring.refresh()
+    assert (len(ring), ring.broken, ring.names) == (1, False, ())
+    # The same tenant, and the same salt of its cached blocks, as by a file.
+    path = tmp_path / "keys"
+    path.write_text(SECRET)
+    by_file = api_keys(str(path), {"FAIRLEAD_API_KEY": ""})
+    assert by_file is not None
+    same = by_file.find(SECRET.encode())
+    assert same is not None
+    assert (same.tenant, same.salt(b"")) == (found.tenant, found.salt(b""))
+    assert api_keys("", {}) is None
+
+
+@pytest.mark.parametrize(
+    "key", ["two words", "#comment", "   ", "a\tb", "a\x00b", "x" * 1025, "\udcff"]
+)
+def test_what_is_no_key_in_the_environment_is_refused_and_not_quoted(key: str) -> None:
+    with pytest.raises(ConfigError, match="FAIRLEAD_API_KEY is no key") as refusal:
+        api_keys("", {"FAIRLEAD_API_KEY": key})
+    assert not key.strip() or key not in str(refusal.value)
+
+
+def test_a_key_and_a_file_of_keys_exclude_each_other(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text(SECRET)
+    with pytest.raises(ConfigError, match="--api-key-file: FAIRLEAD_API_KEY is set, too") as both:
+        api_keys(str(path), {"FAIRLEAD_API_KEY": SECRET})
+    assert SECRET not in str(both.value)

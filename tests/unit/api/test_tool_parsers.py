@@ -212,12 +212,22 @@ def test_any_split_of_any_text_gives_the_same_parts(name: str, text: str, cuts: 
     assert parsed(PARSERS[name](), *text) == whole
 
 
-@pytest.mark.parametrize("name", ["hermes", "llama", "mistral", "required", "named"])
+@pytest.mark.parametrize("name", ["hermes", "llama", "mistral"])
 @given(text=TEXTS)
 def test_what_is_no_call_is_shown_whole(name: str, text: str) -> None:
     parts = parsed(PARSERS[name](), text)
     if not any(isinstance(part, CallBegun) for part in parts):
         assert parts == ([Content(text)] if text else [])
+
+
+@pytest.mark.parametrize("name", ["required", "named"])
+@given(text=TEXTS)
+def test_what_is_no_forced_call_is_shown_but_for_the_beginning_of_one(name: str, text: str) -> None:
+    parts = parsed(PARSERS[name](), text)
+    if not any(isinstance(part, CallBegun) for part in parts):
+        content = "".join(part.text for part in parts if isinstance(part, Content))
+        assert text.startswith(content)
+        assert parsed(PARSERS[name](), "x") == [Content("x")]
 
 
 @pytest.mark.parametrize("name", ["hermes", "llama", "mistral"])

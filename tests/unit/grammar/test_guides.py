@@ -25,6 +25,7 @@ from fairlead_runtime.grammar import compile as compile_module
 from fairlead_runtime.grammar import guides as module
 from fairlead_runtime.grammar.checker import Checker
 from fairlead_runtime.grammar.compile import CheckLimits, GrammarError, TokenizerFacts
+from fairlead_runtime.grammar.gbnf import lark_of
 from fairlead_runtime.grammar.guides import Guide, Guides
 from fairlead_runtime.request.sequence import Failure, FailureKind, SamplingParams, Sequence
 from fairlead_runtime.request.structured import TOO_COMPLEX, StructuredOutputs
@@ -247,6 +248,75 @@ def test_white_space_between_two_tokens_of_json_is_bounded() -> None:
     assert max(len(blanks) for blanks in re.findall(r"\s+", text)) == 16
 
 
+@pytest.mark.parametrize(
+    ("grammar", "good", "bad"),
+    [
+        ('root ::= start\nstart ::= "a"\n', ["a"], ["b", ""]),
+        ('root ::= "x" start-a start\nstart-a ::= "a"\nstart ::= "b" | start-a', ["xab"], ["xa"]),
+        # Names that differ in case or in "-" and "_" alone, also of rules that are terminals.
+        ('root ::= TEXT text Text\nTEXT ::= "a"\ntext ::= "b" text?\nText ::= "c"', ["abc"], ["a"]),
+        ('root ::= a-b a_b\na-b ::= "1"\na_b ::= "2"\n', ["12"], ["11", "22"]),
+        ('root ::= rule1 root2\nrule1 ::= "1"\nroot2 ::= "2"', ["12"], ["1"]),
+        (r'root ::= "\u0061" [\u0062-\u0064]', ["ab", "ad"], ["ae", "a"]),
+        (r'root ::= "\U00000061" [\U00000062-\U00000064]', ["ab", "ad"], ["ae"]),
+        (r'root ::= "\u0022\u005c" [\u005d\u002d\u005e\u0062]', ['"\\]', '"\\-', '"\\^'], ['"a']),
+        (r"root ::= [^\u0061]", ["b", "^"], ["a"]),
+        (r'root ::= "\\u0061"', [r"\u0061"], ["a"]),
+        (r'root ::= "a\u000ab"', ["a\nb"], ["ab"]),
+        # What only looks like a name stays.
+        ('# start ::= "z"\nroot ::= "a"{2,3} # start\n', ["aa", "aaa"], ["a"]),
+        ('root ::= "start" [start]', ["starts"], ["startx"]),
+        ('root ::= ("a" | start-1)\n  \nstart-1 ::= [b-c]+', ["a", "bc"], ["ab"]),
+    ],
+)
+def test_grammars_of_llama_cpp_mean_what_they_mean_there(
+    grammar: str, good: list[str], bad: list[str]
+) -> None:
+    for text in good:
+        assert accepts({"grammar": grammar}, text), text
+    for text in bad:
+        assert not accepts({"grammar": grammar}, text), text
+
+
+def test_characters_beyond_the_basic_plane_may_be_written_by_their_number() -> None:
+    numbered = r'root ::= "\U0001F600" [\U0001F600-\U0001F64F] "\u00e9"'
+    assert lark_of(numbered) == lark_of('root ::= "😀" [😀-🙏] "é"')
+
+
+CALL = {
+    "type": "object",
+    "properties": {"a": {"type": "array", "items": {"enum": [1, 2]}}, "b": {"type": "object"}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("own", [{}, {"x-guidance": {"whitespace_pattern": " *"}}])
+def test_compact_json_has_the_white_space_of_json_dumps_alone(own: dict[str, Any]) -> None:
+    outputs = {"json": {**CALL, **own}, "compact": True}
+    for value in ({"a": []}, {"a": [1, 2]}, {"a": [1], "b": {"x": {"y": [None, 1.5]}, "z": ""}}):
+        assert accepts(outputs, json.dumps(value))
+        assert accepts({"json": CALL}, json.dumps(value))
+    for wrong in (
+        '{"a":[]}',
+        '{"a": [1,2]}',
+        '{ "a": []}',
+        '{"a": [] }',
+        ' {"a": []}',
+        '{"a":  []}',
+        '{"a": [1 , 2]}',
+        '{"a": [],"b": {}}',
+        '{\n"a": []}',
+        '{"a": []}\n',
+        '{"a": [1,\n2]}',
+    ):
+        assert not accepts(outputs, wrong)
+    assert (
+        StructuredOutputs.of(outputs).digest
+        != StructuredOutputs.of({"json": outputs["json"]}).digest
+    )
+
+
 def test_the_end_is_allowed_only_where_the_output_is_complete() -> None:
     one, of = guide({"regex": "ab?"}), sequence()
     a, b = (TOKENIZER.convert_tokens_to_ids(letter) for letter in "ab")
@@ -338,7 +408,7 @@ def test_a_checked_source_is_compiled_as_the_check_has_written_it(
     checked = [
         one.checked(1, compile_module.enforced(GUIDES._tokenizer, one)) for one in (schema, grammar)
     ]
-    for name in ("enforceable", "gbnf_to_lark"):
+    for name in ("enforceable", "lark_of"):
         monkeypatch.delattr(compile_module, name)
     guides = Guides(facts())
     assert allowed(guides.compile(checked[0]).mask(sequence()))

@@ -16,7 +16,8 @@ from fairlead_runtime.settings.engine_config import (
     choices_of,
     flag_of,
 )
-from fairlead_runtime.settings.other_names import OTHER_NAMES, OtherName
+from fairlead_runtime.settings.other_names import OTHER_NAMES, OtherName, hint_for
+from fairlead_runtime.settings.vllm_names import FLAGS, SAME, SHORT
 
 FIELDS = dataclasses.fields(EngineConfig)
 
@@ -120,3 +121,15 @@ def test_every_setting_says_when_to_change_it() -> None:
     for f in FIELDS:
         assert f.metadata["help"], f.name
         assert f.metadata["when"], f.name
+
+
+def test_flags_of_vllm_that_are_said_to_be_the_same_are_flags_of_ours() -> None:
+    ours = {f.name for f in FIELDS} | {"host", "port"}
+    assert set(SAME) <= ours
+    assert not set(SAME) & set(FLAGS)
+    assert set(FLAGS) >= SHORT
+
+
+def test_a_short_flag_of_vllm_is_said_with_one_dash() -> None:
+    assert hint_for("tp", ["seed"], flag_of) == "use --tensor-parallel, vLLM's -tp"
+    assert hint_for("dp", ["seed"], flag_of).startswith("a pod is one process group")

@@ -207,7 +207,7 @@ def _forcing(
     """A call that must be made leaves no room for another form of the answer."""
     sent_names = {**names, "structured_outputs": "tools", "structured_outputs.json": "tools"}
     try:
-        params = replace(params, structured_outputs={"json": schema})
+        params = replace(params, structured_outputs={"json": schema, "compact": True})
     except RequestError as error:
         raise error.renamed(sent_names) from None
     return {"params": params, "sent_names": sent_names}

@@ -10,8 +10,11 @@ from fairlead_runtime.api.tools.formats import ToolUse
 from fairlead_runtime.api.tools.grammar import arguments_schema, calls_schema
 from fairlead_runtime.front.errors import invalid
 from fairlead_runtime.front.strict_body import StrictBody
+from fairlead_runtime.grammar.references import schemas_of
 
 MAX_TOOLS = 128
+_TYPES = frozenset({"array", "boolean", "integer", "null", "number", "object", "string"})
+_ALL_TYPES = ", ".join(sorted(_TYPES))
 _FUNCTION_NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
 
 
@@ -47,6 +50,8 @@ NO_TOOLS = Tools(ToolUse())
 
 def tools_of(tools: list[Tool] | None, choice: Any, *, parallel: bool | None) -> Tools:
     """Raises ApiError 400. With ``tool_choice`` none the model is told of no tools."""
+    for number, tool in enumerate(tools or ()):
+        _check_types(f"function.parameters of tool {number}", tool.function.parameters)
     names = [tool.function.name for tool in tools or ()]
     if len({*names}) != len(names):
         raise invalid("tools", "two tools have the same name; give each its own")
@@ -64,6 +69,19 @@ def tools_of(tools: list[Tool] | None, choice: Any, *, parallel: bool | None) ->
         parallel=parallel is not False,
     )
     return Tools(use, tuple(tool.for_template() for tool in tools), _schema(use, tools))
+
+
+def _check_types(where: str, parameters: dict[str, Any] | None) -> None:
+    """Raises ApiError 400 for a ``type`` that JSON Schema does not have, in any schema of a tool:
+    where no grammar enforces it, only the model's text would show that.
+    """
+    for schema in schemas_of(parameters or {}):
+        kinds = [] if schema.get("type") is None else schema["type"]
+        for kind in kinds if isinstance(kinds, list) else [kinds]:
+            if not (isinstance(kind, str) and kind in _TYPES):
+                raise invalid(
+                    "tools", f"{where}: a type that does not exist; the types are {_ALL_TYPES}"
+                )
 
 
 def _schema(use: ToolUse, tools: list[Tool]) -> dict[str, Any] | None:

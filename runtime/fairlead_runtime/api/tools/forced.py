@@ -1,12 +1,20 @@
 """Calls that a grammar forces (``tool_choice`` required, or a named tool): JSON alone, the same for
-every model. Anything else, which no grammar lets through, is content.
+every model. Anything else, which no grammar lets through, is content; the beginning of a call that
+is cut before its arguments is neither.
 """
 
 from fairlead_runtime.api.tools.call_json import SPACE, Value
 from fairlead_runtime.api.tools.marked import ArrayParser, MarkedParser, NewId
+from fairlead_runtime.api.tools.parts import Part
 
 
-class RequiredParser(ArrayParser):
+class _Forced(MarkedParser):
+    def finish(self) -> list[Part]:
+        self._pending.clear()
+        return super().finish()
+
+
+class RequiredParser(_Forced, ArrayParser):
     """A list of calls: ``[{"name": "f", "parameters": {…}}]``."""
 
     argument_keys = ("parameters",)
@@ -16,7 +24,7 @@ class RequiredParser(ArrayParser):
         self._expect("[", self._enter_list)
 
 
-class NamedParser(MarkedParser):
+class NamedParser(_Forced):
     """The arguments of one tool: ``{…}``."""
 
     def __init__(self, name: str, new_id: NewId) -> None:
