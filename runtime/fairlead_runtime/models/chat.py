@@ -81,7 +81,7 @@ def use_template(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
         reason = f"line {error.lineno}: {error.message}"
         raise ConfigError("chat_template", f"{path}: {reason}", _TEMPLATE_FIX) from None
     # What it says about this chat: it may want another one.
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:  # noqa: BLE001 - a template may raise anything
         _log.debug("the chat template refuses a chat of one message: %s", type(error).__name__)
     if len(content) > MAX_TEMPLATE or not content.strip():
         reason = "is empty" if not content.strip() else f"has more than {MAX_TEMPLATE} bytes"

@@ -57,8 +57,6 @@ def body(model: str, **changes: Any) -> dict[str, Any]:
         (["--ssl-certfile=/dev/null"], "--ssl-keyfile"),
         (["--ssl-keyfile=/dev/null"], "--ssl-certfile"),
         (["--ssl-certfile=/dev/null", "--ssl-keyfile=/dev/null"], "--ssl-certfile"),
-        (["--tensor-parallel-size=2"], "--tensor-parallel,"),
-        (["--enable-lora"], "adapters are not served"),
         (["--cors-origin=https://a.example/page"], "--cors-origin"),
         (["--host=192.0.2.1"], "--host"),
         (["--host="], "--host"),
