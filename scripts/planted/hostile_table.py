@@ -251,10 +251,10 @@ PAGES = (
         ("functional/api/test_api_routes.py",),
     ),
     PackageBug(
-        "an invocation keeps its bytes",
-        "fairlead_runtime.api.routes.invocations:_read_again",
-        "messages.pop() if messages else await receive()",
-        "messages[0]",
+        "every invocation is a chat",
+        "fairlead_runtime.api.routes.invocations:prompt_field",
+        "        if sent.get(field) is not None:\n",
+        "        if sent:\n",
         ("functional/api/test_api_routes.py",),
     ),
 )
