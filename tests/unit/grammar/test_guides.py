@@ -294,7 +294,9 @@ CALL = {
 @pytest.mark.parametrize("own", [{}, {"x-guidance": {"whitespace_pattern": " *"}}])
 def test_compact_json_has_the_white_space_of_json_dumps_alone(own: dict[str, Any]) -> None:
     outputs = {"json": {**CALL, **own}, "compact": True}
-    for value in ({"a": []}, {"a": [1, 2]}, {"a": [1], "b": {"x": {"y": [None, 1.5]}, "z": ""}}):
+    values: list[dict[str, Any]] = [{"a": []}, {"a": [1, 2]}]
+    values.append({"a": [1], "b": {"x": {"y": [None, 1.5]}, "z": ""}})
+    for value in values:
         assert accepts(outputs, json.dumps(value))
         assert accepts({"json": CALL}, json.dumps(value))
     for wrong in (
