@@ -11,8 +11,13 @@ from typing import Any
 from fairlead_runtime.models.headers import Header
 from fairlead_runtime.models.model_error import ModelError, unsupported_shape
 from fairlead_runtime.settings.engine_config import ConfigError
-from fairlead_runtime.sizing.config_json import ShapeError, UnknownFamilyError, with_stored_head
-from fairlead_runtime.sizing.family_table import FAMILIES, PARTS
+from fairlead_runtime.sizing.config_json import (
+    ShapeError,
+    UnknownFamilyError,
+    family_named,
+    with_stored_head,
+)
+from fairlead_runtime.sizing.family_table import PARTS
 from fairlead_runtime.sizing.shape import ModelShape
 
 _OWN_CODE_FIX = "serve a model whose architecture is part of transformers"
@@ -58,7 +63,9 @@ def _in_transformers(model_type: object) -> bool:
 
 
 def _in_table(model_type: object) -> bool:
-    return isinstance(model_type, str) and model_type in {**FAMILIES, **PARTS}
+    return isinstance(model_type, str) and (
+        model_type in PARTS or family_named(model_type) is not None
+    )
 
 
 def _refuse_own_code(

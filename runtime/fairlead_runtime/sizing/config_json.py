@@ -9,6 +9,8 @@ mapping; never a file or a network.
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from fairlead_runtime.sizing.families.dense import DENSE
+from fairlead_runtime.sizing.families.mixtures import MIXTURES
 from fairlead_runtime.sizing.family_table import (
     FAMILIES,
     INNER,
@@ -145,9 +147,15 @@ def family_of(config: Mapping[str, Any]) -> tuple[Family, Mapping[str, Any]]:
         return _family_of_text(name, config)
     if name in TEXTS:
         raise _refused("model_type", name, INNER)
-    if name not in FAMILIES:
+    family = family_named(name)
+    if family is None:
         raise UnknownFamilyError(name)
-    return FAMILIES[name], config
+    return family, config
+
+
+def family_named(name: str) -> Family | None:
+    """The family of a model of one part, None where the table has none."""
+    return FAMILIES.get(name) or DENSE.get(name) or MIXTURES.get(name)
 
 
 def _check_texts(name: str, config: Mapping[str, Any]) -> None:
@@ -179,14 +187,14 @@ def _family_of_text(name: str, config: Mapping[str, Any]) -> tuple[Family, Mappi
     parts = PARTS.get(name)
     text = _text_settings(config, parts)
     kind = str(text.get("model_type"))
-    family = FAMILIES.get(kind) or TEXTS.get(kind)
-    if family is None and kind not in JUDGED:
+    family = TEXTS.get(kind) or (family_named(kind) if kind in {*FAMILIES, *JUDGED} else None)
+    if family is None:
         raise _refused(f"{TEXT}.model_type", kind, REFUSED.get(kind, NO_TEXT))
     if parts is not None and not parts.any_text and kind != parts.text:
         raise _refused(f"{TEXT}.model_type", kind, f"the text of {name!r} is {parts.text!r}")
     if parts is not None and kind in parts.never:
         raise _refused(f"{TEXT}.model_type", kind, f"{name!r} reads the text's rms_norm_eps")
-    if family is None or parts is None:
+    if parts is None:
         raise UnknownFamilyError(name)
     return family, _with_outer(text, config, parts)
 
@@ -239,7 +247,8 @@ class ConfigReader:
             if family.reads_kv_heads
             else (None, None)
         )
-        self.kv_heads = kv_heads or self.heads
+        one = bool(family.one_kv_head_if) and self.flag(family.one_kv_head_if)
+        self.kv_heads = 1 if one else kv_heads or self.heads
         self.head_dim = head_dim or max(1, self.integer("hidden_size") // self.heads)
 
     def get(self, name: str) -> Any:
@@ -248,8 +257,8 @@ class ConfigReader:
                 return self._config[key]
         return self._family.defaults.get(name)
 
-    def optional(self, name: str) -> int | None:
-        return None if self.get(name) is None else self.integer(name)
+    def optional(self, name: str, low: int = 1) -> int | None:
+        return None if self.get(name) is None else self.integer(name, low)
 
     def integer(self, name: str, low: int = 1) -> int:
         value, high = self.get(name), LARGEST.get(name, LARGEST_OTHER)

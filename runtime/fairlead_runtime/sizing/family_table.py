@@ -5,7 +5,7 @@ Owns both tables; tests check them against transformers' own classes. A family i
 tried and tested by the self-test (``models/unlisted.py``). Counts nothing; ``parameters`` does.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +41,35 @@ class Family:
     full_every: int | str = 0
     window_from: str = ""  # default of layer_types: this layer and all above it slide
     shardable: bool = True  # transformers' plan for ranks has its layers: device/ranks/shards.py
+    slabs: bool = True  # the C++ kernels compute its layers
+    # Default of layer_types where no period says it: whether this layer, of so many, is full.
+    full_if: Callable[[int, int], bool] | None = None
+    # Another default: layers slide where this list has 0, without it layers n, 2n, ... do.
+    slides_without: str = ""
+    window_below: str = ""  # layers from this setting's number on are full
+    prefix_every: str = ""  # the period of the dense layers before the first mixture
+    norms_if: tuple[str, int] | None = None  # the norms where that setting is on
+    norms_weighted: bool | str = True  # whether norms have weights at all
+    inner_norms: bool = False  # of attention's result and of what the MLP's activation returns
+    qk_norm_bias: bool = False
+    final_norm: bool | str = True
+    out_gate: bool = False  # attention's result is gated, element by element
+    out_gate_bias: bool = False  # with a number for each head
+    one_kv_head_if: str = ""  # the setting that lets all heads share a key
+    head_bias: bool | str = False
+    position_offset: int = 0  # rows of the learned positions before the first
+    embedding_width: str = ""  # the setting for embeddings narrower than the hidden state
+    activation_parameters: int = 0
+    # Of a mixture: how many experts every token meets (or the setting that says it) and the width
+    # of one; the layers before the first mixture, and whether mlp_layer_types says it instead; the
+    # last mixture; the width of a dense layer.
+    shared: tuple[int | str, str] | None = None
+    shared_gate: bool = False
+    router_bias: bool = False
+    dense_first: int | str = 0
+    mlp_types: bool = False
+    sparse_last: str = ""
+    dense_width: str = "intermediate_size"
 
 
 def _defaults(
@@ -96,6 +125,8 @@ _QWEN_WINDOWS: dict[str, Any] = {
     "window_from": "max_window_layers",
 }
 _ATTENTION_BIAS: dict[str, Any] = {"qkv_bias": "attention_bias", "out_bias": "attention_bias"}
+# The same for the tables in families/.
+defaults, ATTENTION_BIAS = _defaults, _ATTENTION_BIAS
 
 # One entry per model_type: the defaults of transformers 5.23's configuration class and what its
 # layers hold.

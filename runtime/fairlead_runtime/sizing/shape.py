@@ -23,8 +23,14 @@ from fairlead_runtime.sizing.config_json import (
     has_parts,
     longest_text,
 )
-from fairlead_runtime.sizing.family_table import FAMILIES, UNKNOWN_DENSE, UNKNOWN_EXPERTS, Family
-from fairlead_runtime.sizing.parameters import ParameterCount, count_layer, has_flat_norm
+from fairlead_runtime.sizing.family_table import UNKNOWN_DENSE, UNKNOWN_EXPERTS, Family
+from fairlead_runtime.sizing.parameters import (
+    ParameterCount,
+    count_layer,
+    count_outside,
+    first_mixture,
+    has_flat_norm,
+)
 from fairlead_runtime.sizing.stored import (
     KEY,
     MXFP4_BLOCK,
@@ -113,10 +119,7 @@ class ModelShape:
         counts = [count_layer(s, family, i) for i in range(layers)]
         body = sum((c for c, _, _ in counts), ParameterCount())
         q, inners = s.heads * s.head_dim, [inner for _, _, inner in counts]
-        outside = vocab * hidden * (1 if tied else 2)
-        outside += s.integer("max_position_embeddings") * hidden if family.positions else 0
-        outside += hidden * (2 if family.norm_bias else 1)
-        parameters = body.matrices + body.rest + outside
+        parameters = body.matrices + body.rest + count_outside(s, family, tied=tied)
         if parameters > MOST_PARAMETERS:
             raise ShapeError(
                 "hidden_size", f"{parameters:.1e} parameters are more than any model's"
@@ -232,7 +235,7 @@ def _largest_layer(matrices: Iterable[tuple[str, tuple[int, ...]]]) -> int:
 
 
 def _slab_width(s: ConfigReader, family: Family, inner: int) -> int:
-    if family.experts or has_flat_norm(s, family):
+    if family.experts or has_flat_norm(s, family) or not family.slabs:
         return 0
     # Queries, keys, values and what attention returns; gate and up, or the digits of what the
     # activation returns, beside that.
@@ -271,7 +274,7 @@ def _windows(s: ConfigReader, family: Family, layers: int) -> tuple[int | None, 
         return (window,) * layers
     types = s.get("layer_types")
     if types is None:
-        return tuple(window if _slides(s, family, i) else None for i in range(layers))
+        return tuple(window if _slides(s, family, i, layers) else None for i in range(layers))
     if not isinstance(types, list | tuple) or len(types) != layers:
         raise ShapeError("layer_types", f"must be a list of {layers} names, one per layer")
     for kind in types:
@@ -282,10 +285,22 @@ def _windows(s: ConfigReader, family: Family, layers: int) -> tuple[int | None, 
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
-def _slides(s: ConfigReader, family: Family, index: int) -> bool:
+def _slides(s: ConfigReader, family: Family, index: int, layers: int) -> bool:
+    if family.full_if is not None:
+        return not family.full_if(index, layers)
     if family.window_from:
         return index >= s.integer(family.window_from, low=0)
-    period = (
-        family.full_every if isinstance(family.full_every, int) else s.integer(family.full_every)
-    )
-    return (index + 1) % period != 0
+    if family.window_below and index >= s.integer(family.window_below, low=0):
+        return False
+    if family.slides_without:
+        numbers = s.get(family.slides_without)
+        if numbers is None:
+            return (index + 1) % s.integer(str(family.full_every)) == 0
+        if not isinstance(numbers, list | tuple) or len(numbers) != layers:
+            raise ShapeError(family.slides_without, f"must be a list of {layers} numbers")
+        return not numbers[index]
+    every = family.full_every
+    if family.prefix_every:
+        prefix = first_mixture(s, family)
+        every, index = (family.prefix_every, index) if index < prefix else (every, index - prefix)
+    return (index + 1) % (every if isinstance(every, int) else s.integer(every)) != 0

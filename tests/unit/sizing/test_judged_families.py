@@ -1,0 +1,178 @@
+"""Families that the self-test judges: ``config.json`` alone says what transformers' class has, built
+on the meta device.
+"""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
+
+from fairlead_runtime.models import families
+from fairlead_runtime.sizing.config_json import ShapeError, family_named
+from fairlead_runtime.sizing.families.dense import DENSE
+from fairlead_runtime.sizing.families.mixtures import MIXTURES
+from fairlead_runtime.sizing.family_table import FAMILIES, JUDGED, REFUSED
+from fairlead_runtime.sizing.shape import ModelShape
+from support import tiny_any
+
+ROWS = {**DENSE, **MIXTURES}
+# Settings that a family has or has not: what its class does not know is left out.
+TIED: dict[str, Any] = {"tie_word_embeddings": True, "vocab_size": 131, "num_hidden_layers": 7}
+BIASED: dict[str, Any] = {
+    **dict.fromkeys(("attention_bias", "mlp_bias", "use_bias", "use_qkv_bias"), True),
+    **dict.fromkeys(("qk_layernorm", "use_qk_norm", "lm_head_bias", "attention_out_bias"), True),
+    "num_hidden_layers": 5,
+    "num_key_value_heads": 4,
+    "intermediate_size": 88,
+}
+# Every other switch the other way, and windows where the class decides which layers slide.
+SWITCHED: dict[str, Any] = {
+    **dict.fromkeys(("use_sliding_window", "use_parallel_residual"), True),
+    **dict.fromkeys(("use_post_norm", "multi_query", "enable_bias", "qkv_bias"), False),
+    **{"layer_norm_elementwise_affine": False, "word_embed_proj_dim": 40, "sliding_window": 20},
+    **dict.fromkeys(("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"), 3),
+    **dict.fromkeys(("num_shared_experts", "n_shared_experts", "moe_num_shared_experts"), 2),
+    **{"shared_intermediate_size": 48, "max_window_layers": 4, "moe_layer_interval": 2},
+    **{"num_hidden_layers": 9, "no_rope_layer_interval": 3, "sliding_window_pattern": 5},
+}
+GPT2 = {"num_hidden_layers": "n_layer", "intermediate_size": "n_inner"}
+CASES = [(name, case) for name in ROWS for case in ("tied", "biased", "switched")]
+CHANGES = {"tied": TIED, "biased": BIASED, "switched": SWITCHED}
+
+
+def settings(name: str, change: dict[str, Any]) -> dict[str, Any]:
+    """A tiny model's settings with those of ``change`` that its class knows, by its own names."""
+    known = CONFIG_MAPPING[name]()
+    own = {GPT2.get(k, k) if name.startswith("gpt") else k: v for k, v in change.items()}
+    own = {k: v for k, v in own.items() if hasattr(known, k)}
+    if name == "opt" and "intermediate_size" in change:
+        own["ffn_dim"] = change["intermediate_size"]
+    plain = tiny_any.settings_of(name)
+    if name.startswith("gpt"):  # other names of the same, or derived
+        drop = (*GPT2, "hidden_size", "num_attention_heads", "max_position_embeddings")
+        plain = {k: v for k, v in plain.items() if k not in (*drop, "num_key_value_heads")}
+        own.pop("num_key_value_heads", None)
+    return {**plain, **own}
+
+
+def compare(config: PretrainedConfig, shape: ModelShape) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert shape.parameters == sum(p.numel() for p in model.parameters())
+    assert shape.windows == families.check(config)
+    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads = (shape.layers, shape.heads, shape.kv_heads, shape.head_dim)
+    layers = config.num_hidden_layers
+    assert heads == (layers, config.num_attention_heads, kv_heads, head_dim)
+    widths = (shape.hidden, shape.vocab, shape.max_len)
+    assert widths == (config.hidden_size, config.vocab_size, config.max_position_embeddings)
+    assert shape.tied == bool(config.tie_word_embeddings)
+    assert 0 < shape.largest_layer <= shape.layer_matrices < shape.parameters
+
+
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [
+        pytest.param(*case, marks=[pytest.mark.full] * bool(number % 3 and case[0] not in JUDGED))
+        for number, case in enumerate(CASES)
+    ],
+)
+def test_a_judged_family_is_sized_as_transformers_builds_it(name: str, case: str) -> None:
+    own = settings(name, CHANGES[case])
+    config = CONFIG_MAPPING[name](**own)
+    shape = ModelShape.from_config({"model_type": name, **own})
+    compare(config, shape)
+    shortest = json.loads(json.dumps(config.to_diff_dict(), default=str)) | {"model_type": name}
+    assert ModelShape.from_config(shortest) == shape
+    whole = json.loads(config.to_json_string(use_diff=False)) | {"model_type": name}
+    assert ModelShape.from_config(whole) == shape
+
+
+# Their classes' own defaults are of no model: the class cannot be built.
+WITHOUT_DEFAULTS = {"dots1", "hunyuan_v1_dense", "hunyuan_v1_moe", "ministral", "nemotron"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.full] * bool(number % 4))
+        for number, name in enumerate(sorted(ROWS.keys() - WITHOUT_DEFAULTS))
+    ],
+)
+def test_an_empty_config_of_a_judged_family_takes_the_class_defaults(name: str) -> None:
+    compare(CONFIG_MAPPING[name](), ModelShape.from_config({"model_type": name}))
+
+
+def test_a_family_is_in_one_table_and_those_that_may_be_texts_are_sized() -> None:
+    names = [*FAMILIES, *DENSE, *MIXTURES, *REFUSED]
+    assert len(names) == len({*names})
+    assert ROWS.keys() >= JUDGED
+    assert all(family_named(name) is ROWS[name] for name in ROWS)
+
+
+# The public checkpoints' own config.json, cut to what decides sizes, and their published counts.
+PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
+    "SmolLM3-3B": (
+        {"model_type": "smollm3", "max_position_embeddings": 65536},
+        3_075_098_624,
+    ),
+    "Seed-OSS-36B": (
+        {"model_type": "seed_oss", "hidden_size": 5120, "attention_bias": True},
+        36_151_104_512,
+    ),
+    "Phi-3.5-MoE": (
+        {"model_type": "phimoe", "attention_bias": True, "lm_head_bias": True},
+        41_873_153_344,
+    ),
+    "Qwen1.5-MoE-A2.7B": ({"model_type": "qwen2_moe"}, 14_315_784_192),
+    "OLMo-2-7B": (
+        {"model_type": "olmo2", "vocab_size": 100352, "max_position_embeddings": 4096},
+        7_298_617_344,
+    ),
+    "OLMoE-1B-7B": ({"model_type": "olmoe", "intermediate_size": 1024}, 6_919_161_856),
+    "GLM-4-9B-0414": (
+        {"model_type": "glm4", "attention_bias": True, "max_position_embeddings": 32768},
+        9_400_279_040,
+    ),
+    "phi-2": (
+        {"model_type": "phi", "hidden_size": 2560, "intermediate_size": 10240}
+        | {"num_hidden_layers": 32, "num_key_value_heads": 32},
+        2_779_683_840,
+    ),
+    "opt-125m": ({"model_type": "opt"}, 125_239_296),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_public_checkpoints_have_their_published_size(name: str) -> None:
+    config, parameters = PUBLISHED[name]
+    assert ModelShape.from_config(config).parameters == parameters
+
+
+def bad_values() -> Iterator[tuple[str, dict[str, Any], str]]:
+    yield "glm4_moe", {"first_k_dense_replace": -1}, "first_k_dense_replace"
+    yield "afmoe", {"num_dense_layers": "x"}, "num_dense_layers"
+    yield "hy_v3", {"mlp_layer_types": ["dense"]}, "mlp_layer_types"
+    yield "hy_v3", {"mlp_layer_types": ["odd"] * 80}, "mlp_layer_types"
+    yield "hy_v3", {"num_shared_experts": -1}, "num_shared_experts"
+    yield (
+        "smollm3",
+        {"use_sliding_window": True, "sliding_window": 8, "no_rope_layers": 1},
+        "no_rope",
+    )
+    yield "dots1", {}, "num_local_experts"
+    yield "stablelm", {"use_parallel_residual": 1}, "use_parallel_residual"
+    yield "ernie4_5_moe", {"moe_layer_end_index": -2}, "moe_layer_end_index"
+    yield "gpt_bigcode", {"multi_query": None}, "multi_query"
+
+
+@pytest.mark.parametrize(("name", "change", "field"), list(bad_values()), ids=str)
+def test_values_of_no_model_are_refused_by_name(
+    name: str, change: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(ShapeError, match=field):
+        ModelShape.from_config({"model_type": name} | change)
