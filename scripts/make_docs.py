@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import model_names
 import yaml
 
 from fairlead_operator.decide.pods.blockers import CODES, NORMAL
@@ -173,6 +174,7 @@ def alerts() -> str:
 
 
 TABLES: Mapping[str, tuple[str, Callable[[], str]]] = {
+    "names": ("models.md", model_names.table),
     "flags": ("runtime.md", flags),
     "supported": ("runtime.md", supported),
     "other names": ("runtime.md", other_names),

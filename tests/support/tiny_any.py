@@ -27,13 +27,14 @@ _WIDTHS = (
 # By the name of a setting of a configuration that has it.
 _SIZES: Mapping[str, Any] = {
     **tiny._COMMON,
+    "num_hidden_layers": 4,  # the classes let every fourth see all, or the first of four
     "num_key_value_heads": 2,
     "head_dim": 16,
     "ffn_dim": 128,
     "word_embed_proj_dim": tiny.HIDDEN,
     "sliding_window": tiny.WINDOW,
     "query_pre_attn_scalar": 16,
-    **{"n_embd": tiny.HIDDEN, "n_layer": 3, "n_head": 4, "n_positions": tiny.CONTEXT},
+    **{"n_embd": tiny.HIDDEN, "n_layer": 4, "n_head": 4, "n_positions": tiny.CONTEXT},
     "n_inner": 128,
     **dict.fromkeys(_EXPERTS, 4),
     **dict.fromkeys(_CHOSEN, 2),
@@ -45,6 +46,8 @@ _SIZES: Mapping[str, Any] = {
     "original_max_position_embeddings": tiny.CONTEXT,
     "logit_scale": 1.0,
 }
+# Settings that are left as they are: transformers' cache has this window, and its mask has not.
+_LEFT: Mapping[str, tuple[str, ...]] = {"moshi": ("sliding_window",)}
 
 
 def settings_of(kind: str, **overrides: Any) -> dict[str, Any]:
@@ -54,6 +57,7 @@ def settings_of(kind: str, **overrides: Any) -> dict[str, Any]:
         key: value
         for key, value in _SIZES.items()
         if hasattr(default, key)
+        and key not in _LEFT.get(kind, ())
         and not isinstance(getattr(type(default), key, None), property)
         # A family that has none is left without.
         and (key != "sliding_window" or default.sliding_window)

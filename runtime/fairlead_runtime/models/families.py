@@ -4,7 +4,7 @@ load.
 Owns the verdict on a configuration and the windows of its layers. A model whose state is not keys
 and values, or whose attention transformers does not let us replace, would generate wrong text
 without an error: such models are refused by name, with the reason
-(``fairlead_runtime.sizing.family_table``). A model_type that is in neither table is checked by the
+(``fairlead_runtime.sizing.families``). A model_type that is in no table is checked by the
 properties of its class in transformers, and must then pass the self-test.
 """
 
@@ -16,23 +16,24 @@ from transformers import PretrainedConfig
 
 from fairlead_runtime.models import text_model
 from fairlead_runtime.models.model_error import ModelError
-from fairlead_runtime.sizing.config_json import CAUSAL_TEXT
-from fairlead_runtime.sizing.family_table import (
-    FAMILIES,
-    JUDGED,
+from fairlead_runtime.sizing.config_json import CAUSAL_TEXT, of_the_maker
+from fairlead_runtime.sizing.families.refusals import (
+    BIDIRECTIONAL,
+    ENCODER_DECODER,
+    LATENT,
     NO_TEXT,
     OLD,
     REFUSED,
     STATE,
-    TEXTS,
 )
+from fairlead_runtime.sizing.family_table import FAMILIES, JUDGED, TEXTS
 
 
 def unsupported(model_type: str, reason: str) -> ModelError:
     """The error for a model that is not served: names its family, the reason and those served."""
     return ModelError(
         "UnsupportedModel",
-        f"model_type {model_type[:100]!r} cannot be served: {reason}",
+        f"model_type {model_type[:100]!r} cannot be served: {reason}{of_the_maker(model_type)}",
         f"serve one of {', '.join(sorted(FAMILIES))}, or a decoder that passes the self-test",
     )
 
@@ -57,15 +58,16 @@ def check(config: PretrainedConfig) -> tuple[int | None, ...]:
     if text is not config and kind not in {*FAMILIES, *TEXTS, *JUDGED}:
         raise unsupported(kind, NO_TEXT)
     if config.is_encoder_decoder:
-        raise unsupported(name, "it is an encoder-decoder")
+        raise unsupported(name, ENCODER_DECODER)
     # Except for gpt_neox, only encoders have is_decoder in their configuration: they are decoders
     # on request.
     is_encoder = kind not in FAMILIES and getattr(text, "is_decoder", True) is False
     bidirectional = getattr(text, "use_bidirectional_attention", None) or None
     if is_encoder or bidirectional not in (None, *CAUSAL_TEXT):
-        raise unsupported(
-            name, "its attention is bidirectional: it encodes text and does not generate any"
-        )
+        raise unsupported(name, BIDIRECTIONAL)
+    # A family that is served has none.
+    if getattr(text, "kv_lora_rank", None):
+        raise unsupported(name, LATENT)
     model_class, text_class = text_model.class_of(config), text_model.text_class_of(config)
     if model_class is None or text_class is None:
         kind = "no class of text with images" if text is not config else "no causal language model"

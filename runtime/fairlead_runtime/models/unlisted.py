@@ -16,7 +16,7 @@ from fairlead_runtime.models import families, text_model
 from fairlead_runtime.models.headers import Header
 from fairlead_runtime.models.model_error import ModelError, first_line, unsupported_shape
 from fairlead_runtime.sizing.checkpoint_formats import published
-from fairlead_runtime.sizing.config_json import STANDARD, ShapeError
+from fairlead_runtime.sizing.config_json import STANDARD, ShapeError, nearest_family
 from fairlead_runtime.sizing.shape import ModelShape
 
 
@@ -30,7 +30,11 @@ def shape_of(config: Mapping[str, Any], weights: Mapping[str, Header]) -> ModelS
     full_config = _complete(config)
     windows = families.check(full_config)
     text = text_model.text_of(full_config)
-    settings = {name: getattr(text, name, None) for name in STANDARD}
+    try:
+        settings = {name: getattr(text, name, None) for name in STANDARD}
+    # transformers refuses to read one value of a setting that layers have each for themselves.
+    except Exception as error:
+        raise families.unsupported(str(config.get("model_type")), first_line(error)) from error
     sizes = [(name, t.shape) for header in weights.values() for name, t in header.tensors.items()]
     if text is not full_config:
         settings["tie_word_embeddings"] = getattr(full_config, "tie_word_embeddings", None)
@@ -64,7 +68,8 @@ def _complete(config: Mapping[str, Any]) -> PretrainedConfig:
     """The configuration as transformers' class for it completes it."""
     name = config.get("model_type")
     if not isinstance(name, str) or name not in CONFIG_MAPPING:
-        raise families.unsupported(str(name), "transformers has no architecture of that name")
+        reason = "transformers has no architecture of that name"
+        raise families.unsupported(str(name), reason + nearest_family(str(name)[:100]))
     factory: Any = CONFIG_MAPPING[name]  # transformers' classes are untyped
     try:
         full_config = factory.from_dict(dict(config))

@@ -9,19 +9,15 @@ mapping; never a file or a network.
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from fairlead_runtime.sizing.families.dense import DENSE
-from fairlead_runtime.sizing.families.mixtures import MIXTURES
+from fairlead_runtime.sizing.families.judged import SIZED
+from fairlead_runtime.sizing.families.makers import nearest, working_of
+from fairlead_runtime.sizing.families.refusals import INNER, NO_TEXT, NO_WHOLE, REFUSED
 from fairlead_runtime.sizing.family_table import (
     FAMILIES,
-    INNER,
     JUDGED,
-    NO_TEXT,
-    NO_WHOLE,
     PARTS,
-    REFUSED,
     TEXTS,
     TRIED,
-    WORKING,
     Family,
     Parts,
 )
@@ -90,7 +86,8 @@ class UnknownFamilyError(ShapeError):
         super().__init__(
             "model_type",
             f"{name[:100]!r} is not in the table of families: its weights' size is known once the "
-            "files are downloaded; a pod loads such a model, runs the self-test and measures it",
+            "files are downloaded; a pod loads such a model, runs the self-test and measures it"
+            + nearest_family(name[:100]),
         )
 
 
@@ -155,7 +152,7 @@ def family_of(config: Mapping[str, Any]) -> tuple[Family, Mapping[str, Any]]:
 
 def family_named(name: str) -> Family | None:
     """The family of a model of one part, None where the table has none."""
-    return FAMILIES.get(name) or DENSE.get(name) or MIXTURES.get(name)
+    return FAMILIES.get(name) or SIZED.get(name)
 
 
 def _check_texts(name: str, config: Mapping[str, Any]) -> None:
@@ -173,13 +170,24 @@ def _check_texts(name: str, config: Mapping[str, Any]) -> None:
         raise _refused(TEXT, name, NO_WHOLE)
 
 
+def of_the_maker(name: str) -> str:
+    """What works of the maker of a refused family, to end a message with; "" for nothing known."""
+    works = working_of(name)
+    return f"; of the same maker {works}" if works else ""
+
+
+def nearest_family(name: str) -> str:
+    """A served family with nearly that name, to end a message with; "" for none."""
+    near = nearest(name, {**FAMILIES, **SIZED, **PARTS, **dict.fromkeys(TRIED)})
+    return f"; the nearest name that is served is {near!r}" if near else ""
+
+
 def _refused(field: str, name: str, reason: str) -> ShapeError:
-    works = f"; of the same maker {WORKING[name]}" if name in WORKING else ""
     supported = ", ".join(sorted({**FAMILIES, **PARTS}))
     return ShapeError(
         field,
-        f"{name[:100]!r} is not supported: {reason}{works}; supported are {supported}, and "
-        "ordinary decoders that pass the self-test",
+        f"{name[:100]!r} is not supported: {reason}{of_the_maker(name)}; supported are "
+        f"{supported}, and ordinary decoders that pass the self-test",
     )
 
 

@@ -1,8 +1,9 @@
-"""Model families as data: the default settings and layer structure of those that are served, and
-the reasons for which others are refused.
+"""Model families as data: the default settings and layer structure of those that are served.
 
-Owns both tables; tests check them against transformers' own classes. A family in neither table is
-tried and tested by the self-test (``models/unlisted.py``). Counts nothing; ``parameters`` does.
+Owns the form of a row, and the table of the families that are tested as a whole; ``families/`` has
+those that the self-test judges, and those that are refused. Tests check them against transformers'
+own classes. A family in no table is tried and tested by the self-test (``models/unlisted.py``).
+Counts nothing; ``parameters`` does.
 """
 
 from collections.abc import Callable, Mapping
@@ -41,9 +42,9 @@ class Family:
     full_every: int | str = 0
     window_from: str = ""  # default of layer_types: this layer and all above it slide
     shardable: bool = True  # transformers' plan for ranks has its layers: device/ranks/shards.py
-    slabs: bool = True  # the C++ kernels compute its layers
+    fuses: bool = True  # False: its layers are known to be no ones that fused layers compute
     # Default of layer_types where no period says it: whether this layer, of so many, is full.
-    full_if: Callable[[int, int], bool] | None = None
+    full_rule: Callable[[int, int], bool] | None = None
     # Another default: layers slide where this list has 0, without it layers n, 2n, ... do.
     slides_without: str = ""
     window_below: str = ""  # layers from this setting's number on are full
@@ -63,7 +64,7 @@ class Family:
     # Of a mixture: how many experts every token meets (or the setting that says it) and the width
     # of one; the layers before the first mixture, and whether mlp_layer_types says it instead; the
     # last mixture; the width of a dense layer.
-    shared: tuple[int | str, str] | None = None
+    shared_experts: tuple[int | str, str] | None = None
     shared_gate: bool = False
     router_bias: bool = False
     dense_first: int | str = 0
@@ -340,7 +341,8 @@ TRIED = frozenset(
     )
 )
 
-# Families without sizes here that are known to work: they are tested as a model of one part.
+# Families of families/ that may be the text of a model of several parts: tests compare their text
+# with transformers'.
 JUDGED = frozenset(
     (
         *("apertus", "arcee", "ernie4_5", "exaone4", "glm", "glm4", "gpt_bigcode", "granitemoe"),
@@ -352,125 +354,3 @@ JUDGED = frozenset(
 # A family that is not in the table is sized by the most that any family in it keeps alive at once.
 UNKNOWN_DENSE = Family({}, mlp_copies=6, logit_copies=2)
 UNKNOWN_EXPERTS = Family({}, mlp_copies=8, logit_copies=2)
-
-# Families that do not work on a paged cache, and would generate wrong text without an error.
-STATE = "it keeps a recurrent state instead of, or beside, keys and values"
-OLD = "its attention does not go through transformers' attention interface"
-_SHARED = "its layers share keys and values or differ in head size"
-_LATENT = "its latent attention has keys and values of different sizes"
-_CHUNKED = "its chunked attention is neither full nor a sliding window"
-_SOUND = "transformers has no class of it for text with images, only for sound"
-_IMAGES = "it writes no text without an image"
-_PACKAGES = "transformers builds its other parts with packages that the runtime has not"
-_PREFIX = "its prompts are attended in both directions"
-NO_TEXT = "no model of several parts is served for such a text yet"
-NO_WHOLE = "it is no model of several parts that is served"
-INNER = "it is the text of a model of several parts and no model of its own"
-
-REFUSED: dict[str, str] = {
-    **dict.fromkeys(
-        [
-            "rwkv",
-            "mamba",
-            "mamba2",
-            "falcon_mamba",
-            "xlstm",
-            "qwen3_next",
-            "qwen3_5",
-            "qwen3_5_moe",
-            "qwen3_5_text",
-            "qwen3_5_moe_text",
-            "bamba",
-            "jamba",
-            "zamba",
-            "zamba2",
-            "nemotron_h",
-            "falcon_h1",
-            "granitemoehybrid",
-            "lfm2",
-            "lfm2_moe",
-            "minimax",
-            "kimi_linear",
-            "olmo_hybrid",
-            "recurrent_gemma",
-            "bailing_hybrid",
-        ],
-        STATE,
-    ),
-    **dict.fromkeys(
-        [
-            "bloom",
-            "mpt",
-            "falcon",
-            "gptj",
-            "codegen",
-            "gpt_neo",
-            "gpt_neox_japanese",
-            "xglm",
-            "rembert",
-            "roformer",
-            "big_bird",
-            "cpmant",
-            "openai-gpt",
-            "xlnet",
-            "xlm",
-            "flaubert",
-            "prophetnet",
-            "megatron-bert",
-            "got_ocr2",
-            "pp_chart2table",
-        ],
-        OLD,
-    ),
-    **dict.fromkeys(
-        ["gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "gemma4_unified"], _SHARED
-    ),
-    **dict.fromkeys(["llama4", "llama4_text"], _CHUNKED),
-    **dict.fromkeys(
-        ["deepseek_v2", "deepseek_v3", "kimi_k25", "minicpm3", "longcat_flash", "youtu"], _LATENT
-    ),
-    **dict.fromkeys(["lfm2_vl"], STATE),
-    **dict.fromkeys(
-        [
-            *("audioflamingo3", "fun_asr_nano", "glmasr", "granite_speech", "granite_speech_plus"),
-            *("moss_transcribe_diarize", "musicflamingo", "qwen2_audio", "qwen3_asr"),
-            *("vibevoice", "vibevoice_asr", "voxtral"),
-        ],
-        _SOUND,
-    ),
-    **dict.fromkeys(["blip-2", "instructblip", "instructblipvideo"], _IMAGES),
-    **dict.fromkeys(["fast_vlm", "perception_lm"], _PACKAGES),
-    **dict.fromkeys(["colpali", "colqwen2", "shieldgemma2"], "it writes no text"),
-    "paligemma": _PREFIX,
-}
-
-# What works of the maker of a refused family.
-WORKING: Mapping[str, str] = {
-    **dict.fromkeys(
-        [
-            *("gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "gemma4_unified"),
-            *("paligemma", "recurrent_gemma"),
-        ],
-        "Gemma 3 works ('gemma3', 'gemma3_text')",
-    ),
-    **dict.fromkeys(
-        [
-            *("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text"),
-            *("qwen2_audio", "qwen3_asr"),
-        ],
-        "Qwen3 and Qwen3-VL work ('qwen3', 'qwen3_moe', 'qwen3_vl', 'qwen3_vl_moe')",
-    ),
-    **dict.fromkeys(["llama4", "llama4_text"], "Llama 3 works ('llama')"),
-    **dict.fromkeys(
-        ["deepseek_v2", "deepseek_v3"],
-        "the distilled DeepSeek-R1 models work ('llama', 'qwen2')",
-    ),
-    "nemotron_h": "Nemotron 4 and Llama-Nemotron work ('nemotron', 'llama')",
-    "voxtral": "Mistral Small 3 works ('mistral', 'mistral3')",
-    **dict.fromkeys(["falcon", "falcon_mamba", "falcon_h1"], "Falcon 3 works ('llama')"),
-    **dict.fromkeys(
-        ["granitemoehybrid", "granite_speech", "granite_speech_plus"],
-        "Granite 3 works ('granite', 'granitemoe')",
-    ),
-    "olmo_hybrid": "OLMo 2 and 3 work ('olmo2', 'olmo3')",
-}

@@ -143,9 +143,9 @@ def _dense(s: ConfigReader, family: Family, inner: int) -> ParameterCount:
 
 def _shared_width(s: ConfigReader, family: Family) -> int:
     """The inner width of the experts that every token meets, which are one MLP."""
-    if family.shared is None:
+    if family.shared_experts is None:
         return 0
-    count, width = family.shared
+    count, width = family.shared_experts
     if isinstance(count, str):
         count = s.optional(count, low=0) or 0
     return count * (s.optional(width, low=0) or 0) if count else 0

@@ -235,7 +235,7 @@ def _largest_layer(matrices: Iterable[tuple[str, tuple[int, ...]]]) -> int:
 
 
 def _slab_width(s: ConfigReader, family: Family, inner: int) -> int:
-    if family.experts or has_flat_norm(s, family) or not family.slabs:
+    if family.experts or has_flat_norm(s, family) or not family.fuses:
         return 0
     # Queries, keys, values and what attention returns; gate and up, or the digits of what the
     # activation returns, beside that.
@@ -286,8 +286,8 @@ def _windows(s: ConfigReader, family: Family, layers: int) -> tuple[int | None, 
 
 
 def _slides(s: ConfigReader, family: Family, index: int, layers: int) -> bool:
-    if family.full_if is not None:
-        return not family.full_if(index, layers)
+    if family.full_rule is not None:
+        return not family.full_rule(index, layers)
     if family.window_from:
         return index >= s.integer(family.window_from, low=0)
     if family.window_below and index >= s.integer(family.window_below, low=0):

@@ -9,7 +9,8 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, A
 from fairlead_runtime.models import architecture, families
 from fairlead_runtime.models.model_error import ModelError
 from fairlead_runtime.sizing.config_json import ShapeError, UnknownFamilyError
-from fairlead_runtime.sizing.family_table import FAMILIES, PARTS, REFUSED, TEXTS, TRIED
+from fairlead_runtime.sizing.families.refusals import REFUSED
+from fairlead_runtime.sizing.family_table import FAMILIES, PARTS, TEXTS, TRIED
 from fairlead_runtime.sizing.shape import ModelShape
 from support import tiny
 from support.full import LONG_FORM

@@ -1,5 +1,5 @@
-"""Families that the self-test judges: ``config.json`` alone says what transformers' class has, built
-on the meta device.
+"""Families that the self-test judges: ``config.json`` alone says what transformers' class has,
+built on the meta device.
 """
 
 import json
@@ -12,13 +12,12 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
 
 from fairlead_runtime.models import families
 from fairlead_runtime.sizing.config_json import ShapeError, family_named
-from fairlead_runtime.sizing.families.dense import DENSE
-from fairlead_runtime.sizing.families.mixtures import MIXTURES
-from fairlead_runtime.sizing.family_table import FAMILIES, JUDGED, REFUSED
+from fairlead_runtime.sizing.families.judged import SIZED
+from fairlead_runtime.sizing.families.refusals import REFUSED
+from fairlead_runtime.sizing.family_table import FAMILIES, JUDGED
 from fairlead_runtime.sizing.shape import ModelShape
 from support import tiny_any
 
-ROWS = {**DENSE, **MIXTURES}
 # Settings that a family has or has not: what its class does not know is left out.
 TIED: dict[str, Any] = {"tie_word_embeddings": True, "vocab_size": 131, "num_hidden_layers": 7}
 BIASED: dict[str, Any] = {
@@ -32,14 +31,20 @@ BIASED: dict[str, Any] = {
 SWITCHED: dict[str, Any] = {
     **dict.fromkeys(("use_sliding_window", "use_parallel_residual"), True),
     **dict.fromkeys(("use_post_norm", "multi_query", "enable_bias", "qkv_bias"), False),
-    **{"layer_norm_elementwise_affine": False, "word_embed_proj_dim": 40, "sliding_window": 20},
+    "layer_norm_elementwise_affine": False,
+    "word_embed_proj_dim": 40,
+    "sliding_window": 20,
     **dict.fromkeys(("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"), 3),
     **dict.fromkeys(("num_shared_experts", "n_shared_experts", "moe_num_shared_experts"), 2),
-    **{"shared_intermediate_size": 48, "max_window_layers": 4, "moe_layer_interval": 2},
-    **{"num_hidden_layers": 9, "no_rope_layer_interval": 3, "sliding_window_pattern": 5},
+    "shared_intermediate_size": 48,
+    "max_window_layers": 4,
+    "moe_layer_interval": 2,
+    "num_hidden_layers": 9,
+    "no_rope_layer_interval": 3,
+    "sliding_window_pattern": 5,
 }
 GPT2 = {"num_hidden_layers": "n_layer", "intermediate_size": "n_inner"}
-CASES = [(name, case) for name in ROWS for case in ("tied", "biased", "switched")]
+CASES = [(name, case) for name in SIZED for case in ("tied", "biased", "switched")]
 CHANGES = {"tied": TIED, "biased": BIASED, "switched": SWITCHED}
 
 
@@ -100,7 +105,7 @@ WITHOUT_DEFAULTS = {"dots1", "hunyuan_v1_dense", "hunyuan_v1_moe", "ministral", 
     "name",
     [
         pytest.param(name, marks=[pytest.mark.full] * bool(number % 4))
-        for number, name in enumerate(sorted(ROWS.keys() - WITHOUT_DEFAULTS))
+        for number, name in enumerate(sorted(SIZED.keys() - WITHOUT_DEFAULTS))
     ],
 )
 def test_an_empty_config_of_a_judged_family_takes_the_class_defaults(name: str) -> None:
@@ -108,10 +113,10 @@ def test_an_empty_config_of_a_judged_family_takes_the_class_defaults(name: str) 
 
 
 def test_a_family_is_in_one_table_and_those_that_may_be_texts_are_sized() -> None:
-    names = [*FAMILIES, *DENSE, *MIXTURES, *REFUSED]
+    names = [*FAMILIES, *SIZED, *REFUSED]
     assert len(names) == len({*names})
-    assert ROWS.keys() >= JUDGED
-    assert all(family_named(name) is ROWS[name] for name in ROWS)
+    assert SIZED.keys() >= JUDGED
+    assert all(family_named(name) is SIZED[name] for name in SIZED)
 
 
 # The public checkpoints' own config.json, cut to what decides sizes, and their published counts.

@@ -314,13 +314,9 @@ def test_a_text_of_another_family_than_the_published_equals_transformers(
     resolved, model = build_whole(config, tied=False)
     windows = families.check(resolved)
     text_model.drop_other_parts(model)
-    try:
-        shape = ModelShape.from_config(config | {"tie_word_embeddings": False})
-    except UnknownFamilyError:
-        assert kind in JUDGED  # the pod measures it
-    else:
-        assert shape.parameters == sum(p.numel() for p in model.parameters())
-        assert shape.windows == windows
+    shape = ModelShape.from_config(config | {"tie_word_embeddings": False})
+    assert shape.parameters == sum(p.numel() for p in model.parameters())
+    assert shape.windows == windows
 
 
 def compare_text(config: dict[str, Any], shape: ModelShape) -> int:
@@ -565,9 +561,9 @@ def test_a_refused_family_is_an_error_that_lists_the_supported_ones() -> None:
 
 def test_an_unlisted_family_has_an_error_of_its_own_that_says_what_is_missing() -> None:
     with pytest.raises(
-        UnknownFamilyError, match=r"'smollm3' is not in the table .*weights' size.*self-test"
+        UnknownFamilyError, match=r"'jetmoe' is not in the table .*weights' size.*self-test"
     ):
-        ModelShape.from_config({"model_type": "smollm3"})
+        ModelShape.from_config({"model_type": "jetmoe"})
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
-"""Families that the self-test judges, without experts: by what the plan sizes them from
-``config.json`` alone.
+"""Families that the self-test judges, without experts and with RMS norms: by what the plan sizes
+them from ``config.json`` alone.
 
-Owns these rows, by what their layers are like. Tests hold each against transformers' class on the
-meta device.
+Owns the rows of these.
+Tests hold each row against transformers' class on the meta device.
 """
 
 from collections.abc import Mapping
@@ -10,18 +10,10 @@ from collections.abc import Mapping
 from fairlead_runtime.sizing.families.patterns import first_of_four, never
 from fairlead_runtime.sizing.family_table import ATTENTION_BIAS, Family, defaults
 
-_GPT2 = {
-    "hidden_size": "n_embd",
-    "intermediate_size": "n_inner",
-    "num_hidden_layers": "n_layer",
-    "num_attention_heads": "n_head",
-    "max_position_embeddings": "n_positions",
-}
-
 DENSE: Mapping[str, Family] = {
     "apertus": Family(
         defaults(131072, 4096, 14336, 32, 32, 65536, num_key_value_heads=32),
-        slabs=False,
+        fuses=False,
         qk_norm="head",
         gated=False,
         mlp_copies=6,
@@ -49,7 +41,7 @@ DENSE: Mapping[str, Family] = {
         ),
         mlp_bias="mlp_bias",
         window="types",
-        full_if=first_of_four,
+        full_rule=first_of_four,
     ),
     "ernie4_5": Family(
         defaults(
@@ -80,7 +72,7 @@ DENSE: Mapping[str, Family] = {
             sliding_window=4096,
             sliding_window_pattern=4,
         ),
-        slabs=False,
+        fuses=False,
         qk_norm="head",
         window="types",
         full_every="sliding_window_pattern",
@@ -126,7 +118,7 @@ DENSE: Mapping[str, Family] = {
     "hunyuan_v1_dense": Family(
         defaults(290943, 4096, 11008, 32, 32, 2048, num_key_value_heads=32),
         shardable=False,
-        slabs=False,
+        fuses=False,
         qk_norm="head",
         **ATTENTION_BIAS,
     ),
@@ -171,18 +163,18 @@ DENSE: Mapping[str, Family] = {
             sliding_window=128,
         ),
         shardable=False,
-        slabs=False,
+        fuses=False,
         sinks=True,
         logit_copies=2,
         mlp_bias="mlp_bias",
         window="types",
-        full_if=first_of_four,
+        full_rule=first_of_four,
         **ATTENTION_BIAS,
     ),
     "ministral": Family(
         defaults(32000, 4096, 14336, 32, 32, 131072, num_key_value_heads=8, sliding_window=4096),
         window="types",
-        full_if=never,
+        full_rule=never,
     ),
     "ministral3": Family(
         defaults(131072, 4096, 14336, 34, 32, 262144, num_key_value_heads=8, head_dim=128),
@@ -190,7 +182,7 @@ DENSE: Mapping[str, Family] = {
     ),
     "olmo": Family(
         defaults(50304, 4096, 11008, 32, 32, 2048, num_key_value_heads=32),
-        slabs=False,
+        fuses=False,
         norms=0,
         final_norm=False,
         **ATTENTION_BIAS,
@@ -261,7 +253,7 @@ DENSE: Mapping[str, Family] = {
     "bitnet": Family(
         defaults(128256, 2560, 6912, 30, 20, 2048, num_key_value_heads=5),
         shardable=False,
-        slabs=False,
+        fuses=False,
         inner_norms=True,
         **ATTENTION_BIAS,
     ),
@@ -269,156 +261,11 @@ DENSE: Mapping[str, Family] = {
         defaults(
             50304, 768, 8192, 12, 6, 2048, num_key_value_heads=6, final_logit_softcapping=15.0
         ),
-        slabs=False,
+        fuses=False,
         gated=False,
         norms=0,
         final_norm=False,
         logit_copies=2,
         **ATTENTION_BIAS,
-    ),
-    "nemotron": Family(
-        defaults(256000, 6144, 24576, 32, 48, 4096, head_dim=128),
-        norm_bias=True,
-        gated=False,
-        mlp_copies=3,
-        mlp_bias="mlp_bias",
-        **ATTENTION_BIAS,
-    ),
-    "jais2": Family(
-        defaults(
-            150272,
-            3328,
-            26624,
-            32,
-            26,
-            8192,
-            num_key_value_heads=26,
-            head_dim=128,
-            attention_bias=True,
-            mlp_bias=True,
-        ),
-        norm_bias=True,
-        gated=False,
-        mlp_copies=3,
-        mlp_bias="mlp_bias",
-        **ATTENTION_BIAS,
-    ),
-    "stablelm": Family(
-        defaults(
-            50304,
-            2560,
-            6912,
-            32,
-            32,
-            4096,
-            num_key_value_heads=32,
-            use_qkv_bias=False,
-            use_parallel_residual=False,
-            qk_layernorm=False,
-        ),
-        mlp_copies=4,
-        shardable=False,
-        qkv_bias="use_qkv_bias",
-        norm_bias=True,
-        norms_if=("use_parallel_residual", 1),
-        qk_norm="flat",
-        qk_norm_if="qk_layernorm",
-    ),
-    "phi": Family(
-        defaults(51200, 2048, 8192, 24, 32, 2048, num_key_value_heads=32, qk_layernorm=False),
-        mlp_copies=4,
-        qkv_bias=True,
-        out_bias=True,
-        mlp_bias=True,
-        gated=False,
-        norm_bias=True,
-        norms=1,
-        head_bias=True,
-        qk_norm="head",
-        qk_norm_if="qk_layernorm",
-        qk_norm_bias=True,
-    ),
-    "persimmon": Family(
-        defaults(262144, 4096, 16384, 36, 64, 16384, qk_layernorm=True),
-        mlp_copies=5,
-        shardable=False,
-        qkv_bias=True,
-        out_bias=True,
-        mlp_bias=True,
-        gated=False,
-        norm_bias=True,
-        reads_kv_heads=False,
-        qk_norm="head",
-        qk_norm_if="qk_layernorm",
-        qk_norm_bias=True,
-    ),
-    "biogpt": Family(
-        defaults(42384, 1024, 4096, 24, 16, 1024, tie_word_embeddings=True),
-        shardable=False,
-        qkv_bias=True,
-        out_bias=True,
-        mlp_bias=True,
-        gated=False,
-        mlp_copies=2,
-        norm_bias=True,
-        reads_kv_heads=False,
-        positions=True,
-        position_offset=2,
-    ),
-    "opt": Family(
-        defaults(
-            50272,
-            768,
-            3072,
-            12,
-            12,
-            2048,
-            tie_word_embeddings=True,
-            enable_bias=True,
-            layer_norm_elementwise_affine=True,
-            do_layer_norm_before=True,
-            _remove_final_layer_norm=False,
-        ),
-        shardable=False,
-        qkv_bias="enable_bias",
-        out_bias="enable_bias",
-        mlp_bias="enable_bias",
-        gated=False,
-        mlp_copies=2,
-        norm_bias=True,
-        norms_weighted="layer_norm_elementwise_affine",
-        final_norm="do_layer_norm_before",
-        reads_kv_heads=False,
-        positions=True,
-        position_offset=2,
-        embedding_width="word_embed_proj_dim",
-        aliases={"intermediate_size": "ffn_dim"},
-    ),
-    "gpt_bigcode": Family(
-        defaults(50257, 768, None, 12, 12, 1024, tie_word_embeddings=True, multi_query=True),
-        mlp_copies=3,
-        shardable=False,
-        qkv_bias=True,
-        out_bias=True,
-        mlp_bias=True,
-        gated=False,
-        norm_bias=True,
-        reads_kv_heads=False,
-        one_kv_head_if="multi_query",
-        positions=True,
-        aliases=_GPT2,
-    ),
-    "gpt-sw3": Family(
-        defaults(50257, 768, None, 12, 12, 1024, tie_word_embeddings=True),
-        shardable=False,
-        qkv_bias=True,
-        out_bias=True,
-        mlp_bias=True,
-        gated=False,
-        mlp_copies=5,
-        norm_bias=True,
-        reads_kv_heads=False,
-        positions=True,
-        aliases=_GPT2,
     ),
 }

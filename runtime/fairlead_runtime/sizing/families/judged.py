@@ -1,0 +1,14 @@
+"""All families that the self-test judges and the plan sizes, in one table.
+
+Owns the table. Counts nothing.
+"""
+
+from collections.abc import Mapping
+
+from fairlead_runtime.sizing.families.dense import DENSE
+from fairlead_runtime.sizing.families.layer_norms import LAYER_NORMS
+from fairlead_runtime.sizing.families.mixtures import MIXTURES
+from fairlead_runtime.sizing.families.shared_experts import SHARED_EXPERTS
+from fairlead_runtime.sizing.family_table import Family
+
+SIZED: Mapping[str, Family] = {**DENSE, **LAYER_NORMS, **MIXTURES, **SHARED_EXPERTS}

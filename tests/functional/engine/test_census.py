@@ -1,0 +1,53 @@
+"""Every type of transformers that the engine admits gives the text of its ``generate``, as a tiny
+random model.
+
+The types are those of ``scripts/census.json``; families that the matrix or the tests of judged ones
+run, and models of several parts, are left to these.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support import tiny, tiny_any
+from support.engine_rig import NEW, Rig, compare_greedy_texts, prompts
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "scripts"))
+
+import census
+
+# transformers cannot build the model of its class's own default configuration.
+NOT_BUILT = {"cohere_compass_text", "dbrx"}
+ELSEWHERE = {*tiny.FAMILIES, *tiny.SIZED, *tiny.UNLISTED}
+SLOW = {"phi4_multimodal"}  # its class builds towers, too
+ADMITTED = {name for name, verdict in census.stored().items() if verdict in census.ADMITTED}
+HERE = sorted(
+    name for name in ADMITTED - ELSEWHERE - NOT_BUILT if "text_config" not in census.config_of(name)
+)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=[pytest.mark.full] * bool(number % 8 or kind in SLOW))
+        for number, kind in enumerate(HERE)
+    ],
+)
+def test_an_admitted_type_gives_the_text_of_transformers(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build(family: str, **settings: Any) -> Any:
+        return tiny_any.build(family, **settings)
+
+    monkeypatch.setattr(tiny, "build", build)
+    engine, seed = Rig(kind), HERE.index(kind)
+    prompt, other = prompts(seed, (41, 41), 0)
+    assert engine.reference((*other[:20], *prompt[20:]), NEW) != engine.reference(prompt, NEW)
+    compare_greedy_texts(engine, seed)
+
+
+def test_the_types_of_the_census_are_tried() -> None:
+    assert len(HERE) > 30
+    assert NOT_BUILT < ADMITTED
