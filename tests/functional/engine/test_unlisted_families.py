@@ -1,5 +1,5 @@
-"""Families that are not in the table: sized by their files, tested by the self-test, equal to
-transformers' text.
+"""Families that the self-test judges: sized by their files as by the table, equal to transformers'
+text.
 
 tiny.SIZED are in the table, but not in the full matrix of
 tests/functional/engine/test_token_equality.py.
@@ -20,7 +20,10 @@ from fairlead_runtime.models import architecture, loading, unlisted
 from fairlead_runtime.models.headers import read_header
 from fairlead_runtime.models.model_error import ModelError, SelfTestError
 from fairlead_runtime.request.sequence import SamplingParams
+from fairlead_runtime.sizing.families.judged import SIZED
+from fairlead_runtime.sizing.families.refusals import REFUSED
 from fairlead_runtime.sizing.family_table import FAMILIES, JUDGED
+from fairlead_runtime.sizing.shape import ModelShape
 from support import tiny
 from support.engine_rig import check_greedy_texts, prompts, rig
 from support.kernel_sets import rows_beyond_the_plan
@@ -54,7 +57,7 @@ def test_an_unlisted_family_is_sized_as_transformers_builds_it(family: str, tmp_
     model = tiny.build(family)
     tiny.save(model, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    assert config["model_type"] not in FAMILIES
+    assert config["model_type"] in SIZED
     shape = unlisted.shape_of(
         config, {"model.safetensors": read_header(tmp_path / "model.safetensors")}
     )
@@ -65,6 +68,11 @@ def test_an_unlisted_family_is_sized_as_transformers_builds_it(family: str, tmp_
     assert 0 < shape.layer_matrices < shape.parameters
     assert shape.max_len == tiny.CONTEXT
     assert shape.mlp_width >= 5 * 64
+    # The plan, without the files, says the same.
+    planned = ModelShape.from_config(config)
+    same = ("windows", "heads", "kv_heads", "head_dim", "hidden", "vocab", "max_len", "tied")
+    assert [getattr(planned, key) for key in same] == [getattr(shape, key) for key in same]
+    assert planned.parameters == sum(p.numel() for p in model.parameters())
 
 
 def test_an_unlisted_family_is_served_from_its_files(tmp_path: Path) -> None:
@@ -88,8 +96,10 @@ def test_the_families_that_may_be_the_text_of_a_larger_model_are_those_tested_he
 
 def test_the_documentation_names_the_families_tested_here() -> None:
     text = (Path(__file__).parents[3] / "docs" / "models.md").read_text("utf-8")
-    listed = text.split("as tiny random models:")[1].split("What `config.json`")[0]
+    listed = text.split("as tiny random models:")[1].split("So do these")[0]
     assert sorted(listed.replace("`", "").split()) == sorted(tiny.UNLISTED)
+    others = text.split("So do these")[1].split(":\n\n")[1].split("\n\n")[0]
+    assert sorted(others.replace("`", "").split()) == sorted(SIZED.keys() - JUDGED)
     rows = {
         family
         for row in text.splitlines()
@@ -106,16 +116,20 @@ def load_random(family: str, path: Path, **settings: Any) -> loading.LoadedModel
     return loading.load(path)
 
 
-def test_an_unsupported_kind_of_attention_fails_the_self_test(tmp_path: Path) -> None:
+def test_an_unsupported_kind_of_attention_fails_the_self_test(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Differential attention is not a sum over one set of scores."""
+    monkeypatch.delitem(REFUSED, "diffllama")
     with pytest.raises(SelfTestError, match="diffllama"):
         selftest.prepare_and_test(load_random("diffllama", tmp_path, num_key_value_heads=2))
 
 
 def test_an_attention_that_does_not_run_packed_fails_the_self_test_with_its_reason(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """doge makes its own mask for every layer."""
+    monkeypatch.delitem(REFUSED, "doge")
     with pytest.raises(selftest.NotPackedError, match=r"'doge' does not run packed .*mask"):
         selftest.prepare_and_test(load_random("doge", tmp_path, num_key_value_heads=2))
 
@@ -129,6 +143,11 @@ def test_an_attention_that_does_not_run_packed_fails_the_self_test_with_its_reas
         ({"model_type": "bert"}, "bidirectional"),
         ({"model_type": "got_ocr2"}, "attention interface"),
         ({"model_type": "zaya"}, "recurrent state"),
+        ({"model_type": "glm4_moe_lite"}, "latent attention"),
+        ({"model_type": "hrm_text"}, "several times"),
+        ({"model_type": "git"}, "attention interface"),
+        ({"model_type": "jetmoe", "hidden_size": -1}, "hidden_size"),
+        ({"model_type": "qwen3_moee"}, "nearest name that is served is 'qwen3_moe'"),
         ({"model_type": "smollm3", "hidden_size": "x"}, "hidden_size"),
         ({"model_type": "smollm3", "num_hidden_layers": 10**9}, "num_hidden_layers"),
         ({"model_type": "stablelm", "num_attention_heads": 0}, "num_attention_heads"),

@@ -9,6 +9,8 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, A
 from fairlead_runtime.models import architecture, families
 from fairlead_runtime.models.model_error import ModelError
 from fairlead_runtime.sizing.config_json import ShapeError, UnknownFamilyError
+from fairlead_runtime.sizing.families.judged import SIZED
+from fairlead_runtime.sizing.families.makers import MAKERS
 from fairlead_runtime.sizing.families.refusals import REFUSED
 from fairlead_runtime.sizing.family_table import FAMILIES, PARTS, TEXTS, TRIED
 from fairlead_runtime.sizing.shape import ModelShape
@@ -239,6 +241,70 @@ def test_a_text_without_a_class_of_its_own_is_no_model() -> None:
 def test_settings_of_a_text_under_another_key_are_refused_by_its_name(key: str) -> None:
     with pytest.raises(ShapeError, match=f"{key}: .*text_config"):
         ModelShape.from_config({"model_type": "new_vl", key: {"model_type": "llama"}})
+
+
+def test_latent_attention_is_refused_by_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(REFUSED, "glm4_moe_lite")
+    with pytest.raises(ModelError, match=r"latent attention.*GLM-4 and GLM-4.5 work"):
+        families.check(AutoConfig.for_model("glm4_moe_lite"))
+
+
+def test_settings_that_layers_have_each_for_themselves_are_refused_in_our_words(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delitem(REFUSED, "gemma4_unified_text")
+    with pytest.raises(ModelError, match=r"'gemma4_unified_text' cannot be served.*per-layer"):
+        architecture.check({"model_type": "gemma4_unified_text"})
+
+
+def test_what_works_of_a_maker_is_served() -> None:
+    served = {*FAMILIES, *SIZED, *PARTS}
+    for beginning, works in MAKERS.items():
+        assert {*works.split("'")[1::2]} <= served, beginning
+        assert "'" in works
+
+
+@pytest.mark.parametrize(
+    ("name", "works"),
+    [
+        ("shieldgemma2", "gemma3"),
+        ("nemotron_h_omni", "nemotron"),
+        ("mistral_large4", "mistral3"),
+        ("cohere_compass", "cohere2"),
+        ("got_ocr2", "glm4"),
+        ("recurrent_gemma", "gemma3_text"),
+        ("llama4", "llama"),
+        ("gpt_neo", "gpt_neox"),
+        ("pp_formulanet", "ernie4_5"),
+    ],
+)
+def test_every_kind_of_refusal_names_what_works_of_the_maker(name: str, works: str) -> None:
+    whole = {"model_type": name, "text_config": {"model_type": "qwen4"}}
+    with pytest.raises(ShapeError, match=rf"of the same maker .*'{works}'"):
+        ModelShape.from_config(whole)
+
+
+def test_a_refusal_of_an_unknown_maker_names_none() -> None:
+    with pytest.raises(ShapeError) as refused:
+        ModelShape.from_config({"model_type": "rwkv"})
+    assert "of the same maker" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "near"), [("lama", "llama"), ("qwen3moe", "qwen3_moe"), ("Gemma3", "gemma3")]
+)
+def test_a_mistyped_family_is_answered_with_the_nearest(name: str, near: str) -> None:
+    with pytest.raises(UnknownFamilyError, match=f"nearest name that is served is '{near}'"):
+        ModelShape.from_config({"model_type": name})
+    with pytest.raises(ModelError, match=f"no architecture of that name.*'{near}'"):
+        architecture.check({"model_type": name})
+
+
+def test_a_name_like_no_family_has_no_nearest() -> None:
+    with pytest.raises(UnknownFamilyError) as unknown:
+        ModelShape.from_config({"model_type": "zzz" * 1000})
+    assert "nearest" not in str(unknown.value)
+    assert len(str(unknown.value)) < 500
 
 
 @pytest.mark.parametrize(

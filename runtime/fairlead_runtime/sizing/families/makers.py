@@ -24,40 +24,38 @@ _SMOL = "SmolLM works ('llama', 'smollm3', 'smolvlm')"
 _PYTHIA = "GPT-NeoX and Pythia work ('gpt_neox')"
 _OPT = "OPT and Llama 3 work ('opt', 'llama')"
 
-# By the beginning of a model_type; the longest that fits counts.
+# By the beginning of a model_type; the first that fits counts.
 MAKERS: Mapping[str, str] = {
     **dict.fromkeys(("gemma", "paligemma", "recurrent_gemma", "shieldgemma", "t5gemma"), _GEMMA),
     **dict.fromkeys(("diffusion_gemma", "colpali"), _GEMMA),
     **dict.fromkeys(("qwen", "colqwen"), _QWEN),
     **dict.fromkeys(("llama", "mllama", "muse_"), _LLAMA),
-    **dict.fromkeys(("deepseek",), _DEEPSEEK),
+    "deepseek": _DEEPSEEK,
     **dict.fromkeys(("voxtral", "pixtral", "mistral", "ministral"), _MISTRAL),
-    **dict.fromkeys(("nemotron",), "Nemotron 4 and Llama-Nemotron work ('nemotron', 'llama')"),
-    **dict.fromkeys(("falcon",), _FALCON),
+    "nemotron": "Nemotron 4 and Llama-Nemotron work ('nemotron', 'llama')",
+    "falcon": _FALCON,
     **dict.fromkeys(("granite", "bamba"), _GRANITE),
     **dict.fromkeys(("olmo", "molmo"), _OLMO),
     **dict.fromkeys(("phi", "kosmos", "florence"), _PHI),
     **dict.fromkeys(("glm", "got_ocr2"), _GLM),
-    **dict.fromkeys(("minimax",), "MiniMax-M2 works, unquantized ('minimax_m2')"),
+    "minimax": "MiniMax-M2 works, unquantized ('minimax_m2')",
     **dict.fromkeys(("cohere", "aya"), _COHERE),
     **dict.fromkeys(("ernie", "paddleocr", "pp_"), _ERNIE),
-    **dict.fromkeys(("exaone",), "EXAONE 4 works ('exaone4')"),
+    "exaone": "EXAONE 4 works ('exaone4')",
     **dict.fromkeys(("hunyuan", "hy_"), _HUNYUAN),
     **dict.fromkeys(("smol", "idefics"), _SMOL),
     **dict.fromkeys(("gptj", "gpt_neo"), _PYTHIA),
-    **dict.fromkeys(("openai",), "gpt2 works ('gpt2')"),
+    "openai": "GPT-2 works ('gpt2')",
     **dict.fromkeys(("xglm", "blenderbot", "bart", "chameleon", "perception_lm"), _OPT),
-    **dict.fromkeys(("internvl",), "InternVL3 works in its -hf form ('internvl')"),
-    **dict.fromkeys(("aria",), "the text of Aria works alone ('aria_text')"),
+    "internvl": "InternVL3 works in its -hf form ('internvl')",
+    "aria": "the text of Aria works alone ('aria_text')",
     **dict.fromkeys(("axk", "solar"), "Solar Open works ('solar_open')"),
-    **dict.fromkeys(("inkling", "bailing"), ""),
 }
 
 
 def working_of(name: str) -> str:
     """What works of the maker of that architecture; "" where nothing is known to."""
-    fitting = [beginning for beginning in MAKERS if name.startswith(beginning)]
-    return MAKERS[max(fitting, key=len)] if fitting else ""
+    return next((works for start, works in MAKERS.items() if name.startswith(start)), "")
 
 
 def nearest(name: str, served: Iterable[str]) -> str:
