@@ -156,10 +156,8 @@ def build(family: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """
     if family not in _SETTINGS:
         raise ValueError(f"{family}: unknown family, use one of {', '.join(_SETTINGS)}")
-    grouped = {} if family in _UNGROUPED else {"num_key_value_heads": 2}
-    config = AutoConfig.for_model(
-        _MODEL_TYPES.get(family, family), **{**_COMMON, **grouped, **_SETTINGS[family], **overrides}
-    )
+    settings = {**settings_of(family), **overrides}
+    config = AutoConfig.for_model(_MODEL_TYPES.get(family, family), **settings)
     factory: Any = AutoModelForCausalLM  # transformers' classes are untyped
     model = factory.from_config(config, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
@@ -173,6 +171,12 @@ def build(family: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
         model.generation_config.pad_token_id = config.pad_token_id
     model.eval()
     return cast("PreTrainedModel", model)
+
+
+def settings_of(family: str) -> dict[str, Any]:
+    """What the configuration of its model is made of."""
+    grouped = {} if family in _UNGROUPED else {"num_key_value_heads": 2}
+    return {**_COMMON, **grouped, **_SETTINGS[family]}
 
 
 def tokenizer() -> PreTrainedTokenizerFast:

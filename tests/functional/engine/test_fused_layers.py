@@ -37,6 +37,7 @@ from fairlead_runtime.device.warmup import profiling
 from fairlead_runtime.models import loading
 from fairlead_runtime.models.model_error import SelfTestError
 from fairlead_runtime.models.quantized import QuantizedLinear
+from fairlead_runtime.sizing.shape import ModelShape
 from support import flashinfer_standin, tiny
 from support.engine_rig import attend_once, paged
 from support.full import LONG_FORM
@@ -89,6 +90,12 @@ def room_of(model: PagedModel) -> int:
     """
     width: int = model.model.config.get_text_config().hidden_size
     return 4 * (31 * width + model.logits_width)
+
+
+@pytest.mark.parametrize("family", tiny.UNLISTED)
+def test_the_plan_knows_which_judged_families_are_fused(family: str) -> None:
+    shape = ModelShape.from_config({"model_type": family, **tiny.settings_of(family)})
+    assert (shape.slab_width == 0) == (family in REFUSED)
 
 
 @pytest.mark.parametrize("kernels", [pytest.param("reference", marks=pytest.mark.full), "cpu"])

@@ -58,7 +58,7 @@ def texts_of_transformers(plain: Path) -> list[list[int]]:
         ("llama", {"packed": True}),
         ("gemma2", {"activations": True}),
         ("gpt_neox", {"strategy": "tensor"}),
-        ("stablelm", {"packed": True}),  # sized from its files
+        ("stablelm", {"packed": True}),  # judged by the self-test
     ],
 )
 def test_greedy_text_equals_transformers_on_the_matrices_that_are_stored(
@@ -89,7 +89,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 
 
 # A fused layer joins the matrices of queries, keys and values, and of gate and up; GPT-NeoX's rows
-# are put into another order, Granite's are multiplied, StableLM is sized from its files.
+# are put into another order, Granite's are multiplied, StableLM is judged by the self-test.
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 @pytest.mark.parametrize(
     ("family", "form", "kernels"),

@@ -17,7 +17,8 @@ from fairlead_runtime.models import loading
 from fairlead_runtime.models.published import StoredLinear
 from fairlead_runtime.models.quantized import QuantizedLinear
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
-from fairlead_runtime.sizing.family_table import FAMILIES
+from fairlead_runtime.sizing.config_json import family_named
+from fairlead_runtime.sizing.family_table import FAMILIES, JUDGED
 from fairlead_runtime.sizing.tensor_parallel import reason_against
 from fairlead_runtime.sizing.terms import weights
 from support import tiny
@@ -46,11 +47,12 @@ def held(model: Any) -> int:
     return sum(storage.nbytes() for storage in storages.values())
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", sorted({*FAMILIES, *JUDGED}))
 def test_the_table_of_families_says_which_have_a_plan(family: str) -> None:
     model = tiny.build(family)
-    shape = shape_of(model)
-    assert bool(reason_against(shape, 2)) is not FAMILIES[family].shardable
+    shape, row = shape_of(model), family_named(family)
+    assert row is not None
+    assert bool(reason_against(shape, 2)) is not row.shardable
     if shape.shardable:
         assert shards.plan_of(model, shape, 2)
     else:
@@ -213,7 +215,7 @@ def test_what_does_not_divide_is_refused_with_the_number_that_does(
 @pytest.mark.parametrize("family", ["granitemoe", "qwen2_moe", "opt", "glm", "olmo3"])
 def test_a_judged_family_without_a_plan_for_its_layers_is_refused(family: str) -> None:
     model = tiny.build(family)
-    with pytest.raises(ConfigError, match="cannot be split: transformers") as refused:
+    with pytest.raises(ConfigError, match="transformers has no plan to split") as refused:
         shards.shard(model, shape_of(model), Alone(0, 2), CPU)
     assert refused.value.hint == "use 1"
 

@@ -158,6 +158,32 @@ def test_public_checkpoints_have_their_published_size(name: str) -> None:
     assert ModelShape.from_config(config).parameters == parameters
 
 
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("internlm3", {"qkv_bias": True, "bias": True}),
+        ("mellum", {"num_experts": 6, "num_local_experts": None}),
+        ("ernie4_5_moe", {"moe_layer_end_index": 2, "moe_layer_start_index": 0}),
+        ("qwen2_moe", {"mlp_only_layers": [1], "decoder_sparse_step": 1}),
+        ("opt", {"do_layer_norm_before": False}),
+        ("persimmon", {"qk_layernorm": False}),
+        ("gpt_bigcode", {"n_head": 8}),
+        (
+            "smollm3",
+            {"use_sliding_window": True, "sliding_window": 9, "no_rope_layers": [1, 0, 1, 0]},
+        ),
+        ("hy_v3", {"mlp_layer_types": ["sparse", "dense", "dense", "sparse"]}),
+        ("cohere2_moe", {"prefix_dense_sliding_window_pattern": 2, "first_k_dense_replace": 2}),
+    ],
+    ids=str,
+)
+def test_settings_of_few_families_are_read_as_transformers_reads_them(
+    name: str, change: dict[str, Any]
+) -> None:
+    own = {k: v for k, v in (settings(name, {}) | change).items() if v is not None}
+    compare(CONFIG_MAPPING[name](**own), ModelShape.from_config({"model_type": name, **own}))
+
+
 def bad_values() -> Iterator[tuple[str, dict[str, Any], str]]:
     yield "glm4_moe", {"first_k_dense_replace": -1}, "first_k_dense_replace"
     yield "afmoe", {"num_dense_layers": "x"}, "num_dense_layers"

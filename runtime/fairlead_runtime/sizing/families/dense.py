@@ -143,6 +143,7 @@ DENSE: Mapping[str, Family] = {
         defaults(128512, 4096, 10240, 48, 32, 32768, num_key_value_heads=2, head_dim=128),
         qkv_bias="attention_bias",
         out_bias="mlp_bias",
+        aliases={"attention_bias": "qkv_bias", "mlp_bias": "bias"},
         mlp_bias="mlp_bias",
     ),
     "iquestcoder": Family(
@@ -189,6 +190,7 @@ DENSE: Mapping[str, Family] = {
     ),
     "olmo3": Family(
         defaults(50304, 4096, 11008, 32, 32, 2048, num_key_value_heads=32, sliding_window=4096),
+        shardable=False,
         qk_norm="flat",
         window="types",
         full_every=4,

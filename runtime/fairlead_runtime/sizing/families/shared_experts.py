@@ -342,6 +342,7 @@ SHARED_EXPERTS: Mapping[str, Family] = {
         ),
         qk_norm="head",
         norms=4,
+        aliases=_EXPERTS,
         experts="moe_intermediate_size",
         shared_experts=(1, "shared_expert_intermediate_size"),
         window="types",
