@@ -109,8 +109,8 @@ def _attention(s: ConfigReader, family: Family) -> ParameterCount:
 def _mlp(s: ConfigReader, family: Family, index: int) -> tuple[ParameterCount, int, int]:
     hidden = s.integer("hidden_size")
     if not _sparse(s, family, index):
-        width = family.dense_width if family.experts else "intermediate_size"
-        inner = s.optional(width) or s.optional("intermediate_size") or 4 * hidden
+        setting = family.dense_width if family.experts else "intermediate_size"
+        inner = s.optional(setting) or s.optional("intermediate_size") or 4 * hidden
         rest = family.activation_parameters + (inner if family.inner_norms else 0)
         count = _dense(s, family, inner) + ParameterCount(rest=rest)
         return count, family.mlp_copies * inner, inner
