@@ -103,6 +103,13 @@ BUGS = (
         ("unit/sizing/test_judged_families.py",),
     ),
     PackageBug(
+        "the head of a model of several parts has its text's bias in the plan",
+        "fairlead_runtime.sizing.config_json:_family_of_text",
+        "replace(family, head_bias=False)",
+        "family",
+        ("unit/sizing/test_shape.py",),
+    ),
+    PackageBug(
         "the pod loads a model with latent attention to refuse it",
         "fairlead_runtime.models.families:check",
         'if getattr(text, "kv_lora_rank", None):',

@@ -7,6 +7,7 @@ mapping; never a file or a network.
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from fairlead_runtime.sizing.families.judged import SIZED
@@ -204,7 +205,8 @@ def _family_of_text(name: str, config: Mapping[str, Any]) -> tuple[Family, Mappi
         raise _refused(f"{TEXT}.model_type", kind, f"{name!r} reads the text's rms_norm_eps")
     if parts is None:
         raise UnknownFamilyError(name)
-    return family, _with_outer(text, config, parts)
+    # The head is the whole's, which has no bias.
+    return replace(family, head_bias=False), _with_outer(text, config, parts)
 
 
 def _text_settings(config: Mapping[str, Any], parts: Parts | None) -> Mapping[str, Any]:
