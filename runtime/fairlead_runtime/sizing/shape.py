@@ -23,7 +23,7 @@ from fairlead_runtime.sizing.config_json import (
     has_parts,
     longest_text,
 )
-from fairlead_runtime.sizing.family_table import UNKNOWN_DENSE, UNKNOWN_EXPERTS, Family
+from fairlead_runtime.sizing.family_table import FAMILIES, UNKNOWN_DENSE, UNKNOWN_EXPERTS, Family
 from fairlead_runtime.sizing.parameters import (
     ParameterCount,
     count_layer,
