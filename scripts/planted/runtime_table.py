@@ -4108,6 +4108,8 @@ BUGS = (
         "loaded.shape.held or",
         "loaded.shape.quantized or",
         ("functional/engine/test_mxfp4.py",),
+    ),
+    PackageBug(
         "scaled rotary embeddings are held to the unscaled length",
         "fairlead_runtime.sizing.config_json:longest_text",
         "    return min(max(positions, *lengths) if lengths else positions, LARGEST_OTHER)\n",
