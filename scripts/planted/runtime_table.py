@@ -867,9 +867,9 @@ BUGS = (
     ),
     PackageBug(
         "keys are counted without their values",
-        "fairlead_runtime.sizing.terms:unit_bytes",
-        "token = 2 * heads * shape.head_dim",
-        "token = heads * shape.head_dim",
+        "fairlead_runtime.sizing.terms:_kv_width",
+        "return heads * (shape.head_dim + shape.value_dim)",
+        "return heads * shape.head_dim",
         ("unit/sizing/test_memory_plan.py",),
     ),
     PackageBug(

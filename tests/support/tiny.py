@@ -32,7 +32,7 @@ FAMILIES = (
 )
 # Buildable too: families of the table that are not in the full matrix of token equality, and
 # families that are not in the table.
-SIZED = ("gemma", "granite", "olmo2", "cohere", "cohere2", "starcoder2")
+SIZED = ("gemma", "granite", "olmo2", "cohere", "cohere2", "starcoder2", "mimo_v2_flash")
 UNLISTED = (
     "apertus",
     "arcee",
@@ -132,6 +132,18 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     },
     "gpt2": {"n_inner": 128, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     "gpt_neox": {},
+    # Units hold two windowed layers, or three full ones and an empty place.
+    "mimo_v2_flash": {
+        "num_hidden_layers": 7,
+        "num_key_value_heads": 1,
+        "head_dim": 24,
+        "v_head_dim": 16,
+        "sliding_window": WINDOW,
+        "layer_types": [_FULL, _SLIDING, _SLIDING, _FULL, _SLIDING, _SLIDING, _FULL],
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+    },
     "qwen3_moe": {**_MOE, "head_dim": 16, "moe_intermediate_size": 64, "norm_topk_prob": True},
     "mixtral": {**_MOE, "head_dim": 16},
     "gpt_oss": {

@@ -33,12 +33,18 @@ class Family:
     positions: bool = False  # learned position embeddings
     experts: str = ""  # the setting that gives one expert's width; "" for a dense model
     expert_bias: bool = False
+    mlp_types: bool = False  # mlp_layer_types say which layers have experts; without it not layer 0
     sinks: bool = False  # one attention sink per head
+    windowed_sinks: bool = False  # the same in layers with a window alone
+    value_dim: str = ""  # the setting that gives a value's width; "": it is a key's
+    windowed_kv_times: int = 1  # layers with a window have so many times the key-value heads
     window: str = ""  # "": never; "all": one window in every layer; "types": as layer_types say
     window_if: str = ""  # the setting that switches windows on
     # Default of layer_types: layers n, 2n, ... are full, the others slide.
     full_every: int | str = 0
+    first_full: bool = False  # the same: layer 0 is full, too
     window_from: str = ""  # default of layer_types: this layer and all above it slide
+    window_before: str = ""  # the setting that counts the window without the query's own token
     shardable: bool = True  # transformers' plan for ranks has its layers: device/ranks/shards.py
 
 
@@ -135,6 +141,23 @@ FAMILIES: Mapping[str, Family] = {
         window="types",
         full_every=2,
         **_ATTENTION_BIAS,
+    ),
+    "mimo_v2_flash": Family(
+        _defaults(152576, 4096, 16384, 48, 64, 131072, num_key_value_heads=4, sliding_window=129)
+        | {"head_dim": 192, "v_head_dim": 128, "moe_intermediate_size": 2048}
+        | {"num_local_experts": 256, "num_experts_per_tok": 8},
+        aliases={"num_local_experts": "n_routed_experts"},
+        shardable=False,
+        qkv_bias="attention_bias",
+        experts="moe_intermediate_size",
+        mlp_types=True,
+        windowed_sinks=True,
+        value_dim="v_head_dim",
+        windowed_kv_times=2,
+        window="types",
+        full_every=6,
+        first_full=True,
+        window_before="sliding_window_size",
     ),
     "gemma": Family(
         _defaults(256000, 3072, 24576, 28, 16, 8192, num_key_value_heads=16) | _GEMMA,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from fairlead_runtime.sizing.config_json import ConfigReader, ShapeError
 from fairlead_runtime.sizing.family_table import Family
+from fairlead_runtime.sizing.layer_heads import LayerHeads
 
 # Elements that indices and weights take for each token and chosen expert.
 ROUTING_ELEMENTS = 16
@@ -55,12 +56,19 @@ def _rows(inputs: int, outputs: int, *, bias: bool = False) -> ParameterCount:
     return ParameterCount(inputs * outputs, outputs, outputs if bias else 0, inputs * outputs)
 
 
-def count_layer(s: ConfigReader, family: Family, index: int) -> tuple[ParameterCount, int, int]:
-    """Parameters of one layer, the elements its MLP keeps per token, and its MLP's inner width."""
+def count_layer(
+    s: ConfigReader, family: Family, index: int, heads: LayerHeads, *, windowed: bool
+) -> tuple[ParameterCount, int, int]:
+    """Parameters of one layer with these heads, the elements its MLP keeps per token, and its MLP's
+    inner width.
+    """
     hidden = s.integer("hidden_size")
     mlp, width, inner = _mlp(s, family, index)
     norms = family.norms * hidden * (2 if family.norm_bias else 1)
-    return _attention(s, family) + mlp + ParameterCount(rest=norms), width, inner
+    attention = _attention(s, family, heads)
+    if family.sinks or (family.windowed_sinks and windowed):
+        attention += ParameterCount(rest=heads.query)
+    return attention + mlp + ParameterCount(rest=norms), width, inner
 
 
 def has_flat_norm(s: ConfigReader, family: Family) -> bool:
@@ -68,15 +76,16 @@ def has_flat_norm(s: ConfigReader, family: Family) -> bool:
     return family.qk_norm == "flat" and (not family.qk_norm_if or s.flag(family.qk_norm_if))
 
 
-def _attention(s: ConfigReader, family: Family) -> ParameterCount:
-    hidden, q, kv = s.integer("hidden_size"), s.heads * s.head_dim, s.kv_heads * s.head_dim
+def _attention(s: ConfigReader, family: Family, heads: LayerHeads) -> ParameterCount:
+    hidden, q, kv = s.integer("hidden_size"), heads.query * heads.dim, heads.kv * heads.dim
     bias = s.flag_or_constant(family.qkv_bias)
-    keys = _columns(hidden, 2 * kv, bias=bias)
+    keys = _columns(hidden, heads.width, bias=bias)
     count = _columns(hidden, q, bias=bias) + replace(keys, sharded=0, kv=keys.sharded)
-    count += _rows(q, hidden, bias=s.flag_or_constant(family.out_bias))
+    attended = heads.query * heads.value_dim
+    count += _rows(attended, hidden, bias=s.flag_or_constant(family.out_bias))
     if family.qk_norm and (not family.qk_norm_if or s.flag(family.qk_norm_if)):
-        count += ParameterCount(rest=2 * s.head_dim if family.qk_norm == "head" else q + kv)
-    return count + ParameterCount(rest=s.heads if family.sinks else 0)
+        count += ParameterCount(rest=2 * heads.dim if family.qk_norm == "head" else q + kv)
+    return count
 
 
 def _mlp(s: ConfigReader, family: Family, index: int) -> tuple[ParameterCount, int, int]:
@@ -106,7 +115,22 @@ def _mlp(s: ConfigReader, family: Family, index: int) -> tuple[ParameterCount, i
 def _sparse(s: ConfigReader, family: Family, index: int) -> bool:
     if not family.experts:
         return False
+    if family.mlp_types:
+        return _is_sparse_type(s, index)
     dense = s.get("mlp_only_layers") or ()
     if not isinstance(dense, list | tuple):
         raise ShapeError("mlp_only_layers", "must be a list of layer numbers")
     return index not in dense and (index + 1) % s.integer("decoder_sparse_step") == 0
+
+
+def _is_sparse_type(s: ConfigReader, index: int) -> bool:
+    """As mlp_layer_types say; without them the first layer alone is dense."""
+    types = s.get("mlp_layer_types")
+    if types is None:
+        return index > 0
+    layers = s.integer("num_hidden_layers")
+    if not isinstance(types, list | tuple) or len(types) != layers:
+        raise ShapeError("mlp_layer_types", f"must be a list of {layers} names, one per layer")
+    if types[index] not in ("dense", "sparse"):
+        raise ShapeError("mlp_layer_types", f"{str(types[index])[:40]!r} is not dense or sparse")
+    return bool(types[index] == "sparse")

@@ -22,6 +22,8 @@ from fairlead_runtime.sizing.config_json import (
     has_parts,
 )
 from fairlead_runtime.sizing.family_table import UNKNOWN_DENSE, UNKNOWN_EXPERTS, Family
+from fairlead_runtime.sizing.groups import LayerGroup, group_layers
+from fairlead_runtime.sizing.layer_heads import LayerHeads, widest
 from fairlead_runtime.sizing.parameters import ParameterCount, count_layer, has_flat_norm
 from fairlead_runtime.sizing.stored import KEY, Published, QuantizedError, Stored
 
@@ -40,6 +42,11 @@ class ModelShape:
     heads: int
     kv_heads: int
     head_dim: int
+    value_dim: int
+    # Of each layer: elements of one token's key and value. Of layers that differ in their heads
+    # (``mixed``) the four sizes before are those of the widest.
+    kv_widths: tuple[int, ...]
+    mixed: bool
     hidden: int
     mlp_width: int  # elements the widest MLP keeps per token, all its chosen experts together
     # Elements that a layer in the C++ kernels keeps of each token of a slab for attention or the
@@ -71,8 +78,13 @@ class ModelShape:
 
     @property
     def kv_width(self) -> int:
-        """Elements of one layer's key, or value, of one token."""
-        return self.kv_heads * self.head_dim
+        """Elements of one layer's key of one token, or of its value where that is wider."""
+        return self.kv_heads * max(self.head_dim, self.value_dim)
+
+    @property
+    def groups(self) -> tuple[LayerGroup, ...]:
+        """The layers as the cache keeps them."""
+        return group_layers(self.windows, self.kv_widths)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "ModelShape":
@@ -90,9 +102,14 @@ class ModelShape:
             s.integer(k) for k in ("num_hidden_layers", "hidden_size", "vocab_size")
         )
         tied = s.flag("tie_word_embeddings")
-        counts = [count_layer(s, family, i) for i in range(layers)]
+        windows = _windows(s, family, layers)
+        windowed = [window is not None for window in windows]
+        of_kind = {kind: LayerHeads.of(s, family, windowed=kind) for kind in {*windowed}}
+        heads = [of_kind[kind] for kind in windowed]
+        counts = [count_layer(s, family, i, heads[i], windowed=windowed[i]) for i in range(layers)]
         body = sum((c for c, _, _ in counts), ParameterCount())
-        q, inners = s.heads * s.head_dim, [inner for _, _, inner in counts]
+        most, inners = widest(heads), [inner for _, _, inner in counts]
+        q = most.query * most.dim
         outside = vocab * hidden * (1 if tied else 2)
         outside += s.integer("max_position_embeddings") * hidden if family.positions else 0
         outside += hidden * (2 if family.norm_bias else 1)
@@ -104,15 +121,20 @@ class ModelShape:
         return cls(
             model_type=str(config["model_type"]),
             layers=layers,
-            windows=_windows(s, family, layers),
-            heads=s.heads,
-            kv_heads=s.kv_heads,
-            head_dim=s.head_dim,
+            windows=windows,
+            heads=most.query,
+            kv_heads=most.kv,
+            head_dim=most.dim,
+            value_dim=most.value_dim,
+            kv_widths=tuple(layer.width for layer in heads),
+            mixed=len({*heads}) > 1,
             hidden=hidden,
             mlp_width=max(width for _, width, _ in counts),
             slab_width=_slab_width(s, family, max(inners)),
             logit_copies=2 if s.get("final_logit_softcapping") is not None else family.logit_copies,
-            explicit_scores=family.sinks or s.get("attn_logit_softcapping") is not None,
+            explicit_scores=family.sinks
+            or family.windowed_sinks
+            or s.get("attn_logit_softcapping") is not None,
             vocab=vocab,
             max_len=s.integer("max_position_embeddings"),
             tied=tied,
@@ -174,6 +196,9 @@ class ModelShape:
             heads=s.heads,
             kv_heads=s.kv_heads,
             head_dim=s.head_dim,
+            value_dim=s.head_dim,
+            kv_widths=(2 * s.kv_heads * s.head_dim,) * layers,
+            mixed=False,
             hidden=hidden,
             slab_width=0,
             # No attention measured so far keeps more than ten times its queries.
@@ -233,6 +258,8 @@ def _windows(s: ConfigReader, family: Family, layers: int) -> tuple[int | None, 
     """One entry per layer: with W, position p sees the keys p-W+1..p; with None, all of 0..p."""
     on = bool(family.window) and (not family.window_if or s.flag(family.window_if))
     window = s.optional("sliding_window") if on else None
+    if on and family.window_before and s.get(family.window_before) is not None:
+        window = s.integer(family.window_before) + 1
     if window is None or family.window == "all":
         return (window,) * layers
     types = s.get("layer_types")
@@ -249,6 +276,8 @@ def _windows(s: ConfigReader, family: Family, layers: int) -> tuple[int | None, 
 
 
 def _slides(s: ConfigReader, family: Family, index: int) -> bool:
+    if family.first_full and index == 0:
+        return False
     if family.window_from:
         return index >= s.integer(family.window_from, low=0)
     period = (

@@ -14,7 +14,7 @@ from fairlead_runtime.settings.engine_config import EngineConfig
 from fairlead_runtime.sizing.arithmetic import ceil_div
 from fairlead_runtime.sizing.config_json import DTYPE_BYTES
 from fairlead_runtime.sizing.graph_sizes import graph_bytes, may_capture, plan_bytes
-from fairlead_runtime.sizing.groups import LayerGroup, group_layers, layers_per_unit
+from fairlead_runtime.sizing.groups import LayerGroup
 from fairlead_runtime.sizing.offload_space import Staging, units_of
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.traffic import Traffic
@@ -168,10 +168,19 @@ def list_room(vocabulary: int) -> int:
 
 
 def unit_bytes(shape: ModelShape, config: EngineConfig, groups: Sequence[LayerGroup]) -> int:
-    """Bytes that one accelerator holds of ``block_size`` tokens in the layers of one group."""
+    """Bytes that one accelerator holds of ``block_size`` tokens in the layers of one group: those
+    of the widest, so a unit serves every group.
+    """
+    token = max(sum(_kv_width(shape, config, layer) for layer in g.layers) for g in groups)
+    return token * config.block_size * cache_bytes_of(shape, config)
+
+
+def _kv_width(shape: ModelShape, config: EngineConfig, layer: int) -> int:
+    """Elements of one token's key and value that an accelerator keeps of this layer."""
+    if shape.mixed:
+        return shape.kv_widths[layer]
     heads = ceil_div(shape.kv_heads, config.tensor_parallel)
-    token = 2 * heads * shape.head_dim * cache_bytes_of(shape, config)
-    return layers_per_unit(groups) * config.block_size * token
+    return heads * (shape.head_dim + shape.value_dim)
 
 
 def offload_units(shape: ModelShape, config: EngineConfig, groups: Sequence[LayerGroup]) -> int:
@@ -189,7 +198,7 @@ def host_terms(
     ``process`` reserves. ``bookkeeping`` comes to it once the number of blocks is known.
     """
     process, shared = PROCESS * config.tensor_parallel, int(config.shared_memory * GIB)
-    groups = group_layers(shape.windows)
+    groups = shape.groups
     if may_capture(config, kind):
         process += plan_bytes(config, len(groups))
     int4 = kind == "cuda" and config.quantization == "int4"
@@ -283,7 +292,7 @@ def fuses_on_cpu(shape: ModelShape, config: EngineConfig) -> bool:
 
 
 def _runs_on_cpu(shape: ModelShape, config: EngineConfig) -> bool:
-    plain = config.kernels != "torch" and not config.fp8_cache
+    plain = config.kernels != "torch" and not config.fp8_cache and not shape.mixed
     return plain and dtype_of(shape, config) != "float16"
 
 
@@ -385,7 +394,9 @@ def _attention(
     longest = max_model_len(shape, config)
     chunk = min(config.max_batch_tokens, longest)
     heads = ceil_div(shape.heads, config.tensor_parallel)
-    kv_width = ceil_div(shape.kv_heads, config.tensor_parallel) * shape.head_dim
+    kv_width = ceil_div(shape.kv_heads, config.tensor_parallel) * max(
+        shape.head_dim, shape.value_dim
+    )
     # Keys and values with their slots and positions; those of an fp8 cache as they are, and wide.
     wide = element + (1 if config.fp8_cache else 0)
     gathered = longest * (2 * kv_width * wide + 16 * len(groups))

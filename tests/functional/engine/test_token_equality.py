@@ -42,10 +42,13 @@ MIDDLE, MOVED = 1e-6, 0.02
 TIES_ALLOWED = 1e-3
 FAMILIES = (*tiny.FAMILIES, *tiny.VARIANTS)
 # The place of a family is the seed of its prompts.
-OTHERS = {*tiny.SIZED, *tiny.UNLISTED}
+# Layers that differ in their heads.
+OWN_SIZES = ("mimo_v2_flash",)
+OTHERS = {*tiny.SIZED, *tiny.UNLISTED} - {*OWN_SIZES}
 SEEDED = (
     *(*FAMILIES, *sorted(OTHERS, key=lambda name: (name != "gpt_bigcode", name))),
     *tiny_parts.FAMILIES,
+    *OWN_SIZES,
 )
 # Of those the ones whose layers do not fuse: experts, another activation, no norm before attention.
 SPLIT_UNFUSED = ("qwen3_moe", "mixtral", "apertus", "exaone4", "olmo")
@@ -502,6 +505,37 @@ def test_of_models_of_several_parts_every_setting_gives_transformers_text(
         replace(case, family=family)
         for case in every_case()
         if (case.family, case.kernels) == ("llama", kernels)
+    ]
+    tally = tally_over(family, cases)
+    assert (tally.wrong, tally.without_hits) == ([], [])
+    assert len(tally.ties) <= max(1, TIES_ALLOWED * tally.requests)
+
+
+# Plain torch, a cache of 8 bits, and offloading on a GPU's streams.
+@pytest.mark.parametrize("kernels", ["torch", FP8_CACHE + "torch", "layers"])
+@pytest.mark.parametrize("family", OWN_SIZES)
+def test_of_layers_that_differ_in_their_heads_greedy_text_equals_transformers(
+    family: str, kernels: str
+) -> None:
+    cases = three_settings(family, kernels)
+    if kernels == "torch":
+        cases += [
+            Case(family, 256, UNBOUNDED, "none", sharing=True, n=1, kernels=kernels),
+            Case(family, 16, 8, "reset", sharing=False, n=3, kernels=kernels),
+            Case(family, 4, 64, "offload", sharing=True, n=3, kernels=kernels),
+        ]
+    check(family, kernels, cases)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", OWN_SIZES)
+def test_of_layers_that_differ_in_their_heads_every_setting_gives_transformers_text(
+    family: str,
+) -> None:
+    cases = [
+        replace(case, family=family)
+        for case in every_case()
+        if (case.family, case.kernels) == ("llama", "torch")
     ]
     tally = tally_over(family, cases)
     assert (tally.wrong, tally.without_hits) == ([], [])

@@ -69,7 +69,15 @@ SWITCHES = {
     "starcoder2": ({"use_bias": False}, {"sliding_window": 10, "tie_word_embeddings": False}),
     "gpt2": ({"n_inner": 50}, {"tie_word_embeddings": False}),
     "gpt_neox": ({"attention_bias": False}, {"tie_word_embeddings": True}),
+    "mimo_v2_flash": (
+        {"v_head_dim": 5, "head_dim": 9, "attention_bias": True},
+        {"sliding_window_size": 32, "mlp_layer_types": ["sparse", "dense"] * 3 + ["sparse"]},
+        {"layer_types": ["full_attention"] * 7, "v_head_dim": 12},
+        {"layer_types": ["sliding_attention"] * 7, "tie_word_embeddings": True},
+    ),
 }
+# Of a family whose layers cannot have SMALL's.
+OWN_SMALL = {"mimo_v2_flash": {"num_key_value_heads": 3}}
 # The public checkpoints' own config.json, cut to what decides sizes.
 REAL: dict[str, tuple[dict[str, Any], int]] = {
     "Llama-3-8B": (
@@ -173,10 +181,15 @@ def compare(config: dict[str, Any], shape: ModelShape) -> None:
     matrices = [p for n, p in model.named_parameters() if is_layer_matrix(n, p)]
     assert shape.parameters == sum(p.numel() for p in model.parameters())
     assert shape.layer_matrices == sum(p.numel() for p in matrices)
-    assert (shape.layers, shape.heads, shape.kv_heads, shape.head_dim) == (
+    widths = widths_of(model)
+    if widths is None:
+        widths = (2 * kv_heads * head_dim,) * resolved.num_hidden_layers
+    assert shape.kv_widths == widths
+    assert shape.mixed is (len({*widths}) > 1)
+    assert shape.kv_heads * (shape.head_dim + shape.value_dim) == max(widths)
+    assert (shape.layers, shape.heads, shape.head_dim) == (
         resolved.num_hidden_layers,
         heads,
-        kv_heads,
         head_dim,
     )
     assert (shape.hidden, shape.vocab, shape.max_len) == (
@@ -186,6 +199,15 @@ def compare(config: dict[str, Any], shape: ModelShape) -> None:
     )
     assert shape.windows == windows_of(model, shape.layers)
     assert shape.tied == bool(resolved.tie_word_embeddings)
+
+
+def widths_of(model: torch.nn.Module) -> tuple[int, ...] | None:
+    """Outputs of each layer's projections of keys and of values, where they have a matrix each."""
+    rows = [
+        [x.shape[0] for n, x in model.named_parameters() if n.endswith(f"self_attn.{name}.weight")]
+        for name in ("k_proj", "v_proj")
+    ]
+    return tuple(map(sum, zip(*rows, strict=True))) or None
 
 
 def is_layer_matrix(name: str, parameter: torch.Tensor) -> bool:
@@ -213,6 +235,7 @@ def test_every_family_and_switch_equals_transformers(family: str, change: dict[s
     own = {names.get(k, k): v for k, v in SMALL.items() if k not in change}
     if family in ("gpt2", "gpt_neox"):
         del own["num_key_value_heads"]
+    own |= OWN_SMALL.get(family, {})
     config = {"model_type": family} | own | (MOE if FAMILIES[family].experts else {}) | change
     compare(config, ModelShape.from_config(config))
 

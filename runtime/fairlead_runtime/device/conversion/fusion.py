@@ -184,6 +184,8 @@ def fuse(
     """
     if operations is None:
         return Fusion(0, len(model.windows))
+    if model.mixed:
+        return Fusion(0, len(model.windows), "its layers differ in their heads")
     fusion, runs = _fuse_layers(model, operations, ranks, repack)
     step = _ScratchPass(model.heads, model.device)
     model_operations: CpuOperations | None = operations.model_operations

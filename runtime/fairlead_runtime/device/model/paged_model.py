@@ -36,7 +36,7 @@ from fairlead_runtime.device.model.paged_attention import (
 )
 from fairlead_runtime.models import families, rope
 from fairlead_runtime.models.loading import LoadedModel
-from fairlead_runtime.sizing.groups import group_layers
+from fairlead_runtime.sizing.groups import LayerGroup, group_layers
 
 
 class ProbePass:
@@ -93,9 +93,11 @@ class PagedModel:
 
     Takes ownership of the model: sets its attention, and installs a hook if the model cannot select
     the rows of its logits itself. ``windows`` has an entry per layer; ``calls`` the attention
-    arguments of each layer, ``rules`` those of its mask. ``device``: where it computes, if not
-    where its weights are (``shards.computed_on``). ``fp8_cache``: its cache keeps 8-bit floats.
-    Raises ModelError when the layers differ in size or in number from ``windows``. ``fusion.fuse``
+    arguments of each layer, ``rules`` those of its mask, ``layer_heads`` its heads; ``heads`` are
+    those of the layer that keeps most, of all layers unless they are ``mixed``. ``device``: where
+    it computes, if not where its weights are (``shards.computed_on``). ``fp8_cache``: its cache
+    keeps 8-bit floats.
+    Raises ModelError when the layers differ in number from ``windows``. ``fusion.fuse``
     may replace layers afterwards.
     """
 
@@ -173,10 +175,25 @@ class PagedModel:
                 f"{len(probe.heads)} of its {len(self.windows)} layers use transformers' attention "
                 "interface",
             )
-        if len(set(probe.heads.values())) != 1:
-            raise families.unsupported(name, "its layers differ in their number or size of heads")
         self.calls, self.rules = probe.calls, probe.rules
-        return replace(probe.heads[0], fp8_cache=self._fp8_cache)
+        heads = [replace(probe.heads[i], fp8_cache=self._fp8_cache) for i in sorted(probe.heads)]
+        self.layer_heads = tuple(heads)
+        return max(heads, key=_width)
+
+    @property
+    def mixed(self) -> bool:
+        """Whether its layers differ in their heads."""
+        return len({*self.layer_heads}) > 1
+
+    @property
+    def groups(self) -> tuple[LayerGroup, ...]:
+        """Its layers as the cache keeps them."""
+        return group_layers(self.windows, [_width(heads) for heads in self.layer_heads])
+
+    @property
+    def cache_heads(self) -> Heads | Sequence[Heads]:
+        """The heads of every layer, or each layer's, as CacheStorage takes them."""
+        return self.layer_heads if self.mixed else self.heads
 
     @property
     def kinds(self) -> GroupKinds:
@@ -185,7 +202,7 @@ class PagedModel:
         """
         return tuple(
             frozenset(spec_of(self.calls[layer], group.window).kind for layer in group.layers)
-            for group in group_layers(self.windows)
+            for group in self.groups
         )
 
     @property
@@ -276,13 +293,22 @@ def prepare(
     rope.pin(loaded.model, loaded.max_model_len)
     model = PagedModel(loaded.model, windows, device, fp8_cache=fp8_cache)
     shape, heads = loaded.shape, model.heads
-    expected = (shape.windows, shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim)
-    if expected != (windows, heads.query, heads.kv, heads.dim, heads.value_dim):
+    sizes = (shape.heads, shape.kv_heads, shape.head_dim, shape.value_dim)
+    widths = tuple(_width(layer) for layer in model.layer_heads)
+    expected = (shape.windows, shape.kv_widths, shape.mixed)
+    if expected != (windows, widths, model.mixed) or (
+        sizes != (heads.query, heads.kv, heads.dim, heads.value_dim)
+    ):
         name = str(loaded.config.model_type)
         raise families.unsupported(
             name, "its config.json describes other layers than transformers builds from it"
         )
     return model
+
+
+def _width(heads: Heads) -> int:
+    """Elements of one token's key and value."""
+    return heads.kv * (heads.dim + heads.value_dim)
 
 
 def _nothing(*_: object) -> None:
