@@ -40,7 +40,7 @@ from fairlead_runtime.scheduling.plan import Finished, Limits, Result, Row, Work
 from fairlead_runtime.scheduling.scheduler import Scheduler, SchedulerStats
 from fairlead_runtime.settings.engine_config import EngineConfig
 from fairlead_runtime.sizing.graph_sizes import step_sizes
-from fairlead_runtime.sizing.groups import LayerGroup, group_layers
+from fairlead_runtime.sizing.groups import LayerGroup
 from support import flashinfer_standin, rank_pair, tiny, tiny_parts, triton_standin
 from support.fp8_reference import Fp8Cache
 from support.graph_standin import TapeRecorder
@@ -214,7 +214,7 @@ def attend_once(model: PagedModel, attention: AttentionBackend, ids: torch.Tenso
     vocabulary].
     """
     request = Request("a", tuple(ids.tolist()), SamplingParams(), max_tokens=1)
-    sequence, groups = Sequence(0, request, 0, ids.tolist()), group_layers(model.windows)
+    sequence, groups = Sequence(0, request, 0, ids.tolist()), model.groups
     blocks = -(-len(ids) // 4)
     tables = torch.randperm(blocks * len(groups)).view(len(groups), blocks)
     sequence.tables = tables.tolist()
@@ -267,7 +267,7 @@ def cache_of(
     """A cache of NaN, which the read of a slot that was not written yields. ``side``: as on a GPU,
     on streams that run in an order drawn from this seed.
     """
-    groups, heads = group_layers(model.windows), model.heads
+    groups, heads = model.groups, model.heads
     sizes: dict[str, Any] = {"units": units, "block_size": block_size, "host_units": host_units}
     if side is None:
         cache = CacheStorage(groups, heads, device=model.device, **sizes)
@@ -325,7 +325,7 @@ class Rig:
             rank_pair.shard(self.model, ranks, QUANTIZED.get(kernels))
         self.fusion = fuse(self.model, operations_of(self.model, kernels), ranks)
         use_experts(self.model, kernels)
-        self.groups: tuple[LayerGroup, ...] = group_layers(self.model.windows)
+        self.groups: tuple[LayerGroup, ...] = self.model.groups
         self._references: dict[tuple[int, ...], tuple[int, list[int]]] = {}
         self._caches: list[GraphCache] = []
 

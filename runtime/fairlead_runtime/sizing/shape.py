@@ -22,6 +22,7 @@ from fairlead_runtime.sizing.config_json import (
     has_parts,
 )
 from fairlead_runtime.sizing.family_table import UNKNOWN_DENSE, UNKNOWN_EXPERTS, Family
+from fairlead_runtime.sizing.groups import LayerGroup, group_layers
 from fairlead_runtime.sizing.parameters import ParameterCount, count_layer, has_flat_norm
 from fairlead_runtime.sizing.stored import KEY, Published, QuantizedError, Stored
 
@@ -73,6 +74,11 @@ class ModelShape:
     def kv_width(self) -> int:
         """Elements of one layer's key, or value, of one token."""
         return self.kv_heads * self.head_dim
+
+    @property
+    def groups(self) -> tuple[LayerGroup, ...]:
+        """The groups of layers that share block tables."""
+        return group_layers(self.windows)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "ModelShape":

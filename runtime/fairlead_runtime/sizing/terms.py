@@ -14,7 +14,7 @@ from fairlead_runtime.settings.engine_config import EngineConfig
 from fairlead_runtime.sizing.arithmetic import ceil_div
 from fairlead_runtime.sizing.config_json import DTYPE_BYTES
 from fairlead_runtime.sizing.graph_sizes import graph_bytes, may_capture, plan_bytes
-from fairlead_runtime.sizing.groups import LayerGroup, group_layers, layers_per_unit
+from fairlead_runtime.sizing.groups import LayerGroup, layers_per_unit
 from fairlead_runtime.sizing.offload_space import Staging, units_of
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.traffic import Traffic
@@ -189,7 +189,7 @@ def host_terms(
     ``process`` reserves. ``bookkeeping`` comes to it once the number of blocks is known.
     """
     process, shared = PROCESS * config.tensor_parallel, int(config.shared_memory * GIB)
-    groups = group_layers(shape.windows)
+    groups = shape.groups
     if may_capture(config, kind):
         process += plan_bytes(config, len(groups))
     int4 = kind == "cuda" and config.quantization == "int4"

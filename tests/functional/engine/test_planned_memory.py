@@ -17,7 +17,6 @@ from fairlead_runtime.device.warmup import profiling
 from fairlead_runtime.models import architecture, families, rope, text_model
 from fairlead_runtime.models.headers import Header, TensorEntry
 from fairlead_runtime.settings.engine_config import EngineConfig
-from fairlead_runtime.sizing.groups import group_layers
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.terms import GIB, DeviceFacts
 from fairlead_runtime.sizing.verdict import plan_memory
@@ -88,7 +87,7 @@ def test_planned_terms_are_within_a_fifth_of_measured_ones(
     )
     shape = ModelShape.from_config(json.loads(config.to_json_string()) | {"dtype": dtype})
     plan = plan_memory(shape, limits, DeviceFacts("cpu", 8 * GIB))
-    groups, planned = group_layers(paged.windows), plan.terms
+    groups, planned = paged.groups, plan.terms
     assert plan.unit_bytes == CacheStorage.unit_bytes(groups, paged.heads, plan.block_size)
     assert planned["weights"] == sum(weights.values())
     for term in ("activations", "logits"):

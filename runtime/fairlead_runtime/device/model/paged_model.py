@@ -36,7 +36,7 @@ from fairlead_runtime.device.model.paged_attention import (
 )
 from fairlead_runtime.models import families, rope
 from fairlead_runtime.models.loading import LoadedModel
-from fairlead_runtime.sizing.groups import group_layers
+from fairlead_runtime.sizing.groups import LayerGroup, group_layers
 
 
 class ProbePass:
@@ -179,13 +179,18 @@ class PagedModel:
         return replace(probe.heads[0], fp8_cache=self._fp8_cache)
 
     @property
+    def groups(self) -> tuple[LayerGroup, ...]:
+        """The groups of layers that share block tables."""
+        return group_layers(self.windows)
+
+    @property
     def kinds(self) -> GroupKinds:
         """The kinds of attention in each layer group, as its layers call it: those that fuse may
         call it otherwise than the model's own.
         """
         return tuple(
             frozenset(spec_of(self.calls[layer], group.window).kind for layer in group.layers)
-            for group in group_layers(self.windows)
+            for group in self.groups
         )
 
     @property

@@ -50,7 +50,6 @@ from fairlead_runtime.scheduling.plan import Row, Work
 from fairlead_runtime.settings.engine_config import ConfigError
 from fairlead_runtime.sizing.config_json import EXPERTS
 from fairlead_runtime.sizing.family_table import FAMILIES
-from fairlead_runtime.sizing.groups import group_layers
 from fairlead_runtime.sizing.terms import packaged
 
 Value = TypeVar("Value")
@@ -747,7 +746,7 @@ def _paged_logits(
     """Per prompt, by position: the logits of each row's last token. Each step starts one prompt.
     One entry more is a fork of the first prompt, which computes its last token again.
     """
-    groups = group_layers(model.windows)
+    groups = model.groups
     blocks = (1 + sum(-(-len(p) // BLOCK_SIZE) for p in prompts)) * len(groups)
     heads = replace(model.heads, fp8_cache=fp8_cache)
     cache = CacheStorage(groups, heads, units=blocks, block_size=BLOCK_SIZE, device=model.device)

@@ -42,7 +42,7 @@ from fairlead_runtime.device.model.paged_model import PagedModel
 from fairlead_runtime.device.sampling.host_sampler import SamplingBatch, sample
 from fairlead_runtime.request.sequence import Request, SamplingParams, Sequence
 from fairlead_runtime.scheduling.plan import Row
-from fairlead_runtime.sizing.groups import LayerGroup, group_layers
+from fairlead_runtime.sizing.groups import LayerGroup
 from fairlead_runtime.sizing.terms import KEPT_MASKS, ROW_SAMPLING_BYTES, STRIP, sampler_rows
 
 CPU_TOKENS = 256
@@ -176,7 +176,7 @@ def _attention(
     on_cpu = model.device.type == "cpu"
     queries, element = min(max_batch_tokens, max_model_len), model.heads.dtype.itemsize
     mask_bytes, scratch = 0, 0
-    for group in group_layers(model.windows):
+    for group in model.groups:
         visible = (
             max_model_len
             if group.window is None
@@ -222,7 +222,7 @@ def _batch(model: PagedModel, tokens: int, rows: int, max_model_len: int, block_
     """Bytes of the host's buffers after a batch of ``tokens`` in ``rows`` rows of the longest
     length.
     """
-    groups = group_layers(model.windows)
+    groups = model.groups
     tables = HostTables(groups, block_size)
     builder = BatchBuilder(groups, block_size, tables=tables)
     width = -(-max_model_len // block_size)
@@ -268,7 +268,7 @@ def _cpu_step(
     """A forward pass of ``count`` rows of one token each, in the place of ``tokens`` tokens, on a
     cache of its own: layers in C++ contain their attention. It has run once.
     """
-    groups = group_layers(model.windows)
+    groups = model.groups
     units, rows = count * len(groups), list[Row]()
     for index in range(count):
         sequence = _sequence(index, 1)
