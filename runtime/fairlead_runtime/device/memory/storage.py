@@ -3,7 +3,8 @@ memory.
 
 Owns storage and the order of its copies. A *unit* is ``block_size`` tokens in the layers of one
 group; layer i, the s-th of group g, keeps its share of a unit in storage slot s, found through
-group g's tables. Callers name units by id; the scheduler knows which one is free, shared or cached.
+group g's tables; a layer without keys of its own reads another one's. Callers name units by id; the
+scheduler knows which one is free, shared or cached.
 """
 
 import math
@@ -71,11 +72,18 @@ class CacheStorage:
         self._places = {
             layer: (group.index, slot)
             for group in groups
-            for slot, layer in enumerate(group.layers)
+            for layer, slot in (*((x, i) for i, x in enumerate(group.layers)), *group.readers)
         }
+        self._readers = frozenset(layer for group in groups for layer, _ in group.readers)
+
+    def keeps(self, layer: int) -> bool:
+        """Whether the layer writes keys of its own; else it reads another one's."""
+        return layer not in self._readers
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """One layer's keys and values [units, block_size, kv heads, dim] and its group's index."""
+        """The keys and values [units, block_size, kv heads, dim] that one layer reads, and their
+        group's index.
+        """
         group, slot = self._places[index]
         return self.keys[slot], self.values[slot], group
 
