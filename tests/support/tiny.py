@@ -29,6 +29,7 @@ FAMILIES = (
     "qwen3_moe",
     "mixtral",
     "gpt_oss",
+    "gemma3n_text",
 )
 # Buildable too: families of the table that are not in the full matrix of token equality, and
 # families that are not in the table.
@@ -124,6 +125,21 @@ _SETTINGS: dict[str, dict[str, Any]] = {
         "final_logit_softcapping": 20.0,
     },
     "gemma3_text": {**_GEMMA, "layer_types": [_SLIDING, _SLIDING, _SLIDING, _FULL]},
+    # Of both kinds of layers that keep keys the last is not the first, and readers of both.
+    "gemma3n_text": {
+        "head_dim": 16,
+        "num_hidden_layers": 7,
+        "num_kv_shared_layers": 3,
+        "layer_types": [_SLIDING, _FULL, _SLIDING, _FULL, _SLIDING, _FULL, _SLIDING],
+        "sliding_window": WINDOW,
+        "intermediate_size": [128, 96, 128, 96, 64, 128, 96],
+        "activation_sparsity_pattern": [0.8, 0.0, 0.6, 0.0, 0.0, 0.8, 0.0],
+        "hidden_size_per_layer_input": 16,
+        "vocab_size_per_layer_input": VOCAB - 8,
+        "altup_num_inputs": 3,
+        "laurel_rank": 8,
+        "tie_word_embeddings": True,
+    },
     "phi3": {"original_max_position_embeddings": CONTEXT},
     "phi3_longrope": {"original_max_position_embeddings": 64, "rope_parameters": _LONGROPE},
     "llama_dynamic": {

@@ -15,7 +15,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from fairlead_runtime.models import text_model
-from fairlead_runtime.models.model_error import ModelError
+from fairlead_runtime.models.model_error import ModelError, first_line
 from fairlead_runtime.sizing.config_json import CAUSAL_TEXT
 from fairlead_runtime.sizing.family_table import (
     FAMILIES,
@@ -76,6 +76,27 @@ def check(config: PretrainedConfig) -> tuple[int | None, ...]:
         if name not in FAMILIES and not code._can_set_attn_implementation():  # noqa: SLF001 - there is no public method
             raise unsupported(name, OLD)
     return _windows(text, text_class)
+
+
+def sources_of(config: PretrainedConfig) -> tuple[int, ...]:
+    """By layer of this text the one whose keys it reads, its own where it keeps them. Raises
+    ModelError.
+    """
+    name, layers = str(config.model_type), range(int(config.num_hidden_layers))
+    try:
+        modes = getattr(config, "kv_sharing_modes", None) or [None] * len(layers)
+    except ValueError as error:
+        raise unsupported(name, first_line(error)) from error
+    stored: dict[str, int] = {}
+    sources: list[int] = []
+    for layer, mode in zip(layers, modes, strict=True):
+        kind = config.layer_types[layer] if mode else ""
+        if mode not in (None, "store", "reuse") or (mode == "reuse" and kind not in stored):
+            raise unsupported(name, f"layer {layer} shares keys in a way of its own, {mode!r}")
+        if mode == "store":
+            stored[kind] = layer
+        sources.append(stored[kind] if mode == "reuse" else layer)
+    return tuple(sources)
 
 
 def _windows(config: PretrainedConfig, model_class: Any) -> tuple[int | None, ...]:

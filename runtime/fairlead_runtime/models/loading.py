@@ -186,7 +186,9 @@ def _out_of_memory(error: BaseException) -> bool:
 def _read_weights(inspected: InspectedModel, *, sharded: bool) -> PreTrainedModel:
     path, stored = inspected.files.path, stored_format(inspected.config_json)
     try:
-        settings = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        settings = text_model.config_to_load(
+            AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        )
         factory = text_model.class_to_load(settings)
         with _progress_on_terminals_only():
             model, info = factory.from_pretrained(

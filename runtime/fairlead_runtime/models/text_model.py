@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from fairlead_runtime.sizing.config_json import TEXT
+from fairlead_runtime.sizing.family_table import PARTS
 
 
 def text_of(config: PretrainedConfig) -> PretrainedConfig:
@@ -39,6 +40,20 @@ def class_of(config: PretrainedConfig) -> Any:
     if not has_parts(config):
         return _only(MODEL_FOR_CAUSAL_LM_MAPPING, config)
     return _only(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, config)
+
+
+def config_to_load(config: PretrainedConfig) -> PretrainedConfig:
+    """The configuration that weights are loaded with: ``config``, or that of its text where the
+    code of the whole cannot do without its other parts (``Parts.alone``).
+    """
+    parts = PARTS.get(str(config.model_type))
+    if parts is None or not parts.alone:
+        return config
+    text = text_of(config)
+    for name in ("tie_word_embeddings", "eos_token_id"):
+        if getattr(config, name, None) is not None:
+            setattr(text, name, getattr(config, name))
+    return text
 
 
 def text_class_of(config: PretrainedConfig) -> Any:

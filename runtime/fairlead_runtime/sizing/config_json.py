@@ -250,8 +250,20 @@ class ConfigReader:
     def optional(self, name: str) -> int | None:
         return None if self.get(name) is None else self.integer(name)
 
+    def of_layer(self, name: str, index: int) -> int | None:
+        """A setting that may be a list with an entry per layer."""
+        value, layers = self.get(name), self.integer("num_hidden_layers")
+        if not isinstance(value, list | tuple):
+            return self.optional(name)
+        if len(value) != layers:
+            raise ShapeError(name, f"must be a number, or a list of {layers}, one per layer")
+        return self._checked(name, value[index])
+
     def integer(self, name: str, low: int = 1) -> int:
-        value, high = self.get(name), LARGEST.get(name, LARGEST_OTHER)
+        return self._checked(name, self.get(name), low)
+
+    def _checked(self, name: str, value: object, low: int = 1) -> int:
+        high = LARGEST.get(name, LARGEST_OTHER)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
             raise ShapeError(
                 name, f"must be a whole number from {low} to {high}, not {str(value)[:40]}"

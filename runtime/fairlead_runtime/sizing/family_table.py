@@ -45,6 +45,18 @@ class Family:
     first_full: bool = False  # the same: layer 0 is full, too
     window_from: str = ""  # default of layer_types: this layer and all above it slide
     window_before: str = ""  # the setting that counts the window without the query's own token
+    fuses: bool = True  # False: its layers are known to be no ones that fused layers compute
+    # The setting that counts the last layers, which keep no keys: each reads those of the last
+    # layer of its kind before them.
+    shared: str = ""
+    # The setting that gives the width of the input that each layer has of its own, from a table of
+    # ``vocab_size_per_layer_input`` rows and from the embedding.
+    layer_inputs: str = ""
+    # The setting that counts the residual streams of which each layer reads one and corrects all
+    # (AltUp, arXiv:2301.13310), and that of the rank of a product beside attention (LAuReL,
+    # arXiv:2411.07501).
+    streams: str = ""
+    laurel: str = ""
     shardable: bool = True  # transformers' plan for ranks has its layers: device/ranks/shards.py
 
 
@@ -180,6 +192,25 @@ FAMILIES: Mapping[str, Family] = {
         full_every="sliding_window_pattern",
         **_ATTENTION_BIAS,
     ),
+    "gemma3n_text": Family(
+        _defaults(262400, 2048, 16384, 35, 8, 32768, num_key_value_heads=2)
+        | _GEMMA
+        | {"sliding_window": 512, "final_logit_softcapping": 30.0, "num_kv_shared_layers": 15}
+        | {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144}
+        | {"altup_num_inputs": 4, "laurel_rank": 64},
+        fuses=False,
+        shardable=False,  # an MLP keeps the largest of all gates of a token, and a rank has some
+        norms=8,
+        qk_norm="head",
+        mlp_copies=4,
+        window="types",
+        full_every=5,
+        shared="num_kv_shared_layers",
+        layer_inputs="hidden_size_per_layer_input",
+        streams="altup_num_inputs",
+        laurel="laurel_rank",
+        **_ATTENTION_BIAS,
+    ),
     "phi3": Family(
         _defaults(32064, 3072, 8192, 32, 32, 4096), shardable=False, mlp_copies=4, window="all"
     ),
@@ -296,6 +327,9 @@ class Parts:
     # which the whole's own code reads a setting that they lack.
     any_text: bool = False
     never: frozenset[str] = frozenset()
+    # Whether the whole's own code needs its other parts for text, too: the text is loaded as the
+    # model of its own that it is.
+    alone: bool = False
 
 
 _NO_RMS = frozenset(
@@ -307,6 +341,7 @@ _NO_RMS = frozenset(
 # By the model_type of the whole.
 PARTS: Mapping[str, Parts] = {
     "gemma3": Parts("gemma3_text"),
+    "gemma3n": Parts("gemma3n_text", alone=True),
     "mistral3": Parts("mistral", any_text=True, never=_NO_RMS),
     "qwen2_vl": Parts("qwen2_vl_text", tied=False, either=True, flat=True),
     "qwen2_5_vl": Parts("qwen2_5_vl_text", tied=False, either=True, flat=True),
@@ -412,9 +447,7 @@ REFUSED: dict[str, str] = {
         ],
         OLD,
     ),
-    **dict.fromkeys(
-        ["gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "gemma4_unified"], _SHARED
-    ),
+    **dict.fromkeys(["gemma4", "gemma4_text", "gemma4_unified"], _SHARED),
     **dict.fromkeys(["llama4", "llama4_text"], _CHUNKED),
     **dict.fromkeys(
         ["deepseek_v2", "deepseek_v3", "kimi_k25", "minicpm3", "longcat_flash", "youtu"], _LATENT
@@ -438,10 +471,9 @@ REFUSED: dict[str, str] = {
 WORKING: Mapping[str, str] = {
     **dict.fromkeys(
         [
-            *("gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "gemma4_unified"),
-            *("paligemma", "recurrent_gemma"),
+            *("gemma4", "gemma4_text", "gemma4_unified", "paligemma", "recurrent_gemma"),
         ],
-        "Gemma 3 works ('gemma3', 'gemma3_text')",
+        "Gemma 3 and 3n work ('gemma3', 'gemma3_text', 'gemma3n', 'gemma3n_text')",
     ),
     **dict.fromkeys(
         [

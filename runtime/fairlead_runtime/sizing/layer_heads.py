@@ -57,5 +57,3 @@ def refuse_mixed(config: EngineConfig) -> None:
         raise ConfigError("kernels", f"{config.kernels}: {MIXED}", "use auto or torch")
     if config.deterministic:
         raise ConfigError("deterministic", MIXED, "use false")
-    if config.quantization != "none":
-        raise ConfigError("quantization", f"{config.quantization}: {MIXED}", "use none")

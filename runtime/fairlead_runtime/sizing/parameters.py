@@ -64,11 +64,54 @@ def count_layer(
     """
     hidden = s.integer("hidden_size")
     mlp, width, inner = _mlp(s, family, index)
-    norms = family.norms * hidden * (2 if family.norm_bias else 1)
-    attention = _attention(s, family, heads)
+    norms = ParameterCount(rest=family.norms * hidden * (2 if family.norm_bias else 1))
+    attention = _attention(s, family, heads, keeps=index < layers_with_keys(s, family))
     if family.sinks or (family.windowed_sinks and windowed):
         attention += ParameterCount(rest=heads.query)
-    return attention + mlp + ParameterCount(rest=norms), width, inner
+    return attention + mlp + norms + _beside(s, family), width, inner
+
+
+def layers_with_keys(s: ConfigReader, family: Family) -> int:
+    """The first layers, which keep keys of their own."""
+    layers = s.integer("num_hidden_layers")
+    shared = s.integer(family.shared, low=0) if family.shared else 0
+    if shared >= layers:
+        raise ShapeError(family.shared, f"must be less than the {layers} layers")
+    return layers - shared
+
+
+def count_layer_inputs(s: ConfigReader, family: Family) -> int:
+    """Parameters outside the layers that make the input that each layer has of its own: a table, a
+    projection of the embedding, its norm.
+    """
+    if not family.layer_inputs:
+        return 0
+    width = s.integer(family.layer_inputs)
+    rows = s.integer("vocab_size_per_layer_input") + s.integer("hidden_size")
+    return rows * width * s.integer("num_hidden_layers") + width
+
+
+def count_streams(s: ConfigReader, family: Family) -> int:
+    """Parameters outside the layers that make further residual streams of the embedding, and one
+    hidden state of all.
+    """
+    return (
+        2 * (s.integer(family.streams) - 1) * s.integer("hidden_size") ** 2 if family.streams else 0
+    )
+
+
+def _beside(s: ConfigReader, family: Family) -> ParameterCount:
+    """What a layer has beside attention, MLP and norms."""
+    hidden, count = s.integer("hidden_size"), ParameterCount()
+    for setting in (family.layer_inputs, family.laurel):
+        if setting:
+            inner = s.integer(setting)
+            count += ParameterCount(2 * hidden * inner, hidden + inner)
+    if family.streams:
+        streams = s.integer(family.streams)
+        coefficients = ParameterCount(streams**2 + streams**3, streams + streams**2)
+        count += coefficients + ParameterCount(hidden * streams, streams)
+    return count
 
 
 def has_flat_norm(s: ConfigReader, family: Family) -> bool:
@@ -76,15 +119,18 @@ def has_flat_norm(s: ConfigReader, family: Family) -> bool:
     return family.qk_norm == "flat" and (not family.qk_norm_if or s.flag(family.qk_norm_if))
 
 
-def _attention(s: ConfigReader, family: Family, heads: LayerHeads) -> ParameterCount:
+def _attention(
+    s: ConfigReader, family: Family, heads: LayerHeads, *, keeps: bool
+) -> ParameterCount:
     hidden, q, kv = s.integer("hidden_size"), heads.query * heads.dim, heads.kv * heads.dim
     bias = s.flag_or_constant(family.qkv_bias)
-    keys = _columns(hidden, heads.width, bias=bias)
+    keys = _columns(hidden, heads.width, bias=bias) if keeps else ParameterCount()
     count = _columns(hidden, q, bias=bias) + replace(keys, sharded=0, kv=keys.sharded)
     attended = heads.query * heads.value_dim
     count += _rows(attended, hidden, bias=s.flag_or_constant(family.out_bias))
     if family.qk_norm and (not family.qk_norm_if or s.flag(family.qk_norm_if)):
-        count += ParameterCount(rest=2 * heads.dim if family.qk_norm == "head" else q + kv)
+        normed = (heads.dim, heads.dim) if family.qk_norm == "head" else (q, kv)
+        count += ParameterCount(rest=sum(normed) if keeps else normed[0])
     return count
 
 
@@ -93,7 +139,7 @@ def _mlp(s: ConfigReader, family: Family, index: int) -> tuple[ParameterCount, i
     projections = 2 if family.gated else 1
     if not _sparse(s, family, index):
         inner, bias = (
-            s.optional("intermediate_size") or 4 * hidden,
+            s.of_layer("intermediate_size", index) or 4 * hidden,
             s.flag_or_constant(family.mlp_bias),
         )
         count = _columns(hidden, projections * inner, bias=bias) + _rows(inner, hidden, bias=bias)

@@ -24,7 +24,14 @@ from fairlead_runtime.sizing.config_json import (
 from fairlead_runtime.sizing.family_table import UNKNOWN_DENSE, UNKNOWN_EXPERTS, Family
 from fairlead_runtime.sizing.groups import LayerGroup, group_layers
 from fairlead_runtime.sizing.layer_heads import LayerHeads, widest
-from fairlead_runtime.sizing.parameters import ParameterCount, count_layer, has_flat_norm
+from fairlead_runtime.sizing.parameters import (
+    ParameterCount,
+    count_layer,
+    count_layer_inputs,
+    count_streams,
+    has_flat_norm,
+    layers_with_keys,
+)
 from fairlead_runtime.sizing.stored import KEY, Published, QuantizedError, Stored
 
 MOST_PARAMETERS = 1 << 50  # their bytes are numbers that a status takes
@@ -33,12 +40,13 @@ MOST_PARAMETERS = 1 << 50  # their bytes are numbers that a status takes
 @dataclass(frozen=True, slots=True)
 class ModelShape:
     """Sizes of one model. All counts are elements; ``windows`` has one entry per layer, None for
-    full attention.
+    full attention, and ``sources`` the layer whose keys it reads, its own where it keeps them.
     """
 
     model_type: str
     layers: int
     windows: tuple[int | None, ...]
+    sources: tuple[int, ...]
     heads: int
     kv_heads: int
     head_dim: int
@@ -48,11 +56,13 @@ class ModelShape:
     kv_widths: tuple[int, ...]
     mixed: bool
     hidden: int
+    beside_width: int  # elements of each token beside its hidden state: streams, inputs of layers
     mlp_width: int  # elements the widest MLP keeps per token, all its chosen experts together
     # Elements that a layer in the C++ kernels keeps of each token of a slab for attention or the
     # MLP; 0 where it is not known that they compute its layers.
     slab_width: int
     logit_copies: int  # tensors of vocabulary width alive at once
+    unfused: str  # what its layers have that fused ones are known to lack; ""
     explicit_scores: bool  # attention with a cap or sinks, which fused kernels for CPUs lack
     vocab: int
     max_len: int  # max_position_embeddings
@@ -82,9 +92,14 @@ class ModelShape:
         return self.kv_heads * max(self.head_dim, self.value_dim)
 
     @property
+    def kept_width(self) -> int:
+        """Elements of one token's keys and values in all layers that keep theirs."""
+        return sum(self.kv_widths[layer] for layer in {*self.sources})
+
+    @property
     def groups(self) -> tuple[LayerGroup, ...]:
-        """The layers as the cache keeps them."""
-        return group_layers(self.windows, self.kv_widths)
+        """The groups of layers that share block tables."""
+        return group_layers(self.windows, self.kv_widths, self.sources)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "ModelShape":
@@ -97,15 +112,16 @@ class ModelShape:
         family, text = family_of(config)
         s = ConfigReader(text, family)
         check_traits(s)
-        stored = _quantized(config, experts=bool(family.experts))
         layers, hidden, vocab = (
             s.integer(k) for k in ("num_hidden_layers", "hidden_size", "vocab_size")
         )
-        tied = s.flag("tie_word_embeddings")
         windows = _windows(s, family, layers)
         windowed = [window is not None for window in windows]
         of_kind = {kind: LayerHeads.of(s, family, windowed=kind) for kind in {*windowed}}
         heads = [of_kind[kind] for kind in windowed]
+        unfused = _unfused(family, heads)
+        stored = _quantized(config, unfused)
+        tied = s.flag("tie_word_embeddings")
         counts = [count_layer(s, family, i, heads[i], windowed=windowed[i]) for i in range(layers)]
         body = sum((c for c, _, _ in counts), ParameterCount())
         most, inners = widest(heads), [inner for _, _, inner in counts]
@@ -113,6 +129,7 @@ class ModelShape:
         outside = vocab * hidden * (1 if tied else 2)
         outside += s.integer("max_position_embeddings") * hidden if family.positions else 0
         outside += hidden * (2 if family.norm_bias else 1)
+        outside += count_layer_inputs(s, family) + count_streams(s, family)
         parameters = body.matrices + body.rest + outside
         if parameters > MOST_PARAMETERS:
             raise ShapeError(
@@ -122,6 +139,7 @@ class ModelShape:
             model_type=str(config["model_type"]),
             layers=layers,
             windows=windows,
+            sources=_sources(windows, layers_with_keys(s, family), family.shared),
             heads=most.query,
             kv_heads=most.kv,
             head_dim=most.dim,
@@ -129,9 +147,11 @@ class ModelShape:
             kv_widths=tuple(layer.width for layer in heads),
             mixed=len({*heads}) > 1,
             hidden=hidden,
+            beside_width=_beside_width(s, family, layers),
             mlp_width=max(width for _, width, _ in counts),
-            slab_width=_slab_width(s, family, max(inners)),
+            slab_width=0 if unfused else _slab_width(s, family, max(inners)),
             logit_copies=2 if s.get("final_logit_softcapping") is not None else family.logit_copies,
+            unfused=unfused,
             explicit_scores=family.sinks
             or family.windowed_sinks
             or s.get("attn_logit_softcapping") is not None,
@@ -161,6 +181,7 @@ class ModelShape:
         config: Mapping[str, Any],
         settings: Mapping[str, Any],
         windows: Sequence[int | None],
+        sources: Sequence[int],
         tensors: Iterable[tuple[str, tuple[int, ...]]],
     ) -> "ModelShape":
         """The shape of a model whose family is not in the table: sizes from the usual settings,
@@ -172,7 +193,8 @@ class ModelShape:
         bounds.
         """
         experts_setting = next((k for k in EXPERTS if settings.get(k)), "")
-        stored = _quantized(config, experts=bool(experts_setting))
+        unfused = "experts" if experts_setting else ""
+        stored = _quantized(config, unfused)
         family = UNKNOWN_EXPERTS if experts_setting else UNKNOWN_DENSE
         s = ConfigReader(settings, family)
         check_traits(s)
@@ -193,6 +215,7 @@ class ModelShape:
             model_type=str(config.get("model_type")),
             layers=layers,
             windows=tuple(windows),
+            sources=tuple(sources),
             heads=s.heads,
             kv_heads=s.kv_heads,
             head_dim=s.head_dim,
@@ -200,10 +223,12 @@ class ModelShape:
             kv_widths=(2 * s.kv_heads * s.head_dim,) * layers,
             mixed=False,
             hidden=hidden,
+            beside_width=0,
             slab_width=0,
             # No attention measured so far keeps more than ten times its queries.
             mlp_width=max(width + chosen * (width + 5 * hidden), 10 * s.heads * s.head_dim),
             logit_copies=UNKNOWN_DENSE.logit_copies,
+            unfused=unfused,
             explicit_scores=True,
             vocab=vocab,
             max_len=s.integer("max_position_embeddings"),
@@ -236,8 +261,20 @@ def _largest_layer(matrices: Iterable[tuple[str, tuple[int, ...]]]) -> int:
     return max(layers.values(), default=0)
 
 
+def _unfused(family: Family, heads: Sequence[LayerHeads]) -> str:
+    if family.experts:
+        return "experts"
+    if len({*heads}) > 1 or heads[0].value_dim != heads[0].dim:
+        return "layers with heads of several sizes"
+    return "" if family.fuses else "layers with inputs of their own"
+
+
+def _beside_width(s: ConfigReader, family: Family, layers: int) -> int:
+    return 0
+
+
 def _slab_width(s: ConfigReader, family: Family, inner: int) -> int:
-    if family.experts or has_flat_norm(s, family):
+    if has_flat_norm(s, family):
         return 0
     # Queries, keys, values and what attention returns; gate and up, or the digits of what the
     # activation returns, beside that.
@@ -245,12 +282,12 @@ def _slab_width(s: ConfigReader, family: Family, inner: int) -> int:
     return max(attention, 3 * inner if family.gated else 3 * inner // 2)
 
 
-def _quantized(config: Mapping[str, Any], *, experts: bool) -> Published:
+def _quantized(config: Mapping[str, Any], unfused: str) -> Published:
     stored = published(config)
     if has_parts(config) and (stored is not None or (config.get(TEXT) or {}).get(KEY)):
         raise QuantizedError(KEY, "quantized models of several parts are not supported")
-    if stored is not None and experts:
-        raise QuantizedError(KEY, "quantized experts are not supported")
+    if stored is not None and unfused:
+        raise QuantizedError(KEY, f"quantized {unfused} are not supported")
     return stored or Published("")
 
 
@@ -273,6 +310,21 @@ def _windows(s: ConfigReader, family: Family, layers: int) -> tuple[int | None, 
                 "layer_types", f"{str(kind)[:40]!r} is neither full_attention nor sliding_attention"
             )
     return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+def _sources(windows: Sequence[int | None], kept: int, setting: str) -> tuple[int, ...]:
+    """By layer the one whose keys it reads, where the first ``kept`` keep theirs: of the others
+    each reads those of the last one of its kind.
+    """
+    last = {window: layer for layer, window in enumerate(windows[:kept])}
+    if missing := set(windows) - last.keys():
+        raise ShapeError(
+            setting,
+            f"no layer before the last {len(windows) - kept} has "
+            + ("full attention" if None in missing else "a window")
+            + ", whose keys a later one would read",
+        )
+    return (*range(kept), *(last[window] for window in windows[kept:]))
 
 
 def _slides(s: ConfigReader, family: Family, index: int) -> bool:

@@ -157,7 +157,7 @@ def solve(
         total=device.total_bytes,
         budget=budget,
         weights_bytes=weights(shape, config, 1, device.kind),
-        kv_bytes_per_token=sum(shape.kv_widths) * cache_bytes_of(shape, config),
+        kv_bytes_per_token=shape.kept_width * cache_bytes_of(shape, config),
         block_size=config.block_size,
         block_bytes=block,
         unit_bytes=unit,

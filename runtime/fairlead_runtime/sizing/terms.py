@@ -85,7 +85,7 @@ def terms_of(
     rotary = 2 * shape.head_dim * len(set(shape.windows))
     # Experts also keep copies of the hidden states, which are not split.
     inside = shape.mlp_width if shape.experts else ceil_div(shape.mlp_width, tp)
-    width = 4 * shape.hidden + rotary + max(3 * queries + 4 * keys, inside)
+    width = 4 * shape.hidden + shape.beside_width + rotary + max(3 * queries + 4 * keys, inside)
     if shape.experts and not cpu and config.kernels != "torch" and element < 4:
         width += shape.hidden  # layers fused around experts keep the residual in float32
     # The C++ kernels compute layers without experts in float32. They have no fp8 cache.
@@ -288,7 +288,7 @@ def packs_on_cpu(shape: ModelShape, config: EngineConfig) -> bool:
 
 def fuses_on_cpu(shape: ModelShape, config: EngineConfig) -> bool:
     """Whether a CPU's kernels compute its layers, where they are built and these fit."""
-    return _runs_on_cpu(shape, config) and not shape.experts
+    return _runs_on_cpu(shape, config) and not shape.unfused
 
 
 def _runs_on_cpu(shape: ModelShape, config: EngineConfig) -> bool:
@@ -346,8 +346,8 @@ def _layer_shares(shape: ModelShape, tp: int) -> tuple[int, int]:
     """Elements and output rows that one of ``tp`` ranks has of the layers' matrices: its share of
     most rows, those of its keys and values, and all of the two matrices that give hidden states.
     """
-    layers, sharing = len(shape.windows), min(tp, shape.kv_heads)
-    keys, hidden_rows = 2 * shape.kv_width * layers, 2 * shape.hidden * layers
+    sharing, hidden_rows = min(tp, shape.kv_heads), 2 * shape.hidden * shape.layers
+    keys = shape.kept_width
     matrices = ceil_div(shape.layer_matrices - keys * shape.hidden, tp)
     channels = ceil_div(shape.layer_channels - keys - hidden_rows, tp)
     shared = ceil_div(keys, sharing)

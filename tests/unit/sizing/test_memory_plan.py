@@ -17,7 +17,6 @@ from fairlead_runtime.build.resolve import resolve
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig, flag_of
 from fairlead_runtime.settings.supported import is_supported
 from fairlead_runtime.sizing import fixes, verdict
-from fairlead_runtime.sizing.groups import group_layers
 from fairlead_runtime.sizing.report import memory_report
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.solve import CPU_CACHE, MemoryPlan, sequence_units, solve
@@ -90,7 +89,7 @@ def test_the_solved_cache_fills_the_budget_and_never_exceeds_it(
     most = CPU_CACHE // config.tensor_parallel
     capped = device.kind == "cpu" and plan.terms["kv"] + plan.block_bytes > most
     queue = plan.traffic.waiting_bytes
-    kept = Bookkeeping.of(shape, config, len(group_layers(shape.windows)), queue)
+    kept = Bookkeeping.of(shape, config, len(shape.groups), queue)
     more = kept.size(plan.num_blocks + 1) - kept.size(plan.num_blocks)
     one_more = plan.block_bytes + (more if device.kind == "cpu" else 0)
     assert capped or plan.used + one_more > plan.budget
@@ -172,7 +171,7 @@ def test_every_fix_that_a_message_names_satisfies_the_equation_and_is_supported(
 def test_full_length_sequences_hold_what_windows_leave(
     shape: ModelShape, length: int, block: int
 ) -> None:
-    groups = group_layers(shape.windows)
+    groups = shape.groups
     held = 0
     for position in range(max(0, length - 2 * block), length):
         last = position // block

@@ -325,6 +325,10 @@ def _fused(
     """
 
     def packed() -> tuple[FusedLayer, Recording, Rope]:
+        if model.sources[index] != index or model.sources.count(index) > 1:
+            raise DoesNotFitError(
+                "it reads the keys of another layer, or another one reads its keys"
+            )
         recording, rope = recording_of(recorded)
         structure = recognize(recording)
         if _shares(recorded.layer, owners):

@@ -3,7 +3,8 @@ memory.
 
 Owns storage and the order of its copies. A *unit* is ``block_size`` tokens in the layers of one
 group; layer i, the s-th of group g, keeps its share of a unit in storage slot s, found through
-group g's tables. Callers name units by id; the scheduler knows which one is free, shared or cached.
+group g's tables; a layer without keys of its own reads another one's. Callers name units by id; the
+scheduler knows which one is free, shared or cached.
 
 Layers with heads of several sizes have no slots in common. There a unit is ``block_size`` places of
 a token, each as wide as the widest group needs, and a group lays its layers out in a place:
@@ -94,9 +95,19 @@ class CacheStorage:
         self._pages = page_mapper(self.tensors)
         if self._pages is not None:
             weakref.finalize(self, self._pages.close)
+        for group in groups:
+            for reader, slot in group.readers:
+                self._layers[reader] = self._layers[group.layers[slot]]
+        self._readers = frozenset(layer for group in groups for layer, _ in group.readers)
+
+    def keeps(self, layer: int) -> bool:
+        """Whether the layer writes keys of its own; else it reads another one's."""
+        return layer not in self._readers
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """One layer's keys and values [units, block_size, kv heads, dim] and its group's index."""
+        """The keys and values [units, block_size, kv heads, dim] that one layer reads, and their
+        group's index.
+        """
         return self._layers[index]
 
     def fill(self, value: float) -> None:
