@@ -33,7 +33,10 @@ FAMILIES = (
 )
 # Buildable too: families of the table that are not in the full matrix of token equality, and
 # families that are not in the table.
-SIZED = ("gemma", "granite", "olmo2", "cohere", "cohere2", "starcoder2", "mimo_v2_flash")
+SIZED = (
+    *("gemma", "granite", "olmo2", "cohere", "cohere2", "starcoder2"),
+    *("mimo_v2_flash", "gemma4_text", "gemma4_unified_text"),
+)
 UNLISTED = (
     "apertus",
     "arcee",
@@ -148,6 +151,29 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     },
     "gpt2": {"n_inner": 128, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     "gpt_neox": {},
+    # Readers of both kinds; full layers have one wide key-value head, the others two.
+    "gemma4_text": {
+        "head_dim": 16,
+        "global_head_dim": 24,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "num_hidden_layers": 8,
+        "num_kv_shared_layers": 3,
+        "use_double_wide_mlp": True,
+        "layer_types": [_SLIDING, _FULL] * 4,
+        "sliding_window": WINDOW,
+        "hidden_size_per_layer_input": 16,
+        "vocab_size_per_layer_input": VOCAB,
+        "final_logit_softcapping": 20.0,
+    },
+    # Wider full layers, of which each keeps its own keys.
+    "gemma4_unified_text": {
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "num_hidden_layers": 5,
+        "layer_types": [_SLIDING, _SLIDING, _FULL, _SLIDING, _FULL],
+        "sliding_window": WINDOW,
+    },
     # Units hold two windowed layers, or three full ones and an empty place.
     "mimo_v2_flash": {
         "num_hidden_layers": 7,

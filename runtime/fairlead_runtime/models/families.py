@@ -66,6 +66,8 @@ def check(config: PretrainedConfig) -> tuple[int | None, ...]:
         raise unsupported(
             name, "its attention is bidirectional: it encodes text and does not generate any"
         )
+    if text.is_heterogeneous and kind not in FAMILIES:
+        raise unsupported(name, "its layers have settings of their own (per_layer_config)")
     model_class, text_class = text_model.class_of(config), text_model.text_class_of(config)
     if model_class is None or text_class is None:
         kind = "no class of text with images" if text is not config else "no causal language model"

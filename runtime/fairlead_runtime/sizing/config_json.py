@@ -231,7 +231,7 @@ class ConfigReader:
 
     def __init__(self, config: Mapping[str, Any], family: Family) -> None:
         self._config = config
-        self._family = family
+        self.family = family
         self.heads = self.integer("num_attention_heads")
         kv_heads, head_dim = (
             (self.optional(k) for k in ("num_key_value_heads", "head_dim"))
@@ -242,10 +242,10 @@ class ConfigReader:
         self.head_dim = head_dim or max(1, self.integer("hidden_size") // self.heads)
 
     def get(self, name: str) -> Any:
-        for key in (self._family.aliases.get(name, name), name):
+        for key in (self.family.aliases.get(name, name), name):
             if key in self._config:
                 return self._config[key]
-        return self._family.defaults.get(name)
+        return self.family.defaults.get(name)
 
     def optional(self, name: str) -> int | None:
         return None if self.get(name) is None else self.integer(name)
@@ -257,12 +257,12 @@ class ConfigReader:
             return self.optional(name)
         if len(value) != layers:
             raise ShapeError(name, f"must be a number, or a list of {layers}, one per layer")
-        return self._checked(name, value[index])
+        return self.checked(name, value[index])
 
     def integer(self, name: str, low: int = 1) -> int:
-        return self._checked(name, self.get(name), low)
+        return self.checked(name, self.get(name), low)
 
-    def _checked(self, name: str, value: object, low: int = 1) -> int:
+    def checked(self, name: str, value: object, low: int = 1) -> int:
         high = LARGEST.get(name, LARGEST_OTHER)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
             raise ShapeError(
@@ -287,7 +287,7 @@ def check_traits(s: ConfigReader) -> None:
         raise ShapeError(
             "use_bidirectional_attention", "such a model encodes text and does not generate any"
         )
-    if s.get("per_layer_config"):
+    if s.get("per_layer_config") and not s.family.full_dim:
         raise ShapeError("per_layer_config", "layers of different sizes are not supported")
 
 

@@ -6,7 +6,7 @@ tried and tested by the self-test (``models/unlisted.py``). Counts nothing; ``pa
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -32,23 +32,32 @@ class Family:
     qk_norm_if: str = ""  # the setting that switches qk_norm on; "" for always
     positions: bool = False  # learned position embeddings
     experts: str = ""  # the setting that gives one expert's width; "" for a dense model
+    experts_if: str = ""  # the setting that switches them on, each layer's beside its MLP
     expert_bias: bool = False
     mlp_types: bool = False  # mlp_layer_types say which layers have experts; without it not layer 0
     sinks: bool = False  # one attention sink per head
     windowed_sinks: bool = False  # the same in layers with a window alone
     value_dim: str = ""  # the setting that gives a value's width; "": it is a key's
     windowed_kv_times: int = 1  # layers with a window have so many times the key-value heads
+    # The settings that give a full layer's width of a head and, where ``full_if`` is on, its
+    # key-value heads, if it has others than layers with a window; there values are keys' products,
+    # too. ``per_layer_config`` may give both for each layer instead.
+    full_dim: str = ""
+    full_kv_heads: str = ""
+    full_if: str = ""
     window: str = ""  # "": never; "all": one window in every layer; "types": as layer_types say
     window_if: str = ""  # the setting that switches windows on
     # Default of layer_types: layers n, 2n, ... are full, the others slide.
     full_every: int | str = 0
     first_full: bool = False  # the same: layer 0 is full, too
+    last_full: bool = False  # whatever layer_types say
     window_from: str = ""  # default of layer_types: this layer and all above it slide
     window_before: str = ""  # the setting that counts the window without the query's own token
     fuses: bool = True  # False: its layers are known to be no ones that fused layers compute
     # The setting that counts the last layers, which keep no keys: each reads those of the last
     # layer of its kind before them.
     shared: str = ""
+    wide_readers: str = ""  # the setting that doubles the MLP of these layers
     # The setting that gives the width of the input that each layer has of its own, from a table of
     # ``vocab_size_per_layer_input`` rows and from the embedding.
     layer_inputs: str = ""
@@ -113,6 +122,32 @@ _QWEN_WINDOWS: dict[str, Any] = {
     "window_from": "max_window_layers",
 }
 _ATTENTION_BIAS: dict[str, Any] = {"qkv_bias": "attention_bias", "out_bias": "attention_bias"}
+
+_GEMMA4 = Family(
+    _defaults(262144, 2304, 9216, 30, 8, 131072, num_key_value_heads=4, sliding_window=512)
+    | {"tie_word_embeddings": True, "head_dim": 256, "global_head_dim": 512}
+    | {"attention_k_eq_v": False, "num_kv_shared_layers": 0, "use_double_wide_mlp": False}
+    | {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144}
+    | {"enable_moe_block": False},
+    aliases={"num_local_experts": "num_experts", "num_experts_per_tok": "top_k_experts"},
+    fuses=False,
+    shardable=False,
+    qkv_bias="attention_bias",
+    out_bias="attention_bias",
+    norms=4,
+    qk_norm="head",
+    experts="moe_intermediate_size",
+    experts_if="enable_moe_block",
+    full_dim="global_head_dim",
+    full_kv_heads="num_global_key_value_heads",
+    full_if="attention_k_eq_v",
+    window="types",
+    full_every=6,
+    last_full=True,
+    shared="num_kv_shared_layers",
+    wide_readers="use_double_wide_mlp",
+    layer_inputs="hidden_size_per_layer_input",
+)
 
 # One entry per model_type: the defaults of transformers 5.23's configuration class and what its
 # layers hold.
@@ -200,7 +235,7 @@ FAMILIES: Mapping[str, Family] = {
         | {"altup_num_inputs": 4, "laurel_rank": 64},
         fuses=False,
         shardable=False,  # an MLP keeps the largest of all gates of a token, and a rank has some
-        norms=8,
+        norms=7,
         qk_norm="head",
         mlp_copies=4,
         window="types",
@@ -210,6 +245,14 @@ FAMILIES: Mapping[str, Family] = {
         streams="altup_num_inputs",
         laurel="laurel_rank",
         **_ATTENTION_BIAS,
+    ),
+    "gemma4_text": _GEMMA4,
+    "gemma4_unified_text": replace(
+        _GEMMA4,
+        defaults={**_GEMMA4.defaults, "max_position_embeddings": 262144, "sliding_window": 1024},
+        layer_inputs="",
+        experts="",
+        experts_if="",
     ),
     "phi3": Family(
         _defaults(32064, 3072, 8192, 32, 32, 4096), shardable=False, mlp_copies=4, window="all"
@@ -342,6 +385,8 @@ _NO_RMS = frozenset(
 PARTS: Mapping[str, Parts] = {
     "gemma3": Parts("gemma3_text"),
     "gemma3n": Parts("gemma3n_text", alone=True),
+    "gemma4": Parts("gemma4_text"),
+    "gemma4_unified": Parts("gemma4_unified_text"),
     "mistral3": Parts("mistral", any_text=True, never=_NO_RMS),
     "qwen2_vl": Parts("qwen2_vl_text", tied=False, either=True, flat=True),
     "qwen2_5_vl": Parts("qwen2_5_vl_text", tied=False, either=True, flat=True),
@@ -381,7 +426,6 @@ UNKNOWN_EXPERTS = Family({}, mlp_copies=8, logit_copies=2)
 # Families that do not work on a paged cache, and would generate wrong text without an error.
 STATE = "it keeps a recurrent state instead of, or beside, keys and values"
 OLD = "its attention does not go through transformers' attention interface"
-_SHARED = "its layers share keys and values or differ in head size"
 _LATENT = "its latent attention has keys and values of different sizes"
 _CHUNKED = "its chunked attention is neither full nor a sliding window"
 _SOUND = "transformers has no class of it for text with images, only for sound"
@@ -447,7 +491,6 @@ REFUSED: dict[str, str] = {
         ],
         OLD,
     ),
-    **dict.fromkeys(["gemma4", "gemma4_text", "gemma4_unified"], _SHARED),
     **dict.fromkeys(["llama4", "llama4_text"], _CHUNKED),
     **dict.fromkeys(
         ["deepseek_v2", "deepseek_v3", "kimi_k25", "minicpm3", "longcat_flash", "youtu"], _LATENT
@@ -471,9 +514,9 @@ REFUSED: dict[str, str] = {
 WORKING: Mapping[str, str] = {
     **dict.fromkeys(
         [
-            *("gemma4", "gemma4_text", "gemma4_unified", "paligemma", "recurrent_gemma"),
+            *("paligemma", "recurrent_gemma"),
         ],
-        "Gemma 3 and 3n work ('gemma3', 'gemma3_text', 'gemma3n', 'gemma3n_text')",
+        "Gemma 3, 3n and 4 work ('gemma3', 'gemma3n', 'gemma4')",
     ),
     **dict.fromkeys(
         [

@@ -64,8 +64,12 @@ def count_layer(
     """
     hidden = s.integer("hidden_size")
     mlp, width, inner = _mlp(s, family, index)
+    if family.experts_if and has_experts(s, family):
+        beside, more = _experts_beside(s, family)
+        mlp, width = mlp + beside, width + more
     norms = ParameterCount(rest=family.norms * hidden * (2 if family.norm_bias else 1))
-    attention = _attention(s, family, heads, keeps=index < layers_with_keys(s, family))
+    keeps = index < layers_with_keys(s, family)
+    attention = _attention(s, family, heads, keeps=keeps)
     if family.sinks or (family.windowed_sinks and windowed):
         attention += ParameterCount(rest=heads.query)
     return attention + mlp + norms + _beside(s, family), width, inner
@@ -86,7 +90,9 @@ def count_layer_inputs(s: ConfigReader, family: Family) -> int:
     """
     if not family.layer_inputs:
         return 0
-    width = s.integer(family.layer_inputs)
+    width = s.integer(family.layer_inputs, low=0)
+    if not width:
+        return 0
     rows = s.integer("vocab_size_per_layer_input") + s.integer("hidden_size")
     return rows * width * s.integer("num_hidden_layers") + width
 
@@ -101,12 +107,14 @@ def count_streams(s: ConfigReader, family: Family) -> int:
 
 
 def _beside(s: ConfigReader, family: Family) -> ParameterCount:
-    """What a layer has beside attention, MLP and norms."""
+    """What a layer has beside attention, MLP and norms: products by which its own input comes in,
+    with a norm, and one beside attention; the coefficients of its streams.
+    """
     hidden, count = s.integer("hidden_size"), ParameterCount()
-    for setting in (family.layer_inputs, family.laurel):
-        if setting:
-            inner = s.integer(setting)
-            count += ParameterCount(2 * hidden * inner, hidden + inner)
+    for setting, normed in ((family.layer_inputs, hidden), (family.laurel, 0)):
+        inner = s.integer(setting, low=0) if setting else 0
+        if inner:
+            count += ParameterCount(2 * hidden * inner, hidden + inner, normed)
     if family.streams:
         streams = s.integer(family.streams)
         coefficients = ParameterCount(streams**2 + streams**3, streams + streams**2)
@@ -124,7 +132,8 @@ def _attention(
 ) -> ParameterCount:
     hidden, q, kv = s.integer("hidden_size"), heads.query * heads.dim, heads.kv * heads.dim
     bias = s.flag_or_constant(family.qkv_bias)
-    keys = _columns(hidden, heads.width, bias=bias) if keeps else ParameterCount()
+    made = heads.kv * heads.dim if heads.one_product else heads.width
+    keys = _columns(hidden, made, bias=bias) if keeps else ParameterCount()
     count = _columns(hidden, q, bias=bias) + replace(keys, sharded=0, kv=keys.sharded)
     attended = heads.query * heads.value_dim
     count += _rows(attended, hidden, bias=s.flag_or_constant(family.out_bias))
@@ -132,6 +141,11 @@ def _attention(
         normed = (heads.dim, heads.dim) if family.qk_norm == "head" else (q, kv)
         count += ParameterCount(rest=sum(normed) if keeps else normed[0])
     return count
+
+
+def has_experts(s: ConfigReader, family: Family) -> bool:
+    """Whether its layers have experts."""
+    return bool(family.experts) and (not family.experts_if or s.flag(family.experts_if))
 
 
 def _mlp(s: ConfigReader, family: Family, index: int) -> tuple[ParameterCount, int, int]:
@@ -142,8 +156,18 @@ def _mlp(s: ConfigReader, family: Family, index: int) -> tuple[ParameterCount, i
             s.of_layer("intermediate_size", index) or 4 * hidden,
             s.flag_or_constant(family.mlp_bias),
         )
+        if index >= layers_with_keys(s, family) and s.flag_or_constant(
+            family.wide_readers or False
+        ):
+            inner *= 2
         count = _columns(hidden, projections * inner, bias=bias) + _rows(inner, hidden, bias=bias)
         return count, family.mlp_copies * inner, inner
+    return *_experts(s, family), s.integer(family.experts)
+
+
+def _experts(s: ConfigReader, family: Family) -> tuple[ParameterCount, int]:
+    """Parameters of one layer's experts and their router, and the elements they keep per token."""
+    hidden, projections = s.integer("hidden_size"), 2 if family.gated else 1
     inner, experts, chosen = (
         s.integer(k) for k in (family.experts, "num_local_experts", "num_experts_per_tok")
     )
@@ -155,11 +179,20 @@ def _mlp(s: ConfigReader, family: Family, index: int) -> tuple[ParameterCount, i
     # reordered and summed.
     inside = max(family.mlp_copies * inner + 2 * hidden, (family.mlp_copies + 1) * inner + hidden)
     summed = (5 if family.expert_bias else 4) * hidden
-    return expert * experts + router, chosen * (max(inside, summed) + ROUTING_ELEMENTS), inner
+    return expert * experts + router, chosen * (max(inside, summed) + ROUTING_ELEMENTS)
+
+
+def _experts_beside(s: ConfigReader, family: Family) -> tuple[ParameterCount, int]:
+    """The same where they stand beside the MLP: with norms of the MLP's result, of what experts
+    take and of what they give, a factor for each element that the router takes and for each expert.
+    """
+    count, width = _experts(s, family)
+    hidden = s.integer("hidden_size")
+    return count + ParameterCount(rest=4 * hidden + s.integer("num_local_experts")), width
 
 
 def _sparse(s: ConfigReader, family: Family, index: int) -> bool:
-    if not family.experts:
+    if not family.experts or family.experts_if:
         return False
     if family.mlp_types:
         return _is_sparse_type(s, index)

@@ -23,17 +23,19 @@ from fairlead_runtime.sizing.config_json import (
 )
 from fairlead_runtime.sizing.family_table import UNKNOWN_DENSE, UNKNOWN_EXPERTS, Family
 from fairlead_runtime.sizing.groups import LayerGroup, group_layers
-from fairlead_runtime.sizing.layer_heads import LayerHeads, widest
+from fairlead_runtime.sizing.layer_heads import LayerHeads, check_types, is_mixed, widest
 from fairlead_runtime.sizing.parameters import (
     ParameterCount,
     count_layer,
     count_layer_inputs,
     count_streams,
+    has_experts,
     has_flat_norm,
     layers_with_keys,
 )
 from fairlead_runtime.sizing.stored import KEY, Published, QuantizedError, Stored
 
+FULL = "full_attention"
 MOST_PARAMETERS = 1 << 50  # their bytes are numbers that a status takes
 
 
@@ -117,9 +119,10 @@ class ModelShape:
         )
         windows = _windows(s, family, layers)
         windowed = [window is not None for window in windows]
-        of_kind = {kind: LayerHeads.of(s, family, windowed=kind) for kind in {*windowed}}
-        heads = [of_kind[kind] for kind in windowed]
-        unfused = _unfused(family, heads)
+        heads = [LayerHeads.of(s, family, i, windowed=on) for i, on in enumerate(windowed)]
+        check_types(heads, windowed)
+        experts = has_experts(s, family)
+        unfused = _unfused(family, heads, experts=experts)
         stored = _quantized(config, unfused)
         tied = s.flag("tie_word_embeddings")
         counts = [count_layer(s, family, i, heads[i], windowed=windowed[i]) for i in range(layers)]
@@ -145,7 +148,7 @@ class ModelShape:
             head_dim=most.dim,
             value_dim=most.value_dim,
             kv_widths=tuple(layer.width for layer in heads),
-            mixed=len({*heads}) > 1,
+            mixed=is_mixed(heads),
             hidden=hidden,
             beside_width=_beside_width(s, family, layers),
             mlp_width=max(width for _, width, _ in counts),
@@ -158,8 +161,8 @@ class ModelShape:
             vocab=vocab,
             max_len=s.integer("max_position_embeddings"),
             tied=tied,
-            experts=s.integer("num_local_experts") if family.experts else 0,
-            experts_per_token=s.integer("num_experts_per_tok") if family.experts else 0,
+            experts=s.integer("num_local_experts") if experts else 0,
+            experts_per_token=s.integer("num_experts_per_tok") if experts else 0,
             dtype=dtype_of(text),
             quantized=stored.format,
             parameters=parameters,
@@ -261,10 +264,10 @@ def _largest_layer(matrices: Iterable[tuple[str, tuple[int, ...]]]) -> int:
     return max(layers.values(), default=0)
 
 
-def _unfused(family: Family, heads: Sequence[LayerHeads]) -> str:
-    if family.experts:
+def _unfused(family: Family, heads: Sequence[LayerHeads], *, experts: bool) -> str:
+    if experts:
         return "experts"
-    if len({*heads}) > 1 or heads[0].value_dim != heads[0].dim:
+    if is_mixed(heads) or heads[0].value_dim != heads[0].dim:
         return "layers with heads of several sizes"
     return "" if family.fuses else "layers with inputs of their own"
 
@@ -301,15 +304,16 @@ def _windows(s: ConfigReader, family: Family, layers: int) -> tuple[int | None, 
         return (window,) * layers
     types = s.get("layer_types")
     if types is None:
-        return tuple(window if _slides(s, family, i) else None for i in range(layers))
+        types = ["sliding_attention" if _slides(s, family, i) else FULL for i in range(layers)]
     if not isinstance(types, list | tuple) or len(types) != layers:
         raise ShapeError("layer_types", f"must be a list of {layers} names, one per layer")
     for kind in types:
-        if kind not in ("full_attention", "sliding_attention"):
+        if kind not in (FULL, "sliding_attention"):
             raise ShapeError(
                 "layer_types", f"{str(kind)[:40]!r} is neither full_attention nor sliding_attention"
             )
-    return tuple(window if kind == "sliding_attention" else None for kind in types)
+    kinds = [*types[:-1], FULL] if family.last_full else types
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
 def _sources(windows: Sequence[int | None], kept: int, setting: str) -> tuple[int, ...]:

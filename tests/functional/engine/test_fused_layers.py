@@ -56,7 +56,9 @@ REFUSED: dict[str, str] = {
     **dict.fromkeys(("apertus", "qwen3_moe", "mixtral", "granitemoe"), OTHER_MLP),
     **dict.fromkeys(("qwen2_moe", "phimoe"), OTHER_MLP),
     "olmoe": "it computes with OlmoeRMSNorm",
-    "mimo_v2_flash": "its layers differ in their heads",
+    **dict.fromkeys(
+        ("mimo_v2_flash", "gemma4_text", "gemma4_unified_text"), "its layers differ in their heads"
+    ),
 }
 # Those that operations of GPUs fuse around their MLP.
 AROUND_MLP = {family for family, reason in REFUSED.items() if reason == OTHER_MLP}

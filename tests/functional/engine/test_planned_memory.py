@@ -46,6 +46,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_local_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 384},
     "mixtral": {"num_local_experts": 4},
     "gpt_oss": {"num_local_experts": 4, "head_dim": 64},
+    "gemma4_text": {"head_dim": 64, "global_head_dim": 128, "sliding_window": 64}
+    | {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4}
+    | {"num_kv_shared_layers": 1, "use_double_wide_mlp": True}
+    | {"vocab_size_per_layer_input": 8000, "hidden_size_per_layer_input": 32},
     "mimo_v2_flash": {"n_routed_experts": 8, "head_dim": 96, "v_head_dim": 64}
     | {"num_experts_per_tok": 4, "moe_intermediate_size": 384, "sliding_window": 64},
 }

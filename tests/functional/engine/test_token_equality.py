@@ -43,7 +43,7 @@ TIES_ALLOWED = 1e-3
 FAMILIES = (*tiny.FAMILIES, *tiny.VARIANTS)
 # The place of a family is the seed of its prompts.
 # Layers that differ in their heads.
-OWN_SIZES = ("mimo_v2_flash",)
+OWN_SIZES = ("mimo_v2_flash", "gemma4_text", "gemma4_unified_text")
 OTHERS = {*tiny.SIZED, *tiny.UNLISTED} - {*OWN_SIZES}
 SEEDED = (
     *(*FAMILIES, *sorted(OTHERS, key=lambda name: (name != "gpt_bigcode", name))),
@@ -512,8 +512,13 @@ def test_of_models_of_several_parts_every_setting_gives_transformers_text(
 
 
 # Plain torch, a cache of 8 bits, and offloading on a GPU's streams.
-@pytest.mark.parametrize("kernels", ["torch", FP8_CACHE + "torch", "layers"])
-@pytest.mark.parametrize("family", OWN_SIZES)
+@pytest.mark.parametrize(
+    ("family", "kernels"),
+    [
+        *itertools.product(OWN_SIZES if LONG_FORM else OWN_SIZES[:2], ("torch", "layers")),
+        *itertools.product(OWN_SIZES if LONG_FORM else OWN_SIZES[:1], (FP8_CACHE + "torch",)),
+    ],
+)
 def test_of_layers_that_differ_in_their_heads_greedy_text_equals_transformers(
     family: str, kernels: str
 ) -> None:

@@ -241,7 +241,8 @@ def test_settings_of_a_text_under_another_key_are_refused_by_its_name(key: str) 
 
 
 @pytest.mark.parametrize(
-    ("family", "works"), [("gemma4", "gemma3"), ("qwen3_5", "qwen3_vl"), ("llama4", "llama")]
+    ("family", "works"),
+    [("recurrent_gemma", "gemma3"), ("qwen3_5", "qwen3_vl"), ("llama4", "llama")],
 )
 def test_the_refusal_names_what_works_of_the_same_maker(family: str, works: str) -> None:
     with pytest.raises(ShapeError, match=rf"of the same maker .*'{works}'"):

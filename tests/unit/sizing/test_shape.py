@@ -75,6 +75,24 @@ SWITCHES = {
         {"layer_types": ["full_attention"] * 7, "v_head_dim": 12},
         {"layer_types": ["sliding_attention"] * 7, "tie_word_embeddings": True},
     ),
+    **dict.fromkeys(
+        ("gemma4_text", "gemma4_unified_text"),
+        (
+            {"global_head_dim": 24, "head_dim": 16, "attention_bias": True},
+            {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "sliding_window": 8},
+            {"num_global_key_value_heads": 3, "tie_word_embeddings": False},
+            {"num_kv_shared_layers": 3, "use_double_wide_mlp": True, "attention_k_eq_v": True}
+            | {"layer_types": ["full_attention", "sliding_attention"] * 3 + ["full_attention"]},
+            {"layer_types": ["sliding_attention"] * 7, "final_logit_softcapping": 30.0},
+            {"per_layer_config": {key: {"head_dim": 64} for key in ("5", "06")}},
+            {"per_layer_config": {"6": {"head_dim": 8, "num_key_value_heads": 1}}}
+            | {"layer_types": ["sliding_attention"] * 7},
+            {"hidden_size_per_layer_input": 0},
+            {"hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 31},
+            {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2}
+            | {"moe_intermediate_size": 24},
+        ),
+    ),
 }
 # Of a family whose layers cannot have SMALL's.
 OWN_SMALL = {"mimo_v2_flash": {"num_key_value_heads": 3}}
@@ -175,23 +193,21 @@ def windows_of(model: torch.nn.Module, layers: int) -> tuple[int | None, ...]:
 
 def compare(config: dict[str, Any], shape: ModelShape) -> None:
     resolved, model = build(config)
+    resolved.allow_global_per_layer_attribute_access = True
     heads = resolved.num_attention_heads
     kv_heads = getattr(resolved, "num_key_value_heads", None) or heads
     head_dim = getattr(resolved, "head_dim", None) or resolved.hidden_size // heads
     matrices = [p for n, p in model.named_parameters() if is_layer_matrix(n, p)]
     assert shape.parameters == sum(p.numel() for p in model.parameters())
     assert shape.layer_matrices == sum(p.numel() for p in matrices)
-    widths = widths_of(model)
+    widths = widths_of(model, shape.sources)
     if widths is None:
         widths = (2 * kv_heads * head_dim,) * resolved.num_hidden_layers
     assert shape.kv_widths == widths
-    assert shape.mixed is (len({*widths}) > 1)
+    assert shape.mixed or len({*widths}) == 1
     assert shape.kv_heads * (shape.head_dim + shape.value_dim) == max(widths)
-    assert (shape.layers, shape.heads, shape.head_dim) == (
-        resolved.num_hidden_layers,
-        heads,
-        head_dim,
-    )
+    assert (shape.layers, shape.heads) == (resolved.num_hidden_layers, heads)
+    assert shape.mixed or shape.head_dim == head_dim
     assert (shape.hidden, shape.vocab, shape.max_len) == (
         resolved.hidden_size,
         resolved.vocab_size,
@@ -201,18 +217,24 @@ def compare(config: dict[str, Any], shape: ModelShape) -> None:
     assert shape.tied == bool(resolved.tie_word_embeddings)
 
 
-def widths_of(model: torch.nn.Module) -> tuple[int, ...] | None:
-    """Outputs of each layer's projections of keys and of values, where they have a matrix each."""
-    rows = [
-        [x.shape[0] for n, x in model.named_parameters() if n.endswith(f"self_attn.{name}.weight")]
-        for name in ("k_proj", "v_proj")
-    ]
-    return tuple(map(sum, zip(*rows, strict=True))) or None
+def widths_of(model: torch.nn.Module, sources: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Outputs of each layer's projections of keys and of values, where they have a matrix each, or
+    one for both; a layer that has none reads those of another.
+    """
+    rows = {n: x.shape[0] for n, x in model.named_parameters()}
+    widths = []
+    for source in sources:
+        place = f"model.layers.{source}.self_attn."
+        keys = rows.get(f"{place}k_proj.weight")
+        if keys is None:
+            return None
+        widths.append(keys + rows.get(f"{place}v_proj.weight", keys))
+    return tuple(widths)
 
 
 def is_layer_matrix(name: str, parameter: torch.Tensor) -> bool:
     inside = ".layers." in name or ".h." in name
-    router = name.endswith(("mlp.gate.weight", "mlp.router.weight"))
+    router = name.endswith(("mlp.gate.weight", "router.weight", "router.proj.weight"))
     # Cohere's per-head norm is two-dimensional, but not a matrix product.
     head_norm = "_norm.weight" in name
     return (
@@ -224,7 +246,9 @@ def is_layer_matrix(name: str, parameter: torch.Tensor) -> bool:
     )
 
 
-CASES = [(family, change) for family in sorted(FAMILIES) for change in ({}, *SWITCHES[family])]
+CASES = [
+    (family, change) for family in sorted(FAMILIES) for change in ({}, *SWITCHES.get(family, ()))
+]
 
 
 @pytest.mark.parametrize(
@@ -236,7 +260,8 @@ def test_every_family_and_switch_equals_transformers(family: str, change: dict[s
     if family in ("gpt2", "gpt_neox"):
         del own["num_key_value_heads"]
     own |= OWN_SMALL.get(family, {})
-    config = {"model_type": family} | own | (MOE if FAMILIES[family].experts else {}) | change
+    has_experts = FAMILIES[family].experts and not FAMILIES[family].experts_if
+    config = {"model_type": family} | own | (MOE if has_experts else {}) | change
     compare(config, ModelShape.from_config(config))
 
 
@@ -355,9 +380,11 @@ def compare_text(config: dict[str, Any], shape: ModelShape) -> int:
     matrices = [p for n, p in model.named_parameters() if is_layer_matrix(n, p)]
     assert shape.layer_matrices == sum(p.numel() for p in matrices)
     text = resolved.get_text_config()
+    text.allow_global_per_layer_attribute_access = True
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     assert (shape.layers, shape.heads) == (text.num_hidden_layers, text.num_attention_heads)
-    assert (shape.kv_heads, shape.head_dim) == (text.num_key_value_heads, head_dim)
+    if not shape.mixed:
+        assert (shape.kv_heads, shape.head_dim) == (text.num_key_value_heads, head_dim)
     assert (shape.vocab, shape.max_len) == (text.vocab_size, text.max_position_embeddings)
     assert shape.windows == families.check(resolved)
     return total
