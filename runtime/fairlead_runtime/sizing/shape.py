@@ -50,8 +50,12 @@ class ModelShape:
     kv_heads: int
     head_dim: int
     hidden: int
-    beside_width: int  # elements of each token beside its hidden state: streams, inputs of layers
-    mlp_width: int  # elements the widest MLP keeps per token, all its chosen experts together
+    # Elements of each token that lie beside a layer: further residual streams, inputs of layers,
+    # keys and values that later layers read.
+    beside_width: int
+    # Elements the widest MLP keeps per token, all its chosen experts together, or what takes more
+    # where an MLP is not running.
+    mlp_width: int
     # Elements that a layer in the C++ kernels keeps of each token of a slab for attention or the
     # MLP; 0 where it is not known that they compute its layers.
     slab_width: int
@@ -125,17 +129,19 @@ class ModelShape:
                 "hidden_size", f"{parameters:.1e} parameters are more than any model's"
             )
         windows = _windows(s, family, layers)
+        sources = _sources(windows, layers_with_keys(s, family), family.shared)
+        beside, inside = _widths(s, family, sources)
         return cls(
             model_type=str(config["model_type"]),
             layers=layers,
             windows=windows,
-            sources=_sources(windows, layers_with_keys(s, family), family.shared),
+            sources=sources,
             heads=s.heads,
             kv_heads=s.kv_heads,
             head_dim=s.head_dim,
             hidden=hidden,
-            beside_width=_beside_width(s, family, layers),
-            mlp_width=max(width for _, width, _ in counts),
+            beside_width=beside,
+            mlp_width=max(inside, *(width for _, width, _ in counts)),
             slab_width=0 if unfused else _slab_width(s, family, max(inners)),
             logit_copies=2 if s.get("final_logit_softcapping") is not None else family.logit_copies,
             unfused=unfused,
@@ -249,8 +255,20 @@ def _unfused(family: Family) -> str:
     return "" if family.fuses else "layers with inputs of their own"
 
 
-def _beside_width(s: ConfigReader, family: Family, layers: int) -> int:
-    return 0
+def _widths(s: ConfigReader, family: Family, sources: Sequence[int]) -> tuple[int, int]:
+    """Elements of each token that lie beside a layer, and the most of them at other times than an
+    MLP's; measured, see the profiling run.
+    """
+    hidden = s.integer("hidden_size")
+    read = {source for layer, source in enumerate(sources) if source != layer}
+    keys = 2 * s.kv_heads * s.head_dim * len(read)
+    inputs = s.integer(family.layer_inputs) * len(sources) if family.layer_inputs else 0
+    streams = s.integer(family.streams) if family.streams else 0
+    # Of all streams: those of the embedding, of the layer's input and as it predicts them.
+    beside = keys + inputs + (3 * streams + 4) * hidden * bool(streams) + streams**2
+    # All of them corrected, with the change of each. The inputs of layers are made before them, and
+    # normalized in float32.
+    return beside, max((2 * streams + 2) * hidden * bool(streams), 6 * inputs + hidden - beside)
 
 
 def _slab_width(s: ConfigReader, family: Family, inner: int) -> int:
@@ -274,7 +292,9 @@ def _quantized(config: Mapping[str, Any], unfused: str) -> Published:
 def _windows(s: ConfigReader, family: Family, layers: int) -> tuple[int | None, ...]:
     """One entry per layer: with W, position p sees the keys p-W+1..p; with None, all of 0..p."""
     on = bool(family.window) and (not family.window_if or s.flag(family.window_if))
-    window = s.optional("sliding_window") if on else None
+    # Which layers share keys is told by their kinds, which only a window tells apart here.
+    read = s.integer if family.shared else s.optional
+    window = read("sliding_window") if on else None
     if window is None or family.window == "all":
         return (window,) * layers
     types = s.get("layer_types")
