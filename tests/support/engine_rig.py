@@ -33,7 +33,7 @@ from fairlead_runtime.device.step.graph_cache import GraphCache
 from fairlead_runtime.device.step.model_runner import ModelRunner
 from fairlead_runtime.engine.isolate import Executor
 from fairlead_runtime.grammar.guides import Guides
-from fairlead_runtime.models import families, rope, text_model
+from fairlead_runtime.models import families, rope
 from fairlead_runtime.request.logprobs import TokenLogprobs
 from fairlead_runtime.request.sequence import FinishReason, Request, SamplingParams, Sequence
 from fairlead_runtime.scheduling.plan import Finished, Limits, Result, Row, Work
@@ -198,8 +198,7 @@ def paged(
 ) -> PagedModel:
     """A tiny model on our paged attention."""
     if family in tiny_parts.FAMILIES:
-        model = tiny_parts.build(family, **overrides)
-        text_model.drop_other_parts(model)
+        model = tiny_parts.build_text(family, **overrides)
     else:
         model = tiny.build(family, **overrides)
     dtype = torch.bfloat16 if bfloat16 else dtype

@@ -137,7 +137,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
         "sliding_window": WINDOW,
         "intermediate_size": [128, 96, 128, 96, 64, 128, 96],
         "activation_sparsity_pattern": [0.8, 0.0, 0.6, 0.0, 0.0, 0.8, 0.0],
-        "hidden_size_per_layer_input": 16,
+        "hidden_size_per_layer_input": 32,
         "vocab_size_per_layer_input": VOCAB - 8,
         "altup_num_inputs": 3,
         "laurel_rank": 8,

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import transformers
 from transformers import (
-    AutoConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -186,9 +185,7 @@ def _out_of_memory(error: BaseException) -> bool:
 def _read_weights(inspected: InspectedModel, *, sharded: bool) -> PreTrainedModel:
     path, stored = inspected.files.path, stored_format(inspected.config_json)
     try:
-        settings = text_model.config_to_load(
-            AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-        )
+        settings = text_model.config_to_load(path, inspected.config_json)
         factory = text_model.class_to_load(settings)
         with _progress_on_terminals_only():
             model, info = factory.from_pretrained(

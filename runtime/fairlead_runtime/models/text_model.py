@@ -6,13 +6,17 @@ own code and names, so that transformers maps the names of published tensors, ol
 """
 
 import re
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 from transformers import (
+    CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_MAPPING,
+    AutoConfig,
     PretrainedConfig,
     PreTrainedModel,
 )
@@ -42,18 +46,22 @@ def class_of(config: PretrainedConfig) -> Any:
     return _only(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, config)
 
 
-def config_to_load(config: PretrainedConfig) -> PretrainedConfig:
-    """The configuration that weights are loaded with: ``config``, or that of its text where the
-    code of the whole cannot do without its other parts (``Parts.alone``).
+def config_to_load(folder: Path, config: Mapping[str, Any]) -> PretrainedConfig:
+    """The configuration that weights are loaded with: that of the ``folder``, whose config.json is
+    ``config``, or of its text where the code of the whole cannot do without its other parts
+    (``Parts.alone``): what describes those is not read.
     """
-    parts = PARTS.get(str(config.model_type))
+    name = str(config.get("model_type"))
+    parts = PARTS.get(name)
     if parts is None or not parts.alone:
-        return config
-    text = text_of(config)
-    for name in ("tie_word_embeddings", "eos_token_id"):
-        if getattr(config, name, None) is not None:
-            setattr(text, name, getattr(config, name))
-    return text
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    text, whole = dict(config[TEXT]), CONFIG_MAPPING[name]
+    for key in ("tie_word_embeddings", "eos_token_id"):
+        value = config.get(key, getattr(whole, key, None))
+        if value is not None:
+            text[key] = value
+    factory: Any = CONFIG_MAPPING[parts.text]  # transformers' classes are untyped
+    return factory.from_dict(text)
 
 
 def text_class_of(config: PretrainedConfig) -> Any:

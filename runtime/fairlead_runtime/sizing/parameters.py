@@ -101,9 +101,20 @@ def count_streams(s: ConfigReader, family: Family) -> int:
     """Parameters outside the layers that make further residual streams of the embedding, and one
     hidden state of all.
     """
-    return (
-        2 * (s.integer(family.streams) - 1) * s.integer("hidden_size") ** 2 if family.streams else 0
-    )
+    if not family.streams:
+        return 0
+    streams, active = s.integer(family.streams), s.get("altup_active_idx")
+    if active is not None and not s.integer("altup_active_idx", low=0) < streams:
+        raise ShapeError("altup_active_idx", f"must be less than {family.streams}, {streams}")
+    layers, sparse = s.integer("num_hidden_layers"), s.get("activation_sparsity_pattern")
+    if sparse is not None and not (
+        isinstance(sparse, list | tuple)
+        and len(sparse) == layers
+        and all(isinstance(share, int | float) and 0 <= share < 1 for share in sparse)
+    ):
+        problem = f"must be a list of {layers} shares from 0 to less than 1, one per layer"
+        raise ShapeError("activation_sparsity_pattern", problem)
+    return 2 * (streams - 1) * s.integer("hidden_size") ** 2
 
 
 def _beside(s: ConfigReader, family: Family) -> ParameterCount:

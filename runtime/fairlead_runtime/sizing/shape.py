@@ -58,8 +58,12 @@ class ModelShape:
     kv_widths: tuple[int, ...]
     mixed: bool
     hidden: int
-    beside_width: int  # elements of each token beside its hidden state: streams, inputs of layers
-    mlp_width: int  # elements the widest MLP keeps per token, all its chosen experts together
+    # Elements of each token that lie beside a layer: further residual streams, inputs of layers,
+    # keys and values that later layers read.
+    beside_width: int
+    # Elements the widest MLP keeps per token, all its chosen experts together, or what takes more
+    # where an MLP is not running.
+    mlp_width: int
     # Elements that a layer in the C++ kernels keeps of each token of a slab for attention or the
     # MLP; 0 where it is not known that they compute its layers.
     slab_width: int
@@ -138,11 +142,13 @@ class ModelShape:
             raise ShapeError(
                 "hidden_size", f"{parameters:.1e} parameters are more than any model's"
             )
+        sources = _sources(windows, layers_with_keys(s, family), family.shared)
+        beside, inside = _widths(s, family, sources, [layer.width for layer in heads])
         return cls(
             model_type=str(config["model_type"]),
             layers=layers,
             windows=windows,
-            sources=_sources(windows, layers_with_keys(s, family), family.shared),
+            sources=sources,
             heads=most.query,
             kv_heads=most.kv,
             head_dim=most.dim,
@@ -150,8 +156,8 @@ class ModelShape:
             kv_widths=tuple(layer.width for layer in heads),
             mixed=is_mixed(heads),
             hidden=hidden,
-            beside_width=_beside_width(s, family, layers),
-            mlp_width=max(width for _, width, _ in counts),
+            beside_width=beside,
+            mlp_width=max(inside, *(width for _, width, _ in counts)),
             slab_width=0 if unfused else _slab_width(s, family, max(inners)),
             logit_copies=2 if s.get("final_logit_softcapping") is not None else family.logit_copies,
             unfused=unfused,
@@ -272,8 +278,23 @@ def _unfused(family: Family, heads: Sequence[LayerHeads], *, experts: bool) -> s
     return "" if family.fuses else "layers with inputs of their own"
 
 
-def _beside_width(s: ConfigReader, family: Family, layers: int) -> int:
-    return 0
+def _widths(
+    s: ConfigReader, family: Family, sources: Sequence[int], kept: Sequence[int]
+) -> tuple[int, int]:
+    """Elements of each token that lie beside a layer, and the most of them at other times than an
+    MLP's; measured, see the profiling run.
+    """
+    hidden = s.integer("hidden_size")
+    read = {source for layer, source in enumerate(sources) if source != layer}
+    keys = sum(kept[source] for source in read)
+    width = s.integer(family.layer_inputs, low=0) if family.layer_inputs else 0
+    inputs = width * len(sources)
+    streams = s.integer(family.streams) if family.streams else 0
+    # Of all streams: those of the embedding, of the layer's input and as it predicts them.
+    beside = keys + inputs + (3 * streams + 4) * hidden * bool(streams) + streams**2
+    # All of them corrected, with the change of each. The inputs of layers are made before them, and
+    # normalized in float32.
+    return beside, max((2 * streams + 2) * hidden * bool(streams), 6 * inputs + hidden - beside)
 
 
 def _slab_width(s: ConfigReader, family: Family, inner: int) -> int:
@@ -297,7 +318,9 @@ def _quantized(config: Mapping[str, Any], unfused: str) -> Published:
 def _windows(s: ConfigReader, family: Family, layers: int) -> tuple[int | None, ...]:
     """One entry per layer: with W, position p sees the keys p-W+1..p; with None, all of 0..p."""
     on = bool(family.window) and (not family.window_if or s.flag(family.window_if))
-    window = s.optional("sliding_window") if on else None
+    # Which layers share keys is told by their kinds, which only a window tells apart here.
+    read = s.integer if family.shared else s.optional
+    window = read("sliding_window") if on else None
     if on and family.window_before and s.get(family.window_before) is not None:
         window = s.integer(family.window_before) + 1
     if window is None or family.window == "all":

@@ -40,6 +40,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 64},
     "gemma2": {"head_dim": 64},
     "gemma3_text": {"head_dim": 64},
+    "gemma3n_text": {"head_dim": 64, "num_hidden_layers": 4, "num_kv_shared_layers": 2}
+    | {"layer_types": ["sliding_attention", "full_attention"] * 2}
+    | {"vocab_size_per_layer_input": 4000, "hidden_size_per_layer_input": 32},
     "phi3": {},
     "gpt2": {"n_embd": 256, "n_layer": 2, "n_head": 4, "n_positions": LENGTH},
     "gpt_neox": {},

@@ -41,14 +41,16 @@ TIE = 1e-4
 MIDDLE, MOVED = 1e-6, 0.02
 TIES_ALLOWED = 1e-3
 FAMILIES = (*tiny.FAMILIES, *tiny.VARIANTS)
-# The place of a family is the seed of its prompts.
 # Layers that differ in their heads.
 OWN_SIZES = ("mimo_v2_flash", "gemma4_text", "gemma4_unified_text")
-OTHERS = {*tiny.SIZED, *tiny.UNLISTED} - {*OWN_SIZES}
+# The place of a family is the seed of its prompts: those that came later are behind the others.
+LATER = ("gemma3n_text", "gemma3n", *OWN_SIZES)
+OTHERS = {*tiny.SIZED, *tiny.UNLISTED} - {*LATER}
 SEEDED = (
-    *(*FAMILIES, *sorted(OTHERS, key=lambda name: (name != "gpt_bigcode", name))),
-    *tiny_parts.FAMILIES,
-    *OWN_SIZES,
+    *(family for family in FAMILIES if family not in LATER),
+    *sorted(OTHERS, key=lambda name: (name != "gpt_bigcode", name)),
+    *(family for family in tiny_parts.FAMILIES if family not in LATER),
+    *LATER,
 )
 # Of those the ones whose layers do not fuse: experts, another activation, no norm before attention.
 SPLIT_UNFUSED = ("qwen3_moe", "mixtral", "apertus", "exaone4", "olmo")
@@ -58,7 +60,8 @@ FUSED = (
     *tiny.VARIANTS,
 )
 # The same of texts of models of several parts: test_models_of_parts.py.
-FUSED_TEXTS = tuple(family for family in tiny_parts.FAMILIES if family != "qwen3_vl_moe")
+UNFUSED_TEXTS = ("qwen3_vl_moe", "gemma3n")
+FUSED_TEXTS = tuple(family for family in tiny_parts.FAMILIES if family not in UNFUSED_TEXTS)
 PER_FAMILY = 8  # cases of the short form
 UNBOUNDED = 4096  # more tokens than all prompts of a run have together
 

@@ -196,9 +196,9 @@ def test_a_null_in_place_of_the_settings_of_a_text_says_nothing() -> None:
 
 
 def test_the_type_of_a_text_is_its_classes() -> None:
-    whole = CONFIG_MAPPING["gemma3n"].from_dict({"text_config": {"model_type": "llama"}})
+    whole = CONFIG_MAPPING["llama4"].from_dict({"text_config": {"model_type": "llama"}})
     whole.model_type = "new_vl"
-    with pytest.raises(ModelError, match="gemma3n_text"):
+    with pytest.raises(ModelError, match="llama4_text"):
         families.check(whole)
 
 

@@ -3,6 +3,7 @@ parameter.
 """
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,9 @@ from fairlead_runtime.models import families, text_model
 from fairlead_runtime.sizing.config_json import ShapeError, UnknownFamilyError
 from fairlead_runtime.sizing.family_table import FAMILIES, JUDGED, PARTS, TEXTS
 from fairlead_runtime.sizing.shape import ModelShape
+from support import tiny_parts
+
+assert tiny_parts.FAMILIES  # it registers what stands for a tower that timm builds
 
 SMALL = {
     "vocab_size": 97,
@@ -29,6 +33,9 @@ SMALL = {
     "pad_token_id": None,
 }
 MOE = {"num_local_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+# What a family needs with so few layers.
+FEW_LAYERS: dict[str, dict[str, Any]] = {"gemma3n_text": {"num_kv_shared_layers": 2}}
+_KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 SWITCHES = {
     "llama": (
         {"attention_bias": True, "mlp_bias": True},
@@ -59,6 +66,13 @@ SWITCHES = {
     "gemma": ({"attention_bias": True}, {"tie_word_embeddings": False}),
     "gemma2": ({"sliding_window": 8}, {"layer_types": ["full_attention"] * 7}),
     "gemma3_text": ({"sliding_window_pattern": 3}, {"attention_bias": True, "head_dim": 12}),
+    "gemma3n_text": (
+        {"num_kv_shared_layers": 0, "attention_bias": True, "tie_word_embeddings": False},
+        {"num_kv_shared_layers": 4, "layer_types": [*_KINDS, *_KINDS, "full_attention"]},
+        {"intermediate_size": [80, 64, 80, 64, 96, 80, 48], "altup_num_inputs": 1},
+        {"hidden_size_per_layer_input": 24, "vocab_size_per_layer_input": 89, "laurel_rank": 8},
+        {"sliding_window": 8, "altup_num_inputs": 6, "final_logit_softcapping": 20.0},
+    ),
     "phi3": ({"sliding_window": 20}, {"tie_word_embeddings": True, "num_key_value_heads": None}),
     "olmo2": ({"attention_bias": True}, {"num_key_value_heads": None}),
     "cohere": ({"use_qk_norm": True}, {"attention_bias": True, "tie_word_embeddings": False}),
@@ -96,6 +110,34 @@ SWITCHES = {
 }
 # Of a family whose layers cannot have SMALL's.
 OWN_SMALL = {"mimo_v2_flash": {"num_key_value_heads": 3}}
+GEMMA_3N: dict[str, Any] = {
+    "model_type": "gemma3n_text",
+    "head_dim": 256,
+    "hidden_size": 2048,
+    "hidden_size_per_layer_input": 256,
+    "laurel_rank": 64,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "sliding_window": 512,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 262400,
+    "vocab_size_per_layer_input": 262144,
+}
+GEMMA_3N_E2B = GEMMA_3N | {
+    "activation_sparsity_pattern": [0.95] * 10 + [0.0] * 20,
+    "intermediate_size": [8192] * 30,
+    "layer_types": [*["sliding_attention"] * 4, "full_attention"] * 6,
+    "num_hidden_layers": 30,
+    "num_kv_shared_layers": 10,
+}
+GEMMA_3N_E4B = GEMMA_3N | {
+    "activation_sparsity_pattern": [0.95] * 10 + [0.0] * 25,
+    "intermediate_size": [16384] * 35,
+    "layer_types": [*["sliding_attention"] * 4, "full_attention"] * 7,
+    "num_hidden_layers": 35,
+    "num_kv_shared_layers": 15,
+}
 # The public checkpoints' own config.json, cut to what decides sizes.
 REAL: dict[str, tuple[dict[str, Any], int]] = {
     "Llama-3-8B": (
@@ -133,6 +175,8 @@ REAL: dict[str, tuple[dict[str, Any], int]] = {
     ),
     "gemma-2-2b": ({"model_type": "gemma2", "torch_dtype": "float32"}, 2_614_341_888),
     "gpt2": ({"model_type": "gpt2"}, 124_439_808),
+    "gemma-3n-E2B-it, its text": (GEMMA_3N_E2B, 4_435_182_688),
+    "gemma-3n-E4B-it, its text": (GEMMA_3N_E4B, 6_835_235_568),
     "gpt-oss-20b": (
         {
             "model_type": "gpt_oss",
@@ -214,6 +258,7 @@ def compare(config: dict[str, Any], shape: ModelShape) -> None:
         resolved.max_position_embeddings,
     )
     assert shape.windows == windows_of(model, shape.layers)
+    assert shape.sources == families.sources_of(resolved)
     assert shape.tied == bool(resolved.tie_word_embeddings)
 
 
@@ -256,7 +301,8 @@ CASES = [
 )
 def test_every_family_and_switch_equals_transformers(family: str, change: dict[str, Any]) -> None:
     names = FAMILIES[family].aliases
-    own = {names.get(k, k): v for k, v in SMALL.items() if k not in change}
+    small = SMALL | FEW_LAYERS.get(family, {})
+    own = {names.get(k, k): v for k, v in small.items() if k not in change}
     if family in ("gpt2", "gpt_neox"):
         del own["num_key_value_heads"]
     own |= OWN_SMALL.get(family, {})
@@ -282,7 +328,7 @@ def test_a_saved_config_without_its_defaults_has_the_same_shape(
         names.get("num_hidden_layers", "num_hidden_layers"),
     )
     small = {hidden: 384, layers: 7}  # 384: a multiple of every family's default number of heads
-    config = {"model_type": family} | small | change
+    config = {"model_type": family} | small | FEW_LAYERS.get(family, {}) | change
     saved, _ = build(config)
     shortest = json.loads(json.dumps(saved.to_diff_dict(), default=str))
     assert ModelShape.from_config(shortest) == ModelShape.from_config(config)
@@ -297,6 +343,47 @@ def test_public_checkpoints_have_their_published_size(name: str) -> None:
     shape = ModelShape.from_config(config)
     assert shape.parameters == parameters
     compare(config, shape)
+
+
+def test_gemma_3ns_text_and_other_parts_are_the_published_checkpoints() -> None:
+    """The checkpoints also store keys that no layer of theirs reads, and have the same towers."""
+    towers = []
+    for config, whole in ((GEMMA_3N_E2B, 5_439_438_272), (GEMMA_3N_E4B, 7_849_978_192)):
+        shape = ModelShape.from_config(
+            {"model_type": "gemma3n", "text_config": config, "torch_dtype": "bfloat16"}
+        )
+        assert shape == replace(ModelShape.from_config(config), model_type="gemma3n")
+        unread = (shape.layers - shape.kept_layers) * (2 * shape.kv_width * shape.hidden + 256)
+        towers.append(whole - shape.parameters - unread)
+    assert towers[0] == towers[1]
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"num_kv_shared_layers": 7}, "num_kv_shared_layers"),
+        ({"num_kv_shared_layers": -1}, "num_kv_shared_layers"),
+        ({"num_kv_shared_layers": True}, "num_kv_shared_layers"),
+        # The one full layer is among those that read.
+        ({"num_kv_shared_layers": 3}, "num_kv_shared_layers"),
+        ({"num_kv_shared_layers": 1, "layer_types": ["full_attention"] * 6 + _KINDS[:1]}, "a wind"),
+        ({"intermediate_size": [80] * 6}, "intermediate_size"),
+        ({"intermediate_size": [80] * 6 + [0]}, "intermediate_size"),
+        ({"activation_sparsity_pattern": [0.5] * 6}, "activation_sparsity_pattern"),
+        ({"activation_sparsity_pattern": 0.5}, "activation_sparsity_pattern"),
+        ({"activation_sparsity_pattern": [0.5] * 6 + [1.0]}, "activation_sparsity_pattern"),
+        ({"sliding_window": None}, "sliding_window"),
+        ({"altup_num_inputs": 0}, "altup_num_inputs"),
+        ({"altup_active_idx": 4}, "altup_active_idx"),
+        ({"laurel_rank": "64"}, "laurel_rank"),
+        ({"hidden_size_per_layer_input": None}, "hidden_size_per_layer_input"),
+    ],
+    ids=str,
+)
+def test_what_no_gemma_3n_has_is_refused_by_its_field(change: dict[str, Any], field: str) -> None:
+    small = {"model_type": "gemma3n_text", **SMALL, "num_kv_shared_layers": 2}
+    with pytest.raises(ShapeError, match=field):
+        ModelShape.from_config(small | change)
 
 
 TEXT = {**SMALL, "hidden_size": 48, "num_attention_heads": 6}
@@ -324,7 +411,9 @@ def build_whole(config: dict[str, Any], *, tied: bool) -> tuple[Any, torch.nn.Mo
 def test_the_text_of_a_model_of_several_parts_equals_transformers(
     family: str, change: dict[str, Any]
 ) -> None:
-    text = {"model_type": PARTS[family].text, "tie_word_embeddings": False, **TEXT, **change}
+    kind = PARTS[family].text
+    text = {"model_type": kind, "tie_word_embeddings": False, **TEXT, **change}
+    text |= FEW_LAYERS.get(kind, {})
     tied = bool(text["tie_word_embeddings"])
     config = {"model_type": family, "text_config": text, "tie_word_embeddings": tied}
     if family == "aya_vision":  # the sizes that its class has for images do not divide
