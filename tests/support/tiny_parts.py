@@ -97,6 +97,18 @@ _FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"label_names": ["none"]},
         "model.language_model.",
     ),
+    "gemma4": (
+        {"model_type": "gemma4_text", **tiny._SETTINGS["gemma4_text"]}
+        | {"use_bidirectional_attention": "vision"},
+        {**_TOWER, "model_type": "gemma4_vision", "num_key_value_heads": 2, "head_dim": 16}
+        | {"position_embedding_size": 16},
+        "model.language_model.",
+    ),
+    "gemma4_unified": (
+        {"model_type": "gemma4_unified_text", **tiny._SETTINGS["gemma4_unified_text"]},
+        {"patch_size": 4, "mm_embed_dim": 32, "mm_posemb_size": 8, "output_proj_dims": 32},
+        "model.language_model.",
+    ),
 }
 FAMILIES = tuple(_FAMILIES)
 _OWN_TEXTS = ("model.text_model.", "model.language_model.")
@@ -139,8 +151,8 @@ def build(family: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
             if name.endswith(("q_norm.weight", "k_norm.weight")) and family.startswith("qwen3"):
                 parameter.mul_(2.0)
         gemma = 1 / math.sqrt(tiny.HIDDEN)
-        scale = {"gemma3": gemma, "gemma3n": gemma, "qwen3_vl": 0.5, "qwen3_vl_moe": 0.5}
-        model.get_input_embeddings().weight.mul_(scale.get(family, 1.0))
+        scale = gemma if family.startswith("gemma") else 0.5 if family.startswith("qwen3") else 1.0
+        model.get_input_embeddings().weight.mul_(scale)
     model.generation_config.pad_token_id = 0
     model.eval()
     return cast("PreTrainedModel", model)

@@ -21,7 +21,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from fairlead_runtime.sizing.config_json import TEXT
+from fairlead_runtime.sizing.config_json import CAUSAL_TEXT, TEXT
 from fairlead_runtime.sizing.family_table import PARTS
 
 
@@ -106,6 +106,8 @@ def drop_other_parts(model: PreTrainedModel) -> None:
         for name, _ in list(parent.named_parameters(recurse=False)):
             setattr(parent, name, None)
     text = text_of(model.config)
+    if getattr(text, "use_bidirectional_attention", None) in CAUSAL_TEXT:
+        text.use_bidirectional_attention = None  # text has causal masks, without those of images
     for key in model.config.sub_configs:
         if getattr(model.config, key, None) is not text:
             setattr(model.config, key, None)  # transformers warns of a part that it does not find

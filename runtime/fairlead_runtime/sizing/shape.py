@@ -57,6 +57,7 @@ class ModelShape:
     # (``mixed``) the four sizes before are those of the widest.
     kv_widths: tuple[int, ...]
     mixed: bool
+    rotary_width: int  # elements of a token's rotary tables, which each kind of layers has
     hidden: int
     # Elements of each token that lie beside a layer: further residual streams, inputs of layers,
     # keys and values that later layers read.
@@ -143,7 +144,8 @@ class ModelShape:
                 "hidden_size", f"{parameters:.1e} parameters are more than any model's"
             )
         sources = _sources(windows, layers_with_keys(s, family), family.shared)
-        beside, inside = _widths(s, family, sources, [layer.width for layer in heads])
+        keys = sum(heads[layer].width for layer in _held(windows, sources))
+        beside, inside = _widths(s, family, layers, keys)
         return cls(
             model_type=str(config["model_type"]),
             layers=layers,
@@ -155,6 +157,7 @@ class ModelShape:
             value_dim=most.value_dim,
             kv_widths=tuple(layer.width for layer in heads),
             mixed=is_mixed(heads),
+            rotary_width=2 * sum(dict(zip(windows, (h.dim for h in heads), strict=True)).values()),
             hidden=hidden,
             beside_width=beside,
             mlp_width=max(inside, *(width for _, width, _ in counts)),
@@ -231,6 +234,7 @@ class ModelShape:
             value_dim=s.head_dim,
             kv_widths=(2 * s.kv_heads * s.head_dim,) * layers,
             mixed=False,
+            rotary_width=2 * s.head_dim * len({*windows}),
             hidden=hidden,
             beside_width=0,
             slab_width=0,
@@ -278,17 +282,21 @@ def _unfused(family: Family, heads: Sequence[LayerHeads], *, experts: bool) -> s
     return "" if family.fuses else "layers with inputs of their own"
 
 
-def _widths(
-    s: ConfigReader, family: Family, sources: Sequence[int], kept: Sequence[int]
-) -> tuple[int, int]:
-    """Elements of each token that lie beside a layer, and the most of them at other times than an
-    MLP's; measured, see the profiling run.
+def _held(windows: Sequence[int | None], sources: Sequence[int]) -> Iterable[int]:
+    """Layers whose keys and values transformers' code holds until a pass ends: where layers read
+    those of others, the last of each kind that keeps its own.
+    """
+    own = {window: layer for layer, window in enumerate(windows) if sources[layer] == layer}
+    return own.values() if len({*sources}) < len(sources) else ()
+
+
+def _widths(s: ConfigReader, family: Family, layers: int, keys: int) -> tuple[int, int]:
+    """Elements of each token that lie beside a layer, with ``keys`` that later layers may read, and
+    the most of them at other times than an MLP's; measured, see the profiling run.
     """
     hidden = s.integer("hidden_size")
-    read = {source for layer, source in enumerate(sources) if source != layer}
-    keys = sum(kept[source] for source in read)
     width = s.integer(family.layer_inputs, low=0) if family.layer_inputs else 0
-    inputs = width * len(sources)
+    inputs = width * layers
     streams = s.integer(family.streams) if family.streams else 0
     # Of all streams: those of the embedding, of the layer's input and as it predicts them.
     beside = keys + inputs + (3 * streams + 4) * hidden * bool(streams) + streams**2

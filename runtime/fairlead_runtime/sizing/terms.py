@@ -82,7 +82,7 @@ def terms_of(
     # Alive at once: the residual and its norm (in float32), the rotary tables (models with windows
     # have two), and the larger of attention's projections before and after the rotary embedding and
     # the widest MLP.
-    rotary = 2 * shape.head_dim * len(set(shape.windows))
+    rotary = shape.rotary_width
     # Experts also keep copies of the hidden states, which are not split.
     inside = shape.mlp_width if shape.experts else ceil_div(shape.mlp_width, tp)
     width = 4 * shape.hidden + shape.beside_width + rotary + max(3 * queries + 4 * keys, inside)

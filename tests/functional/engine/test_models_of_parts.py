@@ -92,7 +92,7 @@ def test_the_text_of_published_files_is_the_whole_models(family: str, folder: An
 def test_greedy_text_equals_that_of_the_whole_model(family: str) -> None:
     """Of ``rig``'s reference, which the test above compares with the whole model."""
     engine = rig(family, "cpu")
-    unfused = family in ("qwen3_vl_moe", "gemma3n")
+    unfused = family in ("qwen3_vl_moe", "gemma3n", "gemma4", "gemma4_unified")
     assert engine.fusion.fused == (0 if unfused else engine.fusion.layers)
     check_greedy_texts(engine, seed_of(family))
 
@@ -126,6 +126,30 @@ def test_a_model_of_parts_is_served_from_its_files_within_its_plan(
     # The tables of the rotary embeddings are not in the files.
     padding = rows_beyond_the_plan(tiny.VOCAB) * tiny.HIDDEN * 4
     assert 0 <= weights["measuredBytes"] - (weights["plannedBytes"] - padding) < 1024
+
+
+@pytest.mark.parametrize("family", ["gemma4", "gemma4_unified"])
+def test_a_model_whose_layers_differ_in_their_heads_is_served_from_its_files_within_its_plan(
+    family: str, folder: Any
+) -> None:
+    path = folder(family)
+    prompt = prompts(seed_of(family), (41,), 0)[0]
+    with LLM(str(path), num_blocks=64, cpu_offload_space=0.01) as llm:
+        params = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
+        [result] = llm.generate([{"prompt_token_ids": list(prompt)}], params)
+        report = llm.built_engine.memory.as_dict()
+    want = rig(family).reference(prompt, NEW)
+    assert list(result.outputs[0].token_ids)[: len(want)] == want
+    terms = {term["name"]: term for term in report["terms"]}
+    for name in ("kv", "offload"):
+        assert terms[name]["measuredBytes"] == terms[name]["plannedBytes"] > 0
+    # Tables of rotary embeddings and factors of layers are not parameters.
+    weights = terms["weights"]
+    assert 0 <= weights["measuredBytes"] - weights["plannedBytes"] < 1024
+    loaded = loading.load(path)
+    assert report["kvBytesPerToken"] == 4 * sum(
+        loaded.shape.kv_widths[layer] for layer in {*loaded.shape.sources}
+    )
 
 
 @pytest.mark.parametrize("stored", [False, True], ids=["no head stored", "a head stored"])
@@ -197,7 +221,6 @@ def test_the_families_of_the_table_are_the_ones_tested_here() -> None:
     [
         (family, {"model_type": family, "text_config": {"model_type": text}})
         for family, text in [
-            *(("gemma4", "gemma4_text"), ("gemma4_unified", "gemma4_unified_text")),
             *(("qwen3_5", "qwen3_5_text"), ("qwen3_5_moe", "qwen3_5_moe_text")),
             *(("llama4", "llama4_text"), ("kimi_k25", "deepseek_v3"), ("lfm2_vl", "lfm2")),
             *(("minicpmv4_6", "qwen3_5_text"), ("paligemma", "gemma"), ("voxtral", "llama")),

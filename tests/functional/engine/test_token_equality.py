@@ -44,7 +44,7 @@ FAMILIES = (*tiny.FAMILIES, *tiny.VARIANTS)
 # Layers that differ in their heads.
 OWN_SIZES = ("mimo_v2_flash", "gemma4_text", "gemma4_unified_text")
 # The place of a family is the seed of its prompts: those that came later are behind the others.
-LATER = ("gemma3n_text", "gemma3n", *OWN_SIZES)
+LATER = ("gemma3n_text", "gemma3n", *OWN_SIZES, "gemma4", "gemma4_unified")
 OTHERS = {*tiny.SIZED, *tiny.UNLISTED} - {*LATER}
 SEEDED = (
     *(family for family in FAMILIES if family not in LATER),
@@ -60,7 +60,7 @@ FUSED = (
     *tiny.VARIANTS,
 )
 # The same of texts of models of several parts: test_models_of_parts.py.
-UNFUSED_TEXTS = ("qwen3_vl_moe", "gemma3n")
+UNFUSED_TEXTS = ("qwen3_vl_moe", "gemma3n", "gemma4", "gemma4_unified")
 FUSED_TEXTS = tuple(family for family in tiny_parts.FAMILIES if family not in UNFUSED_TEXTS)
 PER_FAMILY = 8  # cases of the short form
 UNBOUNDED = 4096  # more tokens than all prompts of a run have together
