@@ -38,6 +38,13 @@ ON_COMPARISON = ("unit/kernels/test_comparison.py",)
 
 BUGS = (
     PackageBug(
+        "plain torch takes every layer's heads to be the widest layer's",
+        "fairlead_kernels.plain.torch_attention:TorchAttention._run_decodes",
+        "heads, kv = query.shape[1], key.shape[1]",
+        "heads, kv = query.shape[1], self.heads.kv",
+        ("functional/engine/test_unlisted_families.py",),
+    ),
+    PackageBug(
         "a weight's rows are packed one place beside their own",
         LINEAR_C,
         "columns * P + at % P;",

@@ -195,6 +195,18 @@ def test_a_null_in_place_of_the_settings_of_a_text_says_nothing() -> None:
     assert ModelShape.from_config(plain | nulls) == ModelShape.from_config(plain)
 
 
+def test_a_model_whose_layers_have_settings_of_their_own_is_refused() -> None:
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
+    single = {"per_layer_config": {"1": {"num_key_value_heads": 2}}}
+    config = CONFIG_MAPPING["olmo3"].from_dict({**sizes, **single})
+    with pytest.raises(ModelError, match="per_layer_config"):
+        families.check(config)
+    with pytest.raises(ModelError, match="per_layer_config"):
+        architecture.check({"model_type": "olmo3", **sizes, **single})
+    with pytest.raises(ModelError, match="per_layer_config"):
+        architecture.check({"model_type": "llama", **sizes, **single})
+
+
 def test_the_type_of_a_text_is_its_classes() -> None:
     whole = CONFIG_MAPPING["llama4"].from_dict({"text_config": {"model_type": "llama"}})
     whole.model_type = "new_vl"

@@ -529,3 +529,47 @@ def test_the_offload_space_holds_units_of_its_groups() -> None:
     plan = plan_memory(GEMMA2, config, DeviceFacts("cuda", 80 * GIB))
     assert plan.block_bytes == 2 * plan.unit_bytes
     assert plan.offload_units == GIB // plan.unit_bytes
+
+
+MIMO = ModelShape.from_config(
+    {
+        "model_type": "mimo_v2_flash",
+        "hidden_size": 512,
+        "moe_intermediate_size": 256,
+        "n_routed_experts": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 1,
+        "dtype": "bfloat16",
+    }
+)
+
+
+def test_a_unit_of_layers_of_several_sizes_has_the_bytes_of_the_widest_group() -> None:
+    """9 full layers of 320 elements a token and 39 with a window, of 640."""
+    plan = plan_memory(MIMO, EngineConfig(block_size=16), DeviceFacts("cuda", 80 * GIB))
+    assert [len(group.layers) for group in MIMO.groups] == [9, 8, 8, 8, 8, 7]
+    assert plan.unit_bytes == 8 * 640 * 16 * 2
+    assert plan.block_bytes == 6 * plan.unit_bytes
+    assert plan.kv_bytes_per_token == (9 * 320 + 39 * 640) * 2
+    assert plan.terms["kv"] == plan.num_blocks * plan.block_bytes
+    wasted = 1 - plan.kv_bytes_per_token * 16 / plan.block_bytes
+    assert 0 < wasted < 1 / 9
+
+
+@pytest.mark.parametrize(
+    ("asked", "field"),
+    [
+        ({"deterministic": True}, "deterministic"),
+        ({"kernels": "cpu"}, "kernels"),
+        ({"kernels": "flashinfer"}, "kernels"),
+        ({"tensor_parallel": 2}, "tensor_parallel"),
+    ],
+)
+@pytest.mark.parametrize("shardable", [True, False])
+def test_what_layers_of_several_sizes_are_not_served_with_is_refused_by_its_name(
+    asked: dict[str, Any], field: str, shardable: bool
+) -> None:
+    shape = replace(MIMO, shardable=shardable)
+    with pytest.raises(ConfigError, match="differ in their heads") as refused:
+        plan_memory(shape, EngineConfig(**asked), DeviceFacts("cpu", 80 * GIB))
+    assert refused.value.field == field

@@ -279,7 +279,7 @@ def widths_of(model: torch.nn.Module, sources: tuple[int, ...]) -> tuple[int, ..
 
 def is_layer_matrix(name: str, parameter: torch.Tensor) -> bool:
     inside = ".layers." in name or ".h." in name
-    router = name.endswith(("mlp.gate.weight", "router.weight", "router.proj.weight"))
+    router = name.endswith(("mlp.gate.weight", "mlp.router.weight", ".router.proj.weight"))
     # Cohere's per-head norm is two-dimensional, but not a matrix product.
     head_norm = "_norm.weight" in name
     return (
