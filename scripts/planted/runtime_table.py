@@ -44,6 +44,8 @@ def spec_of"""
 ON_DETERMINISM = ("unit/device/test_determinism.py",)
 
 PARTS_TESTS = ("functional/engine/test_models_of_parts.py",)
+SHARED_KEYS = ("functional/engine/test_shared_keys.py",)
+SHAPES = ("unit/sizing/test_shape.py",)
 
 BUGS = (
     PackageBug(
@@ -184,6 +186,104 @@ BUGS = (
         "fairlead_runtime.models.text_model:drop_other_parts",
         "        text.use_bidirectional_attention = None",
         "        pass",
+        PARTS_TESTS,
+    ),
+    PackageBug(
+        "a layer reads the keys in the first slot of its source's group",
+        "fairlead_runtime.sizing.groups:group_layers",
+        "reading = [\n                (r, slot)",
+        "reading = [\n                (r, 0)",
+        SHARED_KEYS,
+    ),
+    PackageBug(
+        "a layer without keys of its own counts as one that writes them",
+        "fairlead_runtime.device.memory.storage:CacheStorage.keeps",
+        "return layer not in self._readers",
+        "return True",
+        SHARED_KEYS,
+    ),
+    PackageBug(
+        "no layer is seen to read another one's keys",
+        "fairlead_runtime.device.model.paged_model:sources_of",
+        "layer: makers.setdefault((k.data_ptr(), v.data_ptr()), layer)",
+        "layer: layer",
+        SHARED_KEYS,
+    ),
+    PackageBug(
+        "layers that share values alone count as sharing keys",
+        "fairlead_runtime.device.model.paged_model:sources_of",
+        "makers.setdefault((k.data_ptr(), v.data_ptr()), layer)",
+        "makers.setdefault((0, v.data_ptr()), layer)",
+        SHARED_KEYS,
+    ),
+    PackageBug(
+        "a plan for other keys than the layers read is served",
+        "fairlead_runtime.device.model.paged_model:prepare",
+        "if expected != (windows, model.sources, widths, model.mixed) or (",
+        "if expected[2:] != (widths, model.mixed) or (",
+        SHARED_KEYS,
+    ),
+    PackageBug(
+        "layers without keys of their own count in the bytes of a token",
+        "fairlead_runtime.sizing.solve:solve",
+        "kv_bytes_per_token=shape.kept_width",
+        "kv_bytes_per_token=sum(shape.kv_widths)",
+        SHARED_KEYS,
+    ),
+    PackageBug(
+        "a layer whose keys others read is fused",
+        "fairlead_runtime.device.conversion.fusion:_fused",
+        "if model.sources[index] != index or model.sources.count(index) > 1:",
+        "if model.sources[index] != index:",
+        SHARED_KEYS,
+    ),
+    PackageBug(
+        "a layer reads the first layer of its kind",
+        "fairlead_runtime.sizing.shape:_sources",
+        "last = {window: layer for layer, window in enumerate(windows[:kept])}",
+        "last = {window: windows.index(window) for window in windows[:kept]}",
+        SHAPES,
+    ),
+    PackageBug(
+        "keys of another window are read",
+        "fairlead_runtime.sizing.groups:check_sources",
+        "if windows[source] != windows[layer]:",
+        "if False:",
+        ("unit/scheduling/test_cache.py",),
+    ),
+    PackageBug(
+        "the table of the layers' inputs is not counted",
+        "fairlead_runtime.sizing.parameters:count_layer_inputs",
+        'rows = s.integer("vocab_size_per_layer_input") + s.integer("hidden_size")',
+        'rows = s.integer("hidden_size")',
+        SHAPES,
+    ),
+    PackageBug(
+        "projections of keys are counted that a layer has not",
+        "fairlead_runtime.sizing.parameters:_attention",
+        "keys = _columns(hidden, made, bias=bias) if keeps else ParameterCount()",
+        "keys = _columns(hidden, made, bias=bias)",
+        SHAPES,
+    ),
+    PackageBug(
+        "streams and inputs of layers take no memory",
+        "fairlead_runtime.sizing.terms:terms_of",
+        "width = 4 * shape.hidden + shape.beside_width + rotary",
+        "width = 4 * shape.hidden + rotary",
+        ("functional/engine/test_planned_memory.py",),
+    ),
+    PackageBug(
+        "a small matrix is packed with more rows of padding than of its own",
+        "fairlead_runtime.device.conversion.packed_linears:_packed",
+        "if len(matrix.stored) < PANEL:",
+        "if False:",
+        SHARED_KEYS,
+    ),
+    PackageBug(
+        "the ids that end a text are not those of the whole",
+        "fairlead_runtime.models.text_model:config_to_load",
+        'for key in ("tie_word_embeddings", "eos_token_id"):',
+        'for key in ("tie_word_embeddings",):',
         PARTS_TESTS,
     ),
     PackageBug(

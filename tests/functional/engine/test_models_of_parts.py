@@ -110,6 +110,14 @@ def test_flat_settings_of_an_older_checkpoint_are_the_same_model(
     loading.load(flat)
 
 
+def test_a_text_that_is_loaded_alone_ends_where_the_whole_does(tmp_path: Path) -> None:
+    path = tiny_parts.save("gemma3n", tmp_path)
+    (path / "generation_config.json").unlink()
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "eos_token_id": [5, 77]}))
+    assert loading.load(path).eos_ids >= {5, 77}
+
+
 @pytest.mark.parametrize("family", ["gemma3", "gemma3n", "llava"])
 def test_a_model_of_parts_is_served_from_its_files_within_its_plan(
     family: str, folder: Any

@@ -103,6 +103,39 @@ def test_groups_waste_an_eighth_or_as_little_as_any_unit_does(
             assert taken <= other * sum(-(-n // (other // w)) for (_, w), n in counts.items())
 
 
+def test_layers_without_keys_have_no_slot_and_read_that_of_their_source() -> None:
+    # Gemma 3n E4B: of 35 layers, every fifth full, the last 15 read layers 18 and 19.
+    windows = ([512] * 4 + [None]) * 7
+    sources = [*range(20), *(19 if window is None else 18 for window in windows[20:])]
+    groups = group_layers(windows, sources=sources)
+    assert [len(g.layers) for g in groups] == [4] * 5
+    assert sorted(layer for g in groups for layer in g.layers) == list(range(20))
+    read = {g.layers[slot]: [] for g in groups for _, slot in g.readers}
+    for group in groups:
+        for reader, slot in group.readers:
+            assert windows[reader] == group.window
+            read[group.layers[slot]].append(reader)
+    assert read == {18: [n for n in range(20, 35) if n % 5 != 4], 19: [24, 29, 34]}
+
+
+@pytest.mark.parametrize(
+    ("windows", "sources", "problem"),
+    [
+        ([None, None], [0, 2], "keeps none"),
+        ([None, None], [1, 1], "keeps none"),
+        ([None, None, None], [0, 0, 1], "keeps none"),
+        ([None, None], [0, -1], "keeps none"),
+        ([8, None], [0, 0], "with window None, reads the keys of layer 0, with window 8"),
+        ([None, 8], [0, 0], "with window 8"),
+    ],
+)
+def test_keys_that_are_not_there_cannot_be_read(
+    windows: list[int | None], sources: list[int], problem: str
+) -> None:
+    with pytest.raises(ValueError, match=problem):
+        group_layers(windows, sources=sources)
+
+
 @pytest.mark.parametrize("windows", [[], [0], [None, -3]])
 def test_no_layers_and_windows_below_one_are_refused(windows: list[int | None]) -> None:
     with pytest.raises(ValueError, match="windows"):
