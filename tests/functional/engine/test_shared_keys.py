@@ -54,7 +54,7 @@ def test_each_layer_reads_the_last_one_of_its_kind_that_keeps_keys() -> None:
     model = rig(FAMILY).model
     assert model.sources == shape_of(model.model).sources == (0, 1, 2, 3, 2, 3, 2)
     cache = CacheStorage(model.groups, model.heads, units=3, block_size=4, device=model.device)
-    assert cache.keys.shape[0] == 2  # of two windowed and two full layers
+    assert cache.tensors[0].shape[0] == 2  # of two windowed and two full layers
     for layer, source in enumerate(model.sources):
         assert cache.keeps(layer) == (layer == source)
         (keys, values, group), own = cache.layer(layer), cache.layer(source)
