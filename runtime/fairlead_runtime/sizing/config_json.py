@@ -15,6 +15,7 @@ from fairlead_runtime.sizing.family_table import (
     JUDGED,
     NO_TEXT,
     NO_WHOLE,
+    OWN_INPUTS,
     PARTS,
     REFUSED,
     TEXTS,
@@ -185,6 +186,8 @@ def _family_of_text(name: str, config: Mapping[str, Any]) -> tuple[Family, Mappi
         raise _refused(f"{TEXT}.model_type", kind, f"the text of {name!r} is {parts.text!r}")
     if parts is not None and kind in parts.never:
         raise _refused(f"{TEXT}.model_type", kind, f"{name!r} reads the text's rms_norm_eps")
+    if family is not None and family.layer_inputs and (parts is None or kind != parts.text):
+        raise _refused(f"{TEXT}.model_type", kind, OWN_INPUTS)
     if family is None or parts is None:
         raise UnknownFamilyError(name)
     return family, _with_outer(text, config, parts)

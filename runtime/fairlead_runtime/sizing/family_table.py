@@ -434,6 +434,7 @@ _PACKAGES = "transformers builds its other parts with packages that the runtime 
 _PREFIX = "its prompts are attended in both directions"
 NO_TEXT = "no model of several parts is served for such a text yet"
 NO_WHOLE = "it is no model of several parts that is served"
+OWN_INPUTS = "the inputs of its layers are made of ids, which only a whole of its own hands on"
 INNER = "it is the text of a model of several parts and no model of its own"
 
 REFUSED: dict[str, str] = {

@@ -131,6 +131,6 @@ def test_quantized_weights_and_ranks_are_refused_by_plan_and_pod(tmp_path: Any) 
     with pytest.raises(ConfigError, match="int8 weights of layers with inputs of their own"):
         LLM(str(path), quantization="int8")
     config = json.loads((path / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": None}
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": 32}
     with pytest.raises(QuantizedError, match="quantized layers with inputs of their own"):
         ModelShape.from_config(config)

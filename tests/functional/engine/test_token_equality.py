@@ -1,8 +1,8 @@
 """Our engine's greedy text equals transformers' ``generate``, token for token.
 
 Families by block size by chunk by forced preemption by prefix cache by n by kernels (plain torch,
-or C++ with fused layers where they fit): every combination in the long form (FAIRLEAD_FULL=1: 3,024
-runs, over 15,120 requests), in the short one every pair of values.
+or C++ with fused layers where they fit): every combination in the long form (FAIRLEAD_FULL=1: 3,240
+runs, over 16,200 requests), in the short one every pair of values.
 
 The first difference of a request is excused only as a tie: where the reference's top two logits (or
 a router's k-th and next) lie within 1e-4. With an fp8 cache it may also be that a key or value,

@@ -423,11 +423,12 @@ def test_the_text_of_a_model_of_several_parts_equals_transformers(
     assert (shape.model_type, shape.tied) == (family, tied)
 
 
+OWN_INPUTS = {name for name, family in FAMILIES.items() if family.layer_inputs}
 FOREIGN = [
     (whole, kind)
     for whole, parts in sorted(PARTS.items())
     for kind in sorted({*FAMILIES, *TEXTS, *JUDGED} - parts.never)
-    if parts.any_text and kind != parts.text
+    if parts.any_text and kind != parts.text and kind not in OWN_INPUTS
 ]
 
 
@@ -458,6 +459,15 @@ def test_a_text_of_another_family_than_the_published_equals_transformers(
     else:
         assert shape.parameters == sum(p.numel() for p in model.parameters())
         assert shape.windows == windows
+
+
+@pytest.mark.parametrize("family", ["mistral3", "llava"])
+@pytest.mark.parametrize("kind", sorted(OWN_INPUTS))
+def test_a_text_with_inputs_of_layers_is_served_of_its_own_whole_alone(
+    family: str, kind: str
+) -> None:
+    with pytest.raises(ShapeError, match=rf"{kind}.*made of ids"):
+        ModelShape.from_config({"model_type": family, "text_config": {"model_type": kind}})
 
 
 def compare_text(config: dict[str, Any], shape: ModelShape) -> int:
