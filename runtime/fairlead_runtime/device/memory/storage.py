@@ -204,7 +204,7 @@ def _laid_out(
         h, parts = heads[layer], []
         for dim in (h.dim, h.value_dim):
             part = places[..., at : at + h.kv * dim]
-            parts.append(part.unflatten(-1, (h.kv, dim)))
+            parts.append(part.view(*part.shape[:-1], h.kv, dim))
             at += h.kv * dim
         layers[layer] = parts[0], parts[1], group.index
     return layers
