@@ -321,10 +321,10 @@ def prepare(
     if expected != (windows, model.sources, widths, model.mixed) or (
         sizes != (heads.query, heads.kv, heads.dim, heads.value_dim)
     ):
-        name = str(loaded.config.model_type)
-        raise families.unsupported(
-            name, "its config.json describes other layers than transformers builds from it"
-        )
+        reason = "its config.json describes other layers than transformers builds from it"
+        if model.mixed and not shape.mixed:
+            reason = "its layers differ in the number or size of their heads"
+        raise families.unsupported(str(loaded.config.model_type), reason)
     return model
 
 
