@@ -67,7 +67,7 @@ def test_layers_without_keys_have_no_slot_and_read_that_of_their_source() -> Non
     groups = group_layers(windows, sources)
     assert [len(g.layers) for g in groups] == [4] * 5
     assert sorted(layer for g in groups for layer in g.layers) == list(range(20))
-    read = {g.layers[slot]: [] for g in groups for _, slot in g.readers}
+    read: dict[int, list[int]] = {g.layers[slot]: [] for g in groups for _, slot in g.readers}
     for group in groups:
         for reader, slot in group.readers:
             assert windows[reader] == group.window
