@@ -114,7 +114,7 @@ FAMILIES = tuple(_FAMILIES)
 _OWN_TEXTS = ("model.text_model.", "model.language_model.")
 
 
-class Tower(PreTrainedModel):
+class Tower(PreTrainedModel):  # type: ignore[misc] # transformers' is untyped
     """In the place of the tower of Gemma 3n's images, which timm builds: no text reads it."""
 
     config_class = Gemma3nConfig.sub_configs["vision_config"]
