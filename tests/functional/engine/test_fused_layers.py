@@ -455,7 +455,7 @@ def test_between_the_products_of_a_layer_on_a_gpu_there_are_four_kernels_and_not
 
     monkeypatch.setattr(FusedRun, "compute", watched)
     ids = torch.arange(5)
-    model.run(ids, ids, profiling._PassWithoutAttention(ids, 5, model.heads))
+    model.run(ids, ids, profiling._PassWithoutAttention(ids, 5, model.layer_heads))
     assert kernels.seen == names * 3
     made = [x for x in calls.seen if x not in {"view", "flatten", "unsqueeze", "select"}]
     empty = {"empty", "empty_like", "new_empty"}

@@ -143,16 +143,13 @@ class _PassWithoutAttention(CachedPass):
         self.keep = keep
         self._heads = heads
         slots = torch.arange(tokens, device=keep.device)
-        self._cached = {
-            h: CachedLayer(
-                *(
-                    torch.empty(1, tokens, h.kv, dim, dtype=h.cache_dtype, device=keep.device)
-                    for dim in (h.dim, h.value_dim)
-                ),
-                slots,
+        self._cached: dict[Heads, CachedLayer] = {}
+        for h in {*heads}:
+            keys, values = (
+                torch.empty(1, tokens, h.kv, dim, dtype=h.cache_dtype, device=keep.device)
+                for dim in (h.dim, h.value_dim)
             )
-            for h in {*heads}
-        }
+            self._cached[h] = CachedLayer(keys, values, slots)
 
     def cached(self, layer: int) -> CachedLayer:
         return self._cached[self._heads[layer]]
@@ -218,10 +215,11 @@ def _attend_one(
     spec = LayerSpec(call.scale, group.window, call.softcap, call.sinks)
     output = query.nbytes // heads.dim * heads.value_dim  # part of the activations
 
-    keys, values, _ = cache.layer(0)
+    cached_keys, cached_values, _ = cache.layer(0)
 
     def run() -> None:
-        backend.run(backend.plan(batch.ragged[0]), query, keys, values, spec)
+        plan = backend.plan(batch.ragged[0])
+        backend.run(plan, query, cached_keys, cached_values, spec)
 
     return _peak(model.device, run) - output
 
