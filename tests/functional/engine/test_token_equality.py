@@ -62,6 +62,8 @@ FUSED = (
 # The same of texts of models of several parts: test_models_of_parts.py.
 UNFUSED_TEXTS = ("qwen3_vl_moe", "gemma3n", "gemma4", "gemma4_unified")
 FUSED_TEXTS = tuple(family for family in tiny_parts.FAMILIES if family not in UNFUSED_TEXTS)
+# Their code waits for the device in each pass: its steps run as they are.
+UNCAPTURED = ("gemma3n_text",)
 PER_FAMILY = 8  # cases of the short form
 UNBOUNDED = 4096  # more tokens than all prompts of a run have together
 
@@ -314,7 +316,10 @@ def check(family: str, kernels: str, cases: list[Case], constant: int = 0) -> No
     """``constant``: texts that may have no more than two tokens, which show little."""
     tally = tally_over(family, cases)
     assert tally.wrong == []
-    if kernels.removeprefix(ON_TRITON) in GRAPHS:
+    if kernels.removeprefix(ON_TRITON) in GRAPHS and family in UNCAPTURED:
+        with pytest.raises(AssertionError, match="waits for the device"):
+            rig(family, kernels).captured()
+    elif kernels.removeprefix(ON_TRITON) in GRAPHS:
         assert rig(family, kernels).captured() > 0
     assert (tally.without_preemption, tally.without_hits) == ([], [])
     assert tally.constant <= constant
@@ -364,7 +369,7 @@ def test_with_decodes_on_the_device_greedy_text_equals_transformers(family: str)
     check_three_settings(family, "resident")
 
 
-@pytest.mark.parametrize("family", head_forms("gpt2", "gemma2"))
+@pytest.mark.parametrize("family", [*head_forms("gpt2", "gemma2"), "gemma3n_text"])
 def test_with_captured_decodes_greedy_text_equals_transformers(family: str) -> None:
     """Steps are padded, recorded and replayed on the stand-in of graphs."""
     check_three_settings(family, "graphs")
