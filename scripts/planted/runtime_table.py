@@ -273,10 +273,10 @@ BUGS = (
         SHARED_KEYS,
     ),
     PackageBug(
-        "the ids that end a text are not those of the whole",
+        "whether the head is the embedding is not said by the whole of a text that is loaded alone",
         "fairlead_runtime.models.text_model:config_to_load",
-        'for key in ("tie_word_embeddings", "eos_token_id"):',
-        'for key in ("tie_word_embeddings",):',
+        "whole.tie_word_embeddings if tied is None else tied",
+        'text["tie_word_embeddings"]',
         PARTS_TESTS,
     ),
     PackageBug(

@@ -56,10 +56,8 @@ def config_to_load(folder: Path, config: Mapping[str, Any]) -> PretrainedConfig:
     if parts is None or not parts.alone:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     text, whole = dict(config[TEXT]), CONFIG_MAPPING[name]
-    for key in ("tie_word_embeddings", "eos_token_id"):
-        value = config.get(key, getattr(whole, key, None))
-        if value is not None:
-            text[key] = value
+    tied = config.get("tie_word_embeddings")
+    text["tie_word_embeddings"] = whole.tie_word_embeddings if tied is None else tied
     factory: Any = CONFIG_MAPPING[parts.text]  # transformers' classes are untyped
     return factory.from_dict(text)
 

@@ -110,6 +110,16 @@ def test_flat_settings_of_an_older_checkpoint_are_the_same_model(
     loading.load(flat)
 
 
+def test_the_head_of_a_text_that_is_loaded_alone_is_the_wholes(tmp_path: Path) -> None:
+    path = tiny_parts.save("gemma3n", tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    config["text_config"]["tie_word_embeddings"] = False
+    for whole in (True, None):
+        (path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": whole}))
+        model: Any = loading.load(path).model
+        assert model.lm_head.weight is model.get_input_embeddings().weight
+
+
 def test_a_text_that_is_loaded_alone_ends_where_the_whole_does(tmp_path: Path) -> None:
     path = tiny_parts.save("gemma3n", tmp_path)
     (path / "generation_config.json").unlink()
