@@ -26,7 +26,7 @@ from fairlead_runtime.device.model.paged_model import PagedModel
 from fairlead_runtime.device.proof import selftest
 from fairlead_runtime.models import loading
 from fairlead_runtime.models.model_error import SelfTestError
-from fairlead_runtime.models.quantized import QuantizedLinear
+from fairlead_runtime.models.quantized import QuantizedEmbedding, QuantizedLinear
 from fairlead_runtime.settings.engine_config import EngineConfig
 from support.layer_faults import change_the_base, hide_each_token_from_itself, run, scale_a_head
 from support.real_weights import GEMMA, SMOLLM2, Published
@@ -167,10 +167,12 @@ def narrow_the_windows(model: PagedModel) -> None:
 def scale_the_embeddings(model: PagedModel) -> None:
     """By the root of their width, as Gemma's are; Gemma's twice."""
     embeddings: Any = model.model.get_input_embeddings()
+    if isinstance(embeddings, QuantizedEmbedding):  # the head has its own scales, of the same rows
+        factor = math.sqrt(embeddings.weight.shape[1])
+        embeddings.scales = torch.nn.Parameter(embeddings.scales * factor, requires_grad=False)
+        return
     head: Any = model.model.get_output_embeddings()
-    # A rounded head has a matrix of its own.
-    rounded = not isinstance(head.weight, torch.Tensor)
-    if not rounded and head.weight.data_ptr() == embeddings.weight.data_ptr():
+    if head.weight.data_ptr() == embeddings.weight.data_ptr():
         head.weight = torch.nn.Parameter(head.weight.data.clone(), requires_grad=False)
     embeddings.weight.data.mul_(math.sqrt(embeddings.weight.shape[1]))
 
