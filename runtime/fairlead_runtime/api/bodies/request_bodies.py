@@ -5,7 +5,6 @@ SamplingParams owns the ranges of sampling values, so that HTTP and Python refus
 Tokenizes nothing.
 """
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, TypeVar
@@ -13,13 +12,13 @@ from typing import Annotated, Any, TypeVar
 from pydantic import FailFast, Field, WithJsonSchema, field_validator
 
 from fairlead_runtime.api.bodies.messages import MAX_MESSAGES, Message, for_template
-from fairlead_runtime.api.bodies.refused_fields import REFUSED, accept
+from fairlead_runtime.api.bodies.refused_fields import accept
 from fairlead_runtime.api.bodies.structured_bodies import StructuredBody, structured_outputs
 from fairlead_runtime.api.bodies.template_bodies import TemplateBody, template_inputs
 from fairlead_runtime.api.bodies.tool_bodies import MAX_TOOLS, NO_TOOLS, Tool, Tools, tools_of
 from fairlead_runtime.front.errors import invalid
 from fairlead_runtime.front.key_limits import PRIORITIES
-from fairlead_runtime.front.strict_body import MAX_NAME, StrictBody
+from fairlead_runtime.front.strict_body import MAX_NAME, StrictBody, Whole, Wholes, wholes
 from fairlead_runtime.models.chat import NO_INPUTS, TemplateInputs
 from fairlead_runtime.request.sequence import MAX_LOGPROBS, RequestError, SamplingParams
 
@@ -43,8 +42,6 @@ _PROMPT = {
     ]
 }
 
-_log = logging.getLogger("fairlead.api")
-
 
 class StreamOptions(StrictBody):
     include_usage: bool | None = None
@@ -55,17 +52,17 @@ class _Body(StructuredBody):
     """The fields of both routes. None means the default: clients send null for unset fields."""
 
     model: str | None = Field(default=None, max_length=MAX_NAME)  # None: the one that is served
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
+    max_tokens: Whole | None = None
+    max_completion_tokens: Whole | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Whole | None = None
     min_p: float | None = None
-    n: int | None = None
-    seed: int | None = None
-    min_tokens: int | None = None
+    n: Whole | None = None
+    seed: Whole | None = None
+    min_tokens: Whole | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: list[int] | None = Field(default=None, max_length=64)
+    stop_token_ids: Wholes | None = Field(default=None, max_length=64)
     stop: Annotated[Any, WithJsonSchema(_STOP)] = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -74,15 +71,15 @@ class _Body(StructuredBody):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[int] | None = None
+    allowed_token_ids: Wholes | None = None
     bad_words: list[str] | None = None
-    prompt_logprobs: int | None = None
+    prompt_logprobs: Whole | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = Field(default=None, max_length=MAX_NAME)
     cache_salt: str | None = Field(default=None, max_length=MAX_NAME)
-    priority: int | None = Field(default=None, ge=PRIORITIES[0], le=PRIORITIES[-1])
-    best_of: int | None = None
+    priority: Whole | None = Field(default=None, ge=PRIORITIES[0], le=PRIORITIES[-1])
+    best_of: Whole | None = None
     timeout: float | None = Field(default=None, gt=0, le=MAX_TIMEOUT)
 
     @field_validator("stop")
@@ -104,7 +101,7 @@ class _Body(StructuredBody):
 
 class CompletionBody(_Body):
     prompt: Annotated[Any, WithJsonSchema(_PROMPT)]
-    logprobs: int | None = None
+    logprobs: Whole | None = None
     echo: bool | None = None
 
     @field_validator("prompt")
@@ -116,7 +113,7 @@ class CompletionBody(_Body):
 class ChatBody(TemplateBody, _Body):
     messages: Annotated[list[Message], FailFast()] = Field(min_length=1, max_length=MAX_MESSAGES)
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Whole | None = None
     tools: list[Tool] | None = Field(default=None, max_length=MAX_TOOLS)
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
@@ -151,13 +148,14 @@ class GenerationRequest:
     tools: Tools = NO_TOOLS
     show_reasoning: bool = True
     echo: Mapping[str, Any] = field(default_factory=dict)  # what the answer repeats of the body
+    ignored: bytes = b""  # names of the body that nothing read, as the header's value
 
 
 def completion(body: Mapping[str, Any], served: str) -> GenerationRequest:
     """A completions body. Raises ApiError 400, or 404 for a model other than ``served``, and
     RequestError for sampling values out of range.
     """
-    parsed = _validate(CompletionBody, body, served)
+    parsed, ignored = _validate(CompletionBody, body, served)
     show_prompt = bool(parsed.echo)
     # The engine generates one token, which the answer leaves out.
     prompt_only = show_prompt and _max_tokens(parsed) == 0
@@ -169,6 +167,7 @@ def completion(body: Mapping[str, Any], served: str) -> GenerationRequest:
     if show_prompt and parsed.logprobs is not None:
         params = replace(params, prompt_logprobs=max(parsed.logprobs, parsed.prompt_logprobs or 0))
     return GenerationRequest(
+        ignored=ignored,
         prompts=parsed.prompt,
         show_prompt=show_prompt,
         prompt_only=prompt_only,
@@ -178,7 +177,7 @@ def completion(body: Mapping[str, Any], served: str) -> GenerationRequest:
 
 def chat(body: Mapping[str, Any], served: str) -> GenerationRequest:
     """A chat body. Raises as ``completion`` does."""
-    parsed = _validate(ChatBody, body, served)
+    parsed, ignored = _validate(ChatBody, body, served)
     if parsed.top_logprobs is not None and not parsed.logprobs:
         raise invalid("top_logprobs", "needs logprobs to be true")
     if parsed.top_logprobs is not None and not 0 <= parsed.top_logprobs <= MAX_LOGPROBS:
@@ -193,6 +192,7 @@ def chat(body: Mapping[str, Any], served: str) -> GenerationRequest:
     if tools.schema is not None:
         common |= _forcing(tools.schema, params, common["sent_names"])
     return GenerationRequest(
+        ignored=ignored,
         messages=for_template(parsed.messages),
         template=template_inputs(parsed),
         tools=tools,
@@ -213,13 +213,11 @@ def _forcing(
     return {"params": params, "sent_names": sent_names}
 
 
-def _validate(kind: type[BodyT], body: Mapping[str, Any], served: str) -> BodyT:
-    parsed = accept(kind, body, served)
+def _validate(kind: type[BodyT], body: Mapping[str, Any], served: str) -> tuple[BodyT, bytes]:
+    """The body, and the names in it that nothing reads, as a header's value."""
+    parsed, ignored = accept(kind, body, served)
     _check_together(parsed)
-    unknown = [name for name in body if name not in kind.model_fields and name not in REFUSED]
-    if unknown:
-        _log.debug("ignored %d unknown fields", len(unknown))
-    return parsed
+    return parsed, ignored
 
 
 def _check_together(parsed: _Body) -> None:
@@ -314,12 +312,14 @@ def _prompts(value: Any) -> tuple[Prompt, ...]:
         raise ValueError(
             "must be text, a list of texts, token ids or a list of token ids, and not empty"
         )
+    value = wholes(value)
     if all(type(item) is int for item in value):
         return (tuple(value),)
     if len(value) > MAX_PROMPTS:
         raise ValueError(f"at most {MAX_PROMPTS} prompts may be given")
     if all(isinstance(item, str) for item in value):
         return tuple(value)
+    value = [wholes(item) for item in value]
     if all(isinstance(item, list) and all(type(token) is int for token in item) for item in value):
         return tuple(tuple(item) for item in value)
     raise ValueError(

@@ -26,6 +26,7 @@ from fairlead_runtime.api.answers.response_bodies import (
 )
 from fairlead_runtime.api.answers.token_ids import TokenIds
 from fairlead_runtime.api.bodies import request_bodies
+from fairlead_runtime.api.bodies.field_names import header_of
 from fairlead_runtime.api.bodies.prompts import PreparedRequest, Validate, prepare
 from fairlead_runtime.api.responses.bodies import response
 from fairlead_runtime.api.responses.encoder import ResponseEncoder
@@ -51,12 +52,14 @@ from fairlead_runtime.request.structured import PARAM
 
 MERGED_AHEAD = 8  # outputs per prompt that may wait to be written
 
-_SSE = [
+Headers = list[tuple[bytes, bytes]]
+
+_SSE: Headers = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
-_JSON = [(b"content-type", b"application/json")]
+_JSON: Headers = [(b"content-type", b"application/json")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,11 +148,9 @@ class EndpointHandler:
                 prompt_only=request.prompt_only,
                 request_id=request_id,
             )
-            answer = (
-                _StreamedAnswer(generation, encoder, self._pool)
-                if request.stream
-                else _JsonAnswer(generation, encoder, self._pool)
-            )
+            kind, headers = (_StreamedAnswer, _SSE) if request.stream else (_JsonAnswer, _JSON)
+            headers = [*headers, *header_of(request.ignored)]
+            answer = kind(generation, encoder, self._pool, headers)
             last = await answer.write(send)
             if trace is not None and answer.failure is not None:
                 trace.failure = answer.failure.code
@@ -319,16 +320,19 @@ class _JsonAnswer:
 
     failure = None  # is raised
 
-    def __init__(self, generation: _Generation, encoder: Encoder, pool: PromptPool) -> None:
+    def __init__(
+        self, generation: _Generation, encoder: Encoder, pool: PromptPool, headers: Headers
+    ) -> None:
         self._generation = generation
         self._encoder = encoder
         self._pool = pool
+        self._headers = headers
 
     async def write(self, send: Send) -> bytes:
         """Send the head; return the last bytes of the body."""
         choices = [WholeChoice() for _ in range(self._generation.n * len(self._generation.streams))]
         await self._generation.forward(lambda index, output: choices[index].add(output))
-        await send({"type": "http.response.start", "status": 200, "headers": _JSON})
+        await send({"type": "http.response.start", "status": 200, "headers": self._headers})
         chunks = self._encoder.body_pieces(choices, self._generation.usage)
         if all(choice.short for choice in choices):
             return b"".join(chunks)
@@ -352,10 +356,13 @@ def _next_piece(chunks: Iterator[bytes]) -> bytes:
 class _StreamedAnswer:
     """The answer as server-sent events, from the first output on."""
 
-    def __init__(self, generation: _Generation, encoder: Encoder, pool: PromptPool) -> None:
+    def __init__(
+        self, generation: _Generation, encoder: Encoder, pool: PromptPool, headers: Headers
+    ) -> None:
         self._generation = generation
         self._encoder = encoder
         self._pool = pool
+        self._headers = headers
         self._started = False
         self.failure: errors.ApiError | None = None  # after the first byte
 
@@ -384,7 +391,7 @@ class _StreamedAnswer:
         """
         if not self._started:
             self._started = True
-            await send({"type": "http.response.start", "status": 200, "headers": _SSE})
+            await send({"type": "http.response.start", "status": 200, "headers": self._headers})
         if output.logprobs or output.prompt_logprobs:
             events = await self._pool.encode(self._encoder.events, index, output)
         else:
