@@ -94,20 +94,32 @@ def _prepared(
             tools=request.tools.for_template,
             inputs=request.template,
         )
-        ids = pack_ids(encoder.encode(text, special=False, large=large))
-        return PreparedRequest(without_prompts, (ids,), _prompt_end(text, request, encoder))
-    prompts = tuple(
-        pack_ids(
+        whole = pack_ids(encoder.encode(text, special=False, large=large))
+        ids = _kept(whole, request, max_model_len)
+        ends_there = ids is whole or request.truncation.keeps_end
+        end = _prompt_end(text, request, encoder) if ends_there else ""
+        return PreparedRequest(without_prompts, (ids,), end)
+    shown = list(request.prompts)
+    kept: list[Sequence[int]] = []
+    for place, prompt in enumerate(request.prompts):
+        whole = pack_ids(
             text_ids(prompt, encoder, max_model_len, large=large)
             if isinstance(prompt, str)
             else prompt
         )
-        for prompt in request.prompts
-    )
+        kept.append(_kept(whole, request, max_model_len))
+        if kept[-1] is not whole:
+            shown[place] = tuple(kept[-1])
+    prompts = tuple(kept)
     if request.params.prompt_logprobs is not None:
         check_prompt_logprobs(sum(map(len, prompts)), request.params.prompt_logprobs)
-    echo = echoed(request.prompts, encoder.tokenizer) if request.show_prompt else ()
+    echo = echoed(shown, encoder.tokenizer) if request.show_prompt else ()
     return PreparedRequest(without_prompts, prompts, "", echo)
+
+
+def _kept(ids: Sequence[int], request: GenerationRequest, max_model_len: int) -> Sequence[int]:
+    """The ids of a prompt that the request keeps, the same object where it keeps all."""
+    return request.truncation.of(ids, max_model_len, request.params.max_tokens or 1)
 
 
 def _prompt_end(text: str, request: GenerationRequest, encoder: PromptEncoder) -> str:

@@ -156,16 +156,21 @@ def unread(
     return listed(names)
 
 
-def accept(kind: type[BodyT], body: Mapping[str, Any], served: str) -> tuple[BodyT, bytes]:
+def accept(
+    kind: type[BodyT],
+    body: Mapping[str, Any],
+    served: str,
+    refused: Mapping[str, Refused] = REFUSED,
+) -> tuple[BodyT, bytes]:
     """The body, whose messages may still be of any type while their fields are looked at, and what
     ``unread`` returns. Raises ApiError 400, or 404 for a model other than ``served``.
     """
     check_model(body.get("model"), served)
-    refuse_fields(body, kind.model_fields)
+    refuse_fields(body, kind.model_fields, refused)
     messages = body.get("messages")
     for place, message in enumerate(messages if isinstance(messages, list) else ()):
         if isinstance(message, dict):
             path = f"messages.{place}."
             refuse_fields(message, Message.model_fields, REFUSED_OF_MESSAGES, path)
-    ignored = unread(kind, body)
+    ignored = unread(kind, body, refused.keys())
     return validated(kind, body), ignored

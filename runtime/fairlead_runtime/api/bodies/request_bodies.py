@@ -7,22 +7,24 @@ Tokenizes nothing.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import FailFast, Field, WithJsonSchema, field_validator
+from pydantic import AfterValidator, FailFast, Field, WithJsonSchema, field_validator
 
 from fairlead_runtime.api.bodies.messages import MAX_MESSAGES, Message, for_template
 from fairlead_runtime.api.bodies.refused_fields import accept
 from fairlead_runtime.api.bodies.structured_bodies import StructuredBody, structured_outputs
 from fairlead_runtime.api.bodies.template_bodies import TemplateBody, template_inputs
 from fairlead_runtime.api.bodies.tool_bodies import MAX_TOOLS, NO_TOOLS, Tool, Tools, tools_of
+from fairlead_runtime.api.bodies.truncation import WHOLE, Truncation, not_zero
 from fairlead_runtime.front.errors import invalid
 from fairlead_runtime.front.key_limits import PRIORITIES
 from fairlead_runtime.front.strict_body import MAX_NAME, StrictBody, Whole, Wholes, wholes
 from fairlead_runtime.models.chat import NO_INPUTS, TemplateInputs
 from fairlead_runtime.request.sequence import MAX_LOGPROBS, RequestError, SamplingParams
 
-MAX_PROMPTS = 64
+MAX_PROMPTS = 1024
+MAX_BODY_CHOICES = 4096  # of all prompts of a body together
 MAX_TIMEOUT = 24 * 3600  # seconds
 MAX_ID_DIGITS = 10
 COMPLETION_TOKENS = 16  # OpenAI's default for completions; chat's is "what fits"
@@ -67,6 +69,12 @@ class _Body(StructuredBody):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    truncate_prompt_tokens: Annotated[Whole, AfterValidator(not_zero)] | None = Field(
+        default=None, ge=-1
+    )
+    truncation_side: Literal["left", "right"] | None = None
+    request_id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._-]{1,64}$")
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
@@ -118,6 +126,7 @@ class ChatBody(TemplateBody, _Body):
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
+    echo: bool | None = None
 
 
 BodyT = TypeVar("BodyT", bound=_Body)
@@ -140,6 +149,10 @@ class GenerationRequest:
     sent_names: Mapping[str, str]  # of fields that the client sent under another name
     prompt_logprobs: int | None  # to show; echo needs them too
     show_token_ids: bool = False
+    tokens_by_id: bool = False  # in log-probabilities
+    request_id: str = ""  # of the answer; empty: that of the request
+    truncation: Truncation = WHOLE
+    begun: str = ""  # of a chat, text that the answer shows before its own
     show_prompt: bool = False  # before the text of each choice
     prompt_only: bool = False  # generate nothing: echo with max_tokens 0
     prompts: tuple[Prompt, ...] = ()
@@ -158,12 +171,18 @@ def completion(body: Mapping[str, Any], served: str) -> GenerationRequest:
     parsed, ignored = _validate(CompletionBody, body, served)
     show_prompt = bool(parsed.echo)
     # The engine generates one token, which the answer leaves out.
-    prompt_only = show_prompt and _max_tokens(parsed) == 0
+    prompt_only = _max_tokens(parsed) == 0
     params = _params(
         parsed,
         max_tokens=1 if prompt_only else _max_tokens(parsed, COMPLETION_TOKENS),
         logprobs=parsed.logprobs,
     )
+    if len(parsed.prompt) * params.n > MAX_BODY_CHOICES:
+        raise invalid(
+            "n",
+            f"{len(parsed.prompt)} prompts * {params.n} are more than {MAX_BODY_CHOICES} choices "
+            "of one body: send fewer of either",
+        )
     if show_prompt and parsed.logprobs is not None:
         params = replace(params, prompt_logprobs=max(parsed.logprobs, parsed.prompt_logprobs or 0))
     return GenerationRequest(
@@ -197,8 +216,13 @@ def chat(body: Mapping[str, Any], served: str) -> GenerationRequest:
         template=template_inputs(parsed),
         tools=tools,
         show_reasoning=parsed.include_reasoning is not False,
+        begun=_last_of_assistant(parsed.messages) if parsed.echo else "",
         **common,
     )
+
+
+def _last_of_assistant(messages: list[Message]) -> str:
+    return (messages[-1].content or "") if messages[-1].role == "assistant" else ""
 
 
 def _forcing(
@@ -225,9 +249,6 @@ def _check_together(parsed: _Body) -> None:
         raise invalid("stream_options", "is allowed only with stream: true")
     if parsed.best_of is not None and parsed.best_of != (parsed.n or 1):
         raise invalid("best_of", "is not supported beyond n; leave it out", "unsupported_parameter")
-    options = parsed.stream_options
-    if options is not None and options.continuous_usage_stats and not options.include_usage:
-        raise invalid("stream_options.continuous_usage_stats", "needs include_usage to be true")
     if parsed.stream and parsed.prompt_logprobs is not None:
         raise invalid("prompt_logprobs", "is not available with stream: true")
     old, new = parsed.max_tokens, parsed.max_completion_tokens
@@ -289,13 +310,17 @@ def _top_k(value: int | None) -> int:
 
 def _common(parsed: _Body, params: SamplingParams) -> dict[str, Any]:
     options = parsed.stream_options
+    usage = options is not None and bool(options.include_usage)
     return {
         "params": params,
+        "tokens_by_id": bool(parsed.return_tokens_as_token_ids),
+        "request_id": parsed.request_id or "",
+        "truncation": Truncation(parsed.truncate_prompt_tokens, parsed.truncation_side != "right"),
         "prompt_logprobs": parsed.prompt_logprobs,
         "show_token_ids": bool(parsed.return_token_ids),
         "stream": bool(parsed.stream),
-        "include_usage": options is not None and bool(options.include_usage),
-        "running_usage": options is not None and bool(options.continuous_usage_stats),
+        "include_usage": usage,
+        "running_usage": usage and options is not None and bool(options.continuous_usage_stats),
         "timeout": parsed.timeout,
         "user": parsed.user or "",
         "cache_salt": parsed.cache_salt,

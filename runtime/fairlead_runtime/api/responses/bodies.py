@@ -14,7 +14,7 @@ from pydantic import Field, field_validator
 from fairlead_runtime.api.bodies import request_bodies
 from fairlead_runtime.api.bodies.refused_fields import REFUSED, Refused, refuse_fields, unread
 from fairlead_runtime.api.bodies.request_bodies import ChatBody, GenerationRequest
-from fairlead_runtime.api.bodies.tool_bodies import MAX_TOOLS
+from fairlead_runtime.api.bodies.tool_bodies import ALLOWED, MAX_TOOLS
 from fairlead_runtime.api.responses.items import MAX_ITEMS, Item, messages_of
 from fairlead_runtime.front.errors import ApiError, invalid
 from fairlead_runtime.front.strict_body import MAX_NAME, StrictBody, Whole, check_model, validated
@@ -41,6 +41,11 @@ _REFUSED: dict[str, Refused] = {
     "reasoning_effort": Refused(instead="send reasoning.effort"),
     "logprobs": Refused((False,), f"send include with {LOGPROBS}"),
     "return_token_ids": Refused((False,)),
+    "echo": Refused((False,)),
+    "previous_response": Refused(instead=_STORED),
+    "previous_input_messages": Refused(([],), "send input"),
+    "context_management": Refused(([],)),
+    "image": Refused(),
 }
 # What this route knows beside its own fields: all others that a chat reads or refuses.
 _KNOWN = {*_REFUSED, *ChatBody.model_fields, *REFUSED}
@@ -138,10 +143,15 @@ def _tool(place: int, tool: Mapping[str, Any]) -> dict[str, Any]:
 def _choice(choice: Any) -> Any:
     if choice in (None, "none", "auto", "required"):
         return choice
+    if isinstance(choice, dict) and choice.get("type") == ALLOWED:
+        tools = choice.get("tools")
+        named = [_choice(tool) for tool in tools] if isinstance(tools, list) else tools
+        return {"type": ALLOWED, ALLOWED: {"mode": choice.get("mode"), "tools": named}}
     if not isinstance(choice, dict) or choice.get("type") != "function" or "name" not in choice:
         raise invalid(
             "tool_choice",
-            'must be "none", "auto", "required" or {"type": "function", "name": ...}',
+            'must be "none", "auto", "required", {"type": "function", "name": ...} or '
+            '{"type": "allowed_tools", "mode": ..., "tools": [...]}',
         )
     return {"type": "function", "function": {"name": choice["name"]}}
 

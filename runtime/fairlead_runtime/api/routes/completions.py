@@ -161,8 +161,9 @@ class EndpointHandler:
         self, request_id: str, backend: Backend, prepared: PreparedRequest, usage: Usage
     ) -> Frame:
         request, vocabulary = prepared.request, backend.vocabulary
+        of_client = request.request_id.removeprefix(self._endpoint.prefix)
         return Frame(
-            id=self._endpoint.prefix + request_id,
+            id=self._endpoint.prefix + (of_client or request_id),
             created=int(time.time()),
             model=self._state.name,
             top=request.params.logprobs,
@@ -181,6 +182,8 @@ class EndpointHandler:
             ids=TokenIds(
                 enabled=request.show_token_ids, n=request.params.n, prompts=prepared.prompts
             ),
+            by_id=request.tokens_by_id,
+            begun=request.begun,
             running=usage if request.running_usage else None,
             new_parser=functools.partial(
                 backend.replies.parser,
@@ -321,7 +324,11 @@ class _JsonAnswer:
     failure = None  # is raised
 
     def __init__(
-        self, generation: _Generation, encoder: Encoder, pool: PromptPool, headers: Headers
+        self,
+        generation: _Generation,
+        encoder: Encoder,
+        pool: PromptPool,
+        headers: Headers = _JSON,
     ) -> None:
         self._generation = generation
         self._encoder = encoder
@@ -357,7 +364,11 @@ class _StreamedAnswer:
     """The answer as server-sent events, from the first output on."""
 
     def __init__(
-        self, generation: _Generation, encoder: Encoder, pool: PromptPool, headers: Headers
+        self,
+        generation: _Generation,
+        encoder: Encoder,
+        pool: PromptPool,
+        headers: Headers = _SSE,
     ) -> None:
         self._generation = generation
         self._encoder = encoder

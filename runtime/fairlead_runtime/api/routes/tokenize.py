@@ -5,10 +5,10 @@ never on the event loop.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import orjson
-from pydantic import BeforeValidator, FailFast, Field
+from pydantic import AfterValidator, BeforeValidator, FailFast, Field
 from starlette.requests import Request
 from starlette.responses import Response
 from transformers import PreTrainedTokenizerBase
@@ -16,17 +16,34 @@ from transformers import PreTrainedTokenizerBase
 from fairlead_runtime.api.bodies.field_names import header_of
 from fairlead_runtime.api.bodies.messages import MAX_MESSAGES, Message, for_template
 from fairlead_runtime.api.bodies.prompts import chat_text, text_ids
-from fairlead_runtime.api.bodies.refused_fields import accept, unread
+from fairlead_runtime.api.bodies.refused_fields import REFUSED, Refused, accept, unread
 from fairlead_runtime.api.bodies.template_bodies import TemplateBody, template_inputs
 from fairlead_runtime.api.bodies.tool_bodies import MAX_TOOLS, Tool, tools_of
+from fairlead_runtime.api.bodies.truncation import Truncation, not_zero
 from fairlead_runtime.api.state.state import Backend, ServerState
 from fairlead_runtime.front.auth import tenant_of
 from fairlead_runtime.front.errors import invalid
 from fairlead_runtime.front.limits import PromptPool, is_large, read_body
-from fairlead_runtime.front.strict_body import MAX_NAME, StrictBody, check_model, validated, wholes
+from fairlead_runtime.front.strict_body import (
+    MAX_NAME,
+    StrictBody,
+    Whole,
+    check_model,
+    validated,
+    wholes,
+)
 from fairlead_runtime.front.strict_json import parse_object
 
 Answer = tuple[Mapping[str, Any], bytes]  # and the names of the body that nothing read
+
+
+# llama.cpp's names of this route.
+_REFUSED = {
+    "content": Refused(instead="send prompt"),
+    "add_special": Refused((False,), "send add_special_tokens"),
+    "parse_special": Refused((True,)),
+    "with_pieces": Refused((False,), "send return_token_strs"),
+}
 
 
 class TokenizeBody(TemplateBody):
@@ -38,6 +55,10 @@ class TokenizeBody(TemplateBody):
     prompt: str | None = None
     messages: list[Message] | None = Field(default=None, min_length=1, max_length=MAX_MESSAGES)
     return_token_strs: bool | None = None
+    truncate_prompt_tokens: Annotated[Whole, AfterValidator(not_zero)] | None = Field(
+        default=None, ge=-1
+    )
+    truncation_side: Literal["left", "right"] | None = None
     tools: list[Tool] | None = Field(default=None, max_length=MAX_TOOLS)
     tool_choice: Any = None
 
@@ -75,7 +96,7 @@ class TokenizeRoutes:
 def tokenize(body: bytes, served: str, backend: Backend) -> Answer:
     """Raises ApiError or RequestError, which name the field, and ServiceError."""
     fields = parse_object(body)
-    parsed, ignored = accept(TokenizeBody, fields, served)
+    parsed, ignored = accept(TokenizeBody, fields, served, REFUSED | _REFUSED)
     tokenizer, longest = backend.encoder.tokenizer, backend.service.max_model_len
     large = is_large(body)
     if (parsed.prompt is None) == (parsed.messages is None):
@@ -94,6 +115,8 @@ def tokenize(body: bytes, served: str, backend: Backend) -> Answer:
             inputs=template_inputs(parsed),
         )
         ids = list(backend.encoder.encode(text, special=False, large=large))
+    side = parsed.truncation_side != "right"
+    ids = list(Truncation(parsed.truncate_prompt_tokens, side).of(ids, longest))
     pieces = tokenizer.convert_ids_to_tokens(ids) if parsed.return_token_strs else None
     answer = {"count": len(ids), "max_model_len": longest, "tokens": ids, "token_strs": pieces}
     return answer, ignored
