@@ -216,7 +216,7 @@ class Engine:
         if add.bounded:  # a canary has no timeout: its sender limits how long it waits
             self._waiting_since[request.id] = add.arrived
             self._waiting_tokens += len(request.prompt)
-        outputs = request.params.guided
+        outputs = request.params.guided or request.params.reasoning
         if outputs is None:
             self._schedule(request)
         elif self._prepare is None:

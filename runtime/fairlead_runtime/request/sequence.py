@@ -12,7 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
 from fairlead_runtime.request.logprobs import TokenLogprobs
-from fairlead_runtime.request.structured import PARAM, StructuredOutputs, StructuredOutputsError
+from fairlead_runtime.request.structured import (
+    PARAM,
+    Reasoning,
+    StructuredOutputs,
+    StructuredOutputsError,
+)
 
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
@@ -142,6 +147,7 @@ class SamplingParams:
     skip_special_tokens: bool = True  # False: special tokens are text, but for the one that ends it
     prompt_logprobs: int | None = None  # the same of each prompt token but the first
     structured_outputs: Any = None  # StructuredOutputs, or a mapping of its fields
+    reasoning: Reasoning | None = None  # a bound on it; None: none
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))

@@ -1,5 +1,5 @@
-"""Every request field of other servers is honoured, refused by name, or ignored and named; a slip of
-a known one is refused.
+"""Every request field of other servers is honoured, refused by name, or ignored and named; a slip
+of a known one is refused.
 """
 
 import json
@@ -20,6 +20,7 @@ from fairlead_runtime.api.responses.bodies import ResponseBody
 from fairlead_runtime.api.state.state import BodyRules
 from fairlead_runtime.front.errors import ApiError
 from fairlead_runtime.request.sequence import RequestError
+from fairlead_runtime.request.structured import Reasoning
 from support.api_harness import MODEL, FakeService, chat, completion, events, fake_server, run
 
 SOURCES = json.loads((Path(__file__).parents[3] / "scripts" / "peer_fields.json").read_text())
@@ -40,13 +41,12 @@ def test_no_field_of_another_server_is_dropped_in_silence(route: str) -> None:
             if name in honoured:
                 continue
             odd = {"nobody": "sends this"}
-            try:
-                ignored = check(body | {name: odd}, MODEL).ignored
-            except ApiError as error:
-                assert (error.param, error.code) == (name, "unsupported_parameter"), name
-            else:
-                assert ignored == name.encode(), name
-                assert name in HARMLESS
+            if name in HARMLESS:
+                assert check(body | {name: odd}, MODEL).ignored == name.encode(), name
+                continue
+            with pytest.raises(ApiError, match=name) as refused:
+                check(body | {name: odd}, MODEL)
+            assert (refused.value.param, refused.value.code) == (name, "unsupported_parameter")
 
 
 def test_the_lists_of_openai_are_those_of_its_client() -> None:
@@ -116,9 +116,9 @@ def test_objects_are_looked_at_as_the_body_is() -> None:
         b"messages.weight, messages.content.cache_control, tools.function.examples, "
         b"stream_options.foo"
     )
-    with pytest.raises(ApiError, match="did you mean stream_options.include_usage") as refused:
-        wrong = {"include_usge": True}
-        request_bodies.chat(chat(stream=True, stream_options=wrong), MODEL)
+    wrong = chat(stream=True, stream_options={"include_usge": True})
+    with pytest.raises(ApiError, match=r"did you mean stream_options\.include_usage") as refused:
+        request_bodies.chat(wrong, MODEL)
     assert refused.value.param == "stream_options.include_usge"
 
 
@@ -378,5 +378,42 @@ def test_the_models_sampling_values_are_shown() -> None:
         async with fake_server(service) as (server, _), server.client() as client:
             (model,) = (await client.get("/v1/models")).json()["data"]
             assert model["sampling_defaults"] == {"temperature": 0.6, "top_k": 20}
+
+    run(scenario())
+
+
+# -- reasoning
+
+
+@pytest.mark.parametrize("route", ["chat/completions", "completions", "responses"])
+def test_a_budget_of_thoughts_is_a_bound_on_the_reasoning_of_the_answer(route: str) -> None:
+    async def scenario() -> None:
+        body = {"chat/completions": chat(), "completions": completion(), "responses": RESPONSE}
+        sent = body[route] | {"thinking_token_budget": 7.0}
+        service = FakeService(reasoning_parser="qwen3")
+        async with fake_server(service) as (server, _), server.client() as client:
+            assert (await client.post(f"/v1/{route}", json=sent)).status_code == 200
+            bound = service.seen[-1].params.reasoning
+            assert bound == Reasoning(most=7, end="</think>", begin="<think>")
+            if route == "completions":
+                opened = await client.post(f"/v1/{route}", json=sent | {"prompt": "x <think>\n"})
+                assert opened.status_code == 200
+                assert service.seen[-1].params.reasoning == Reasoning(most=7, end="</think>")
+            for none in (-1, None):
+                free = await client.post(
+                    f"/v1/{route}", json=sent | {"thinking_token_budget": none}
+                )
+                assert free.status_code == 200
+                assert service.seen[-1].params.reasoning is None
+            for wrong in (-2, 1.5, "7", True):
+                refused = await client.post(
+                    f"/v1/{route}", json=sent | {"thinking_token_budget": wrong}
+                )
+                assert refused.json()["error"]["param"] == "thinking_token_budget"
+        async with fake_server() as (server, _), server.client() as client:
+            refused = await client.post(f"/v1/{route}", json=sent)
+            assert refused.status_code == 400
+            assert refused.json()["error"]["param"] == "thinking_token_budget"
+            assert "--reasoning-parser" in refused.json()["error"]["message"]
 
     run(scenario())

@@ -22,6 +22,7 @@ from fairlead_runtime.front.key_limits import PRIORITIES
 from fairlead_runtime.front.strict_body import MAX_NAME, StrictBody, Whole, Wholes, wholes
 from fairlead_runtime.models.chat import NO_INPUTS, TemplateInputs
 from fairlead_runtime.request.sequence import MAX_LOGPROBS, RequestError, SamplingParams
+from fairlead_runtime.request.structured import PARAM
 
 MAX_PROMPTS = 1024
 MAX_BODY_CHOICES = 4096  # of all prompts of a body together
@@ -73,6 +74,7 @@ class _Body(StructuredBody):
     truncate_prompt_tokens: Annotated[Whole, AfterValidator(not_zero)] | None = Field(
         default=None, ge=-1
     )
+    thinking_token_budget: Whole | None = Field(default=None, ge=-1, lt=2**31)
     truncation_side: Literal["left", "right"] | None = None
     request_id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._-]{1,64}$")
     presence_penalty: float | None = None
@@ -152,6 +154,7 @@ class GenerationRequest:
     tokens_by_id: bool = False  # in log-probabilities
     request_id: str = ""  # of the answer; empty: that of the request
     truncation: Truncation = WHOLE
+    thinking_budget: int | None = None  # tokens; None: no bound
     begun: str = ""  # of a chat, text that the answer shows before its own
     show_prompt: bool = False  # before the text of each choice
     prompt_only: bool = False  # generate nothing: echo with max_tokens 0
@@ -299,6 +302,8 @@ def _sent_names(parsed: _Body) -> dict[str, str]:
     names = {"max_tokens": "max_completion_tokens"} if newer else {}
     if isinstance(parsed, CompletionBody) and parsed.prompt_logprobs is None:
         names["prompt_logprobs"] = "logprobs"  # of an echo
+    if parsed.thinking_token_budget is not None:
+        names[PARAM] = "thinking_token_budget"
     names |= structured_outputs(parsed)[1]
     return names | ({"prompt": "messages"} if isinstance(parsed, ChatBody) else {})
 
@@ -311,10 +316,12 @@ def _top_k(value: int | None) -> int:
 def _common(parsed: _Body, params: SamplingParams) -> dict[str, Any]:
     options = parsed.stream_options
     usage = options is not None and bool(options.include_usage)
+    budget = parsed.thinking_token_budget
     return {
         "params": params,
         "tokens_by_id": bool(parsed.return_tokens_as_token_ids),
         "request_id": parsed.request_id or "",
+        "thinking_budget": None if budget == -1 else budget,
         "truncation": Truncation(parsed.truncate_prompt_tokens, parsed.truncation_side != "right"),
         "prompt_logprobs": parsed.prompt_logprobs,
         "show_token_ids": bool(parsed.return_token_ids),

@@ -47,9 +47,16 @@ from fairlead_runtime.front.limits import (
     while_connected,
 )
 from fairlead_runtime.outputs import Output, OutputStream, Submission
-from fairlead_runtime.request.sequence import Failure, FailureKind, FinishReason, RequestError
+from fairlead_runtime.request.sequence import (
+    Failure,
+    FailureKind,
+    FinishReason,
+    RequestError,
+    SamplingParams,
+)
 from fairlead_runtime.request.structured import PARAM
 
+END_TOKENS = 32  # of a prompt, in which it may begin to reason
 MERGED_AHEAD = 8  # outputs per prompt that may wait to be written
 
 Headers = list[tuple[bytes, bytes]]
@@ -206,6 +213,10 @@ class EndpointHandler:
         params, guided = request.params, request.params.guided
         if guided is not None and chat and backend.replies.begins_inside(prepared.prompt_end):
             params = replace(params, structured_outputs=guided.after_reasoning(END))
+        bounded = [
+            _bounded(backend, params, request.thinking_budget, prepared.prompt_end or prompt)
+            for prompt in prompts
+        ]
         salt, tenant = (request.cache_salt or "").encode(), request.user
         priority = request.priority or 0
         if key is not None:
@@ -214,7 +225,7 @@ class EndpointHandler:
         return [
             Submission(
                 prompt=prompt,
-                params=params,
+                params=bounded[number],
                 id=f"{request_id}-{number}" if several else request_id,
                 tenant=tenant,
                 salt=salt,
@@ -224,6 +235,18 @@ class EndpointHandler:
             )
             for number, prompt in enumerate(prompts)
         ]
+
+
+def _bounded(
+    backend: Backend, params: SamplingParams, budget: int | None, prompt: str | Sequence[int]
+) -> SamplingParams:
+    """``params`` with a bound on the reasoning after ``prompt``, the ids or the end of its text.
+    Raises ApiError.
+    """
+    if budget is None:
+        return params
+    end = prompt if isinstance(prompt, str) else backend.vocabulary.decode([*prompt[-END_TOKENS:]])
+    return replace(params, reasoning=backend.replies.bounded(end, budget))
 
 
 def _answer_bytes(prepared: PreparedRequest, max_model_len: int, *, buffered: bool) -> int:
