@@ -41,7 +41,7 @@ def test_no_field_of_another_server_is_dropped_in_silence(route: str) -> None:
             if name in honoured:
                 continue
             odd = {"nobody": "sends this"}
-            if name in HARMLESS:
+            if name in HARMLESS and not (route == "responses" and name in bodies._REFUSED):
                 assert check(body | {name: odd}, MODEL).ignored == name.encode(), name
                 continue
             with pytest.raises(ApiError, match=name) as refused:
@@ -389,7 +389,8 @@ def test_the_models_sampling_values_are_shown() -> None:
 def test_a_budget_of_thoughts_is_a_bound_on_the_reasoning_of_the_answer(route: str) -> None:
     async def scenario() -> None:
         body = {"chat/completions": chat(), "completions": completion(), "responses": RESPONSE}
-        sent = body[route] | {"thinking_token_budget": 7.0}
+        field = "thinking_token_budget"
+        sent = body[route] | {field: 7.0}
         service = FakeService(reasoning_parser="qwen3")
         async with fake_server(service) as (server, _), server.client() as client:
             assert (await client.post(f"/v1/{route}", json=sent)).status_code == 200
@@ -400,9 +401,7 @@ def test_a_budget_of_thoughts_is_a_bound_on_the_reasoning_of_the_answer(route: s
                 assert opened.status_code == 200
                 assert service.seen[-1].params.reasoning == Reasoning(most=7, end="</think>")
             for none in (-1, None):
-                free = await client.post(
-                    f"/v1/{route}", json=sent | {"thinking_token_budget": none}
-                )
+                free = await client.post(f"/v1/{route}", json=sent | {field: none})
                 assert free.status_code == 200
                 assert service.seen[-1].params.reasoning is None
             for wrong in (-2, 1.5, "7", True):
