@@ -77,10 +77,12 @@ def validated(kind: type[BodyT], body: Mapping[str, Any]) -> BodyT:
         raise explain(error) from None
 
 
-def text_of(content: Any, *kinds: str) -> str:
-    """A content, text or a list of parts of one of these types, as one text. A refusal, which our
-    own answers may hold, is text. Raises ValueError, for an image, sound or a file by its name.
+def text_of(content: Any, *kinds: str, refusals: bool = False) -> str:
+    """A content, text or a list of parts of one of these types, as one text, a line for each. With
+    ``refusals``, which our own answers may hold, these are text. Raises ValueError, for an image,
+    sound or a file by its name.
     """
+    kinds = (*kinds, "refusal") if refusals else kinds
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else [content]
@@ -101,7 +103,7 @@ def _part_text(part: Any, kinds: tuple[str, ...]) -> str | None:
     kind = part.get("type")
     text = part.get("refusal" if kind == "refusal" else "text")
     # Tuples: what a client sends as the type need not be hashable.
-    return text if kind in (*kinds, "refusal") and isinstance(text, str) else None
+    return text if kind in kinds and isinstance(text, str) else None
 
 
 def _refuse_media(part: Any) -> None:

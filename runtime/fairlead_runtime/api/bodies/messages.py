@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, WithJsonSchema, field_validator
+from pydantic import Field, ValidationInfo, WithJsonSchema, field_validator
 
 from fairlead_runtime.front.errors import invalid
 from fairlead_runtime.front.strict_body import MAX_NAME, ObjectsOf, StrictBody, TextPart, text_of
@@ -51,8 +51,9 @@ class Message(StrictBody):
 
     @field_validator("content")
     @classmethod
-    def _content(cls, value: Any) -> str:
-        return "" if value is None else text_of(value, "text")
+    def _content(cls, value: Any, info: ValidationInfo) -> str:
+        own = info.data.get("role") == "assistant"
+        return "" if value is None else text_of(value, "text", refusals=own)
 
 
 def for_template(messages: Sequence[Message]) -> tuple[dict[str, Any], ...]:

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fairlead_runtime.api.bodies.field_names import header_of
 from fairlead_runtime.api.bodies.messages import MAX_MESSAGES, Message, for_template
-from fairlead_runtime.api.bodies.prompts import chat_text, text_ids
+from fairlead_runtime.api.bodies.prompts import chat_text, check_place, text_ids
 from fairlead_runtime.api.bodies.refused_fields import REFUSED, Refused, accept, unread
 from fairlead_runtime.api.bodies.template_bodies import TemplateBody, template_inputs
 from fairlead_runtime.api.bodies.tool_bodies import MAX_TOOLS, Tool, tools_of
@@ -106,13 +106,15 @@ def tokenize(body: bytes, served: str, backend: Backend) -> Answer:
         prompt = parsed.prompt or ""
         ids = list(text_ids(prompt, backend.encoder, longest, special=special, large=large))
     else:
+        inputs = template_inputs(parsed)
+        check_place(body, inputs)
         text = chat_text(
             for_template(parsed.messages),
             tokenizer,
             longest,
             backend.rules,
             tools=tools_of(parsed.tools, parsed.tool_choice, parallel=None).for_template,
-            inputs=template_inputs(parsed),
+            inputs=inputs,
         )
         ids = list(backend.encoder.encode(text, special=False, large=large))
     side = parsed.truncation_side != "right"
