@@ -41,7 +41,7 @@ from fairlead_runtime.request.sequence import (
     Request,
     RequestError,
 )
-from fairlead_runtime.request.structured import StructuredOutputs
+from fairlead_runtime.request.structured import Reasoning, StructuredOutputs
 from fairlead_runtime.scheduling.plan import DeviceLostError, Event, Token, Work
 from fairlead_runtime.scheduling.scheduler import InvariantViolation, Scheduler
 
@@ -53,7 +53,7 @@ CHECK_EVERY = 1024  # steps between two checks of the scheduler's invariants
 CHECK_SHARE = 0.01  # largest share of the time for these checks, which walk over every block
 
 # Compiles a grammar on another thread and calls the function there.
-Prepare = Callable[[StructuredOutputs, Callable[[Guide | Failure], None]], None]
+Prepare = Callable[[StructuredOutputs | Reasoning, Callable[[Guide | Failure], None]], None]
 Params = ParamSpec("Params")
 Value = TypeVar("Value")
 
