@@ -388,10 +388,7 @@ class Guides:
         self, outputs: StructuredOutputs | Reasoning, done: Callable[[Guide | Failure], None]
     ) -> None:
         try:
-            if isinstance(outputs, Reasoning):
-                guide = self._bounded(outputs)
-            else:
-                guide = self.compile(outputs)
+            guide = self.compile(outputs)
         except GrammarError as error:
             done(Failure(str(error), FailureKind.GRAMMAR))
         except Exception as error:
@@ -406,10 +403,12 @@ class Guides:
         end = ReasoningEnd(self._tokenizer, reasoning.end, reasoning.begin)
         return Guide((), fill((), self._words), self._eos, Growth(), end)
 
-    def compile(self, outputs: StructuredOutputs) -> Guide:
+    def compile(self, outputs: StructuredOutputs | Reasoning) -> Guide:
         """A guide at the start of the output, with its first mask. For one thread at a time. Raises
         GrammarError.
         """
+        if isinstance(outputs, Reasoning):
+            return self._bounded(outputs)
         for spent in [key for key, (guide, _) in self._cached.items() if guide.growth.is_spent]:
             del self._cached[spent]
         key = outputs.digest + outputs.reasoning_end

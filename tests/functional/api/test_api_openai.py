@@ -278,7 +278,10 @@ def test_a_message_may_be_a_list_of_text_parts() -> None:
                 {"role": "developer", "content": "be kind"},
                 {"role": "user", "content": parts},
             ]
-            plain = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hello"}]
+            plain = [
+                {"role": "system", "content": "be kind"},
+                {"role": "user", "content": "hel\nlo"},
+            ]
             for each in (messages, plain):
                 body = {"model": MODEL, "messages": each}
                 assert (await client.post("/v1/chat/completions", json=body)).status_code == 200

@@ -102,13 +102,8 @@ def test_a_name_that_means_another_thing_is_ignored_and_named(name: str) -> None
 
 
 def test_objects_are_looked_at_as_the_body_is() -> None:
-    message = {
-        "role": "user",
-        "name": None,
-        "weight": 1,
-        "content": [{"type": "text", "text": "a"}],
-    }
-    message["content"][0]["cache_control"] = {"type": "ephemeral"}
+    part = {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}
+    message = {"role": "user", "name": None, "weight": 1, "content": [part]}
     tool = {"type": "function", "function": {"name": "f", "examples": []}}
     options = {"include_usage": True, "foo": 1}
     body = {"messages": [message, message], "tools": [tool], "stream_options": options}
@@ -176,9 +171,8 @@ def test_a_whole_float_is_an_integer_and_nothing_else_is() -> None:
     assert request_bodies.completion(completion([[12.0], [13]]), MODEL).prompts == ((12,), (13,))
     for value in (3.5, True, "3", 1e300):
         for name in ("max_tokens", "seed", "prompt_logprobs", "priority"):
-            with pytest.raises((ApiError, RequestError)) as refused:
+            with pytest.raises((ApiError, RequestError), match=f"^{name}: "):
                 request_bodies.completion(completion(**{name: value}), MODEL)
-            assert refused.value.param == name
     with pytest.raises(ApiError, match="prompt"):
         request_bodies.completion(completion([1.5]), MODEL)
 

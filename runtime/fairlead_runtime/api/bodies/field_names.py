@@ -128,7 +128,8 @@ def _edits(a: str, b: str) -> int:
     if abs(len(a) - len(b)) > 2 or min(len(a), len(b)) < SHORTEST - 1:
         return 9
     other = 1 if min(len(a), len(b)) >= ONE_LETTER else 9
-    last, row = [], [*range(len(b) + 1)]
+    last: list[int] = []
+    row = [*range(len(b) + 1)]
     for i, left in enumerate(a, 1):
         before, last, row = last, row, [i]
         for j, right in enumerate(b, 1):
