@@ -532,7 +532,7 @@ BUGS = (
     PackageBug(
         "a budget of thoughts bounds nothing",
         "fairlead_runtime.grammar.guides:Guide._is_due",
-        "self._reasoning.tokens >= bound.most",
+        "reasoning.tokens >= bound.most",
         "False",
         ("unit/grammar/test_guides.py",),
     ),

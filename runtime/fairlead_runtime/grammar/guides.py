@@ -117,22 +117,22 @@ class Guide:
                 self._reasoning = None
             self._followed = len(generated)
             self._mask = mask
-        if self._reasoning is not None and self._reasoning.begun and self._is_due(sequence):
-            return self._reasoning.only_next(self._mask)
+        reasoning = self._reasoning
+        if reasoning is not None and reasoning.begun and self._is_due(reasoning, sequence):
+            return reasoning.only_next(self._mask)
         if not self._matchers:
             return self._mask
         text_mask = self._mask & ~self._eos
         self.at_end = not text_mask.any()
         return text_mask if sequence.request.params.ignore_eos and not self.at_end else self._mask
 
-    def _is_due(self, sequence: Sequence) -> bool:
+    def _is_due(self, reasoning: "ReasoningEnd", sequence: Sequence) -> bool:
         """Whether the reasoning must end: its tokens are used up, or half of all where an output
         must follow.
         """
-        assert self._reasoning is not None
         request = sequence.request
         bound = request.params.reasoning
-        if bound is not None and self._reasoning.tokens >= bound.most:
+        if bound is not None and reasoning.tokens >= bound.most:
             return True
         return bool(self._matchers) and sequence.generated >= request.max_tokens // 2
 

@@ -129,7 +129,7 @@ def _edits(a: str, b: str) -> int:
         return 9
     other = 1 if min(len(a), len(b)) >= ONE_LETTER else 9
     last: list[int] = []
-    row = [*range(len(b) + 1)]
+    row: list[int] = [*range(len(b) + 1)]
     for i, left in enumerate(a, 1):
         before, last, row = last, row, [i]
         for j, right in enumerate(b, 1):
