@@ -544,10 +544,10 @@ BUGS = (
         ("unit/grammar/test_guides.py",),
     ),
     PackageBug(
-        "an answer without reasoning is bounded as reasoning",
+        "reasoning that begins after white space is not bounded",
         "fairlead_runtime.grammar.guides:ReasoningEnd.comes_in",
-        "elif not self._begin.startswith(self._head):",
-        "elif False:",
+        "self._tokenizer.decode_bytes([token])).lstrip()",
+        "self._tokenizer.decode_bytes([token]))",
         ("unit/grammar/test_guides.py",),
     ),
     PackageBug(
