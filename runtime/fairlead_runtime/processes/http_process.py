@@ -41,6 +41,7 @@ from fairlead_runtime.serving.intake import Intake
 from fairlead_runtime.serving.metrics import EngineMetrics
 from fairlead_runtime.serving.prompt_encoder import PromptEncoder
 from fairlead_runtime.serving.remote_engine import RemoteEngine
+from fairlead_runtime.serving.request_templates import RequestTemplates
 from fairlead_runtime.serving.service import Service
 from fairlead_runtime.settings.engine_config import EngineConfig
 from fairlead_runtime.settings.preflight import check_record
@@ -146,6 +147,10 @@ async def _load(
     service = Service(engine, intake, vocabulary, grammars=Checker(facts))
     encoder = _prompt_encoder(tokenizer, facts, service)
     running.callback(encoder.close)
+    if rules.templates:
+        renderer = RequestTemplates(tokenizer)
+        running.callback(renderer.close)
+        rules = rules._replace(renderer=renderer)
     service.start()
     running.push_async_callback(service.stop, STOP_SECONDS)
 

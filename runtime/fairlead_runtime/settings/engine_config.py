@@ -349,8 +349,8 @@ class EngineConfig:
     )
     trust_request_chat_template: bool = knob(
         False,
-        "take a request's own chat_template, which runs in a sandbox that does not bound its time",
-        when="Only where you trust every client.",
+        "take a request's own chat_template, rendered in a process with limits of time and memory",
+        when="Where clients bring templates of their own; each is still a program of theirs.",
     )
     drain_grace: float = knob(
         5.0,
