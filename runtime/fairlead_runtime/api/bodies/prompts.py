@@ -36,6 +36,11 @@ PROMPT_END = 64  # characters of a rendered chat that say how the answer begins
 TEMPLATE_ROOM = 64 * 1024  # plus this many
 
 Validate = Callable[[Mapping[str, Any], str], GenerationRequest]
+Check = Callable[[Mapping[str, Any]], None]
+
+
+def check_nothing(_body: Mapping[str, Any]) -> None:
+    """Raises for no body."""
 
 
 class PreparedRequest(NamedTuple):
@@ -54,11 +59,14 @@ def prepare(
     encoder: PromptEncoder,
     max_model_len: int,
     rules: BodyRules,
+    check: Check = check_nothing,
 ) -> PreparedRequest:
-    """Raises ApiError or RequestError, which name the field as the client sent it, and
-    ServiceError.
+    """``check`` has the body as it was sent, ``validate`` with the model's values too. Raises
+    ApiError or RequestError, which name the field as the client sent it, and ServiceError.
     """
-    request = validate(_with_defaults(parse_object(body), rules.sampling), served)
+    fields = parse_object(body)
+    check(fields)
+    request = validate(_with_defaults(fields, rules.sampling), served)
     try:
         return _prepared(
             _with_bad_word_ids(request, encoder.tokenizer),
@@ -95,7 +103,8 @@ def _prepared(
             inputs=request.template,
         )
         ids = pack_ids(encoder.encode(text, special=False, large=large))
-        return PreparedRequest(without_prompts, (ids,), _prompt_end(text, request, encoder))
+        clipped = _clipped(without_prompts, len(ids), max_model_len)
+        return PreparedRequest(clipped, (ids,), _prompt_end(text, request, encoder))
     prompts = tuple(
         pack_ids(
             text_ids(prompt, encoder, max_model_len, large=large)
@@ -108,6 +117,25 @@ def _prepared(
         check_prompt_logprobs(sum(map(len, prompts)), request.params.prompt_logprobs)
     echo = echoed(request.prompts, encoder.tokenizer) if request.show_prompt else ()
     return PreparedRequest(without_prompts, prompts, "", echo)
+
+
+def _clipped(
+    request: GenerationRequest, prompt_tokens: int, max_model_len: int
+) -> GenerationRequest:
+    """The request with max_tokens that fit, where it lets them be clipped. Raises ApiError where
+    not even one fits.
+    """
+    wanted = request.params.max_tokens
+    if not request.clips_tokens or wanted is None or prompt_tokens + wanted <= max_model_len:
+        return request
+    if prompt_tokens >= max_model_len:
+        # In these words Anthropic's clients know that a conversation must be made shorter.
+        raise invalid(
+            "messages",
+            f"prompt is too long: {prompt_tokens} tokens > {max_model_len - 1} maximum",
+            "context_length_exceeded",
+        )
+    return replace(request, params=replace(request.params, max_tokens=None))
 
 
 def _prompt_end(text: str, request: GenerationRequest, encoder: PromptEncoder) -> str:
@@ -197,8 +225,8 @@ def _check_chars(field: str, chars: int, max_model_len: int) -> None:
     if chars > CHARS_PER_TOKEN * max_model_len:
         raise ApiError(
             400,
-            f"{field}: {chars} characters cannot fit into the {max_model_len} tokens "
-            "of this model; send less",
+            f"{field}: prompt is too long: {chars} characters cannot fit into the "
+            f"{max_model_len} tokens of this model; send less",
             param=field,
             code="context_length_exceeded",
         )

@@ -12,7 +12,7 @@ from fairlead_runtime.front.errors import invalid
 from fairlead_runtime.front.strict_body import StrictBody
 
 MAX_TOOLS = 128
-_FUNCTION_NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
+_FUNCTION_NAME = r"^[a-zA-Z0-9_.-]{1,128}$"  # OpenAI has 64; coding tools name those of MCP longer
 
 
 class Function(StrictBody):

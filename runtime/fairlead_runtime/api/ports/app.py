@@ -16,7 +16,13 @@ from starlette.types import ASGIApp
 from fairlead_runtime.api.ports.admin import Admin
 from fairlead_runtime.api.ports.health import Probes
 from fairlead_runtime.api.ports.page import Page
-from fairlead_runtime.api.routes.completions import CHAT, COMPLETIONS, RESPONSES, EndpointHandler
+from fairlead_runtime.api.routes.completions import (
+    CHAT,
+    COMPLETIONS,
+    MESSAGES,
+    RESPONSES,
+    EndpointHandler,
+)
 from fairlead_runtime.api.routes.tokenize import TokenizeRoutes
 from fairlead_runtime.api.state.state import ServerState
 from fairlead_runtime.api.state.tracing import Traced
@@ -31,7 +37,7 @@ from fairlead_runtime.front.strict_body import check_model
 
 
 def public_app(state: ServerState, pool: PromptPool, keys: KeyRing | None = None) -> ASGIApp:
-    """The public port: OpenAI's routes need one of ``keys``, the probes do not."""
+    """The public port: all routes but the probes need one of ``keys``."""
     app = _bare()
     probes = Probes(state)
 
@@ -51,10 +57,13 @@ def public_app(state: ServerState, pool: PromptPool, keys: KeyRing | None = None
     tokens = TokenizeRoutes(state, pool)
     app.router.routes.append(Route("/tokenize", tokens.tokenize, methods=["POST"]))
     app.router.routes.append(Route("/detokenize", tokens.detokenize, methods=["POST"]))
+    count = Route("/v1/messages/count_tokens", tokens.count, methods=["POST"])
+    app.router.routes.append(count)
     for path, endpoint in (
         ("/v1/completions", COMPLETIONS),
         ("/v1/chat/completions", CHAT),
         ("/v1/responses", RESPONSES),
+        ("/v1/messages", MESSAGES),
     ):
         route: ASGIApp = EndpointHandler(state, endpoint, pool)
         if state.tracing is not None:
@@ -95,8 +104,8 @@ def _bare() -> FastAPI:
     return app
 
 
-async def _on_validation(_request: Request, _error: Exception) -> Response:
-    return errors.ApiError(400, "the request is not valid").response()
+async def _on_validation(request: Request, _error: Exception) -> Response:
+    return errors.ApiError(400, "the request is not valid").response_to(request.scope)
 
 
 def _model(state: ServerState) -> dict[str, object]:

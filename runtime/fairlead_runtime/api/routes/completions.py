@@ -25,8 +25,16 @@ from fairlead_runtime.api.answers.response_bodies import (
     WholeChoice,
 )
 from fairlead_runtime.api.answers.token_ids import TokenIds
+from fairlead_runtime.api.anthropic.bodies import check_sent, message
+from fairlead_runtime.api.anthropic.encoder import MessageEncoder
 from fairlead_runtime.api.bodies import request_bodies
-from fairlead_runtime.api.bodies.prompts import PreparedRequest, Validate, prepare
+from fairlead_runtime.api.bodies.prompts import (
+    Check,
+    PreparedRequest,
+    Validate,
+    check_nothing,
+    prepare,
+)
 from fairlead_runtime.api.responses.bodies import response
 from fairlead_runtime.api.responses.encoder import ResponseEncoder
 from fairlead_runtime.api.routes.eager import Rest, run_eagerly
@@ -35,7 +43,7 @@ from fairlead_runtime.api.state.tracing import SCOPE as TRACE
 from fairlead_runtime.api.state.tracing import Trace
 from fairlead_runtime.api.tools.reasoning import END
 from fairlead_runtime.front import errors
-from fairlead_runtime.front.access_log import REQUEST_ID, log_late_failure
+from fairlead_runtime.front.access_log import log_late_failure
 from fairlead_runtime.front.auth import key_of, tenant_of
 from fairlead_runtime.front.deadline import TimedStream
 from fairlead_runtime.front.limits import (
@@ -62,18 +70,20 @@ _JSON = [(b"content-type", b"application/json")]
 @dataclass(frozen=True, slots=True)
 class Endpoint:
     """The differences between the routes. ``prefix``: of an answer's id. ``operation``: in traces,
-    as OpenTelemetry's conventions for generative AI name it.
+    as OpenTelemetry's conventions for generative AI name it. ``check``: of a body as it was sent.
     """
 
     prefix: str
     operation: str
     validate: Validate
     encoder: Callable[[Frame], Encoder]
+    check: Check = check_nothing
 
 
 CHAT = Endpoint("chatcmpl-", "chat", request_bodies.chat, ChatEncoder)
 COMPLETIONS = Endpoint("cmpl-", "text_completion", request_bodies.completion, CompletionEncoder)
 RESPONSES = Endpoint("resp_", "chat", response, ResponseEncoder)
+MESSAGES = Endpoint("msg_", "chat", message, MessageEncoder, check_sent)
 
 
 class EndpointHandler:
@@ -102,6 +112,7 @@ class EndpointHandler:
                 backend.encoder,
                 backend.service.max_model_len,
                 backend.rules,
+                self._endpoint.check,
             )
             return await while_connected(receive, preparing)
 
@@ -116,7 +127,7 @@ class EndpointHandler:
         request = prepared.request
         backend.replies.check(request.tools.use)
         usage = Usage(prompt=sum(map(len, prepared.prompts)))
-        request_id = scope[REQUEST_ID]
+        request_id = scope[errors.REQUEST_ID]
         encoder = self._endpoint.encoder(self._frame(request_id, backend, prepared, usage))
         trace: Trace | None = scope.get(TRACE)
         async with AsyncExitStack() as running:
@@ -195,7 +206,7 @@ class EndpointHandler:
         self, scope: Scope, backend: Backend, prepared: PreparedRequest
     ) -> list[Submission]:
         request, prompts, key = prepared.request, prepared.prompts, key_of(scope)
-        request_id, several = scope[REQUEST_ID], len(prompts) > 1
+        request_id, several = scope[errors.REQUEST_ID], len(prompts) > 1
         tools = bool(request.tools.for_template)
         chat = self._endpoint is not COMPLETIONS
         visible = backend.replies.shown_ids(tools=tools) if chat else frozenset()
@@ -285,6 +296,10 @@ class _Generation(NamedTuple):
                     rest = take(place * self.n + output.index, self._shown(output))
                     if rest is not None:
                         await rest
+        self.count_cached()
+
+    def count_cached(self) -> None:
+        """Known from a stream's first output on."""
         self.usage.cached = sum(stream.cached_tokens for stream in self.streams)
 
     def _shown(self, output: Output) -> Output:
@@ -384,6 +399,7 @@ class _StreamedAnswer:
         """
         if not self._started:
             self._started = True
+            self._generation.count_cached()
             await send({"type": "http.response.start", "status": 200, "headers": _SSE})
         if output.logprobs or output.prompt_logprobs:
             events = await self._pool.encode(self._encoder.events, index, output)

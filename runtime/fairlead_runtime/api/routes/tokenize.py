@@ -1,4 +1,5 @@
-"""The routes that tokenize: ``/tokenize`` and ``/detokenize``, with vLLM's bodies and answers.
+"""The routes that tokenize: ``/tokenize`` and ``/detokenize``, with vLLM's bodies and answers, and
+``/v1/messages/count_tokens``, with Anthropic's.
 
 The same template and tokenizer as in a generation, so that the counts agree. Tokenizes in the pool,
 never on the event loop.
@@ -13,8 +14,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from transformers import PreTrainedTokenizerBase
 
+from fairlead_runtime.api.anthropic.bodies import counted
 from fairlead_runtime.api.bodies.messages import MAX_MESSAGES, Message, for_template
-from fairlead_runtime.api.bodies.prompts import chat_text, text_ids
+from fairlead_runtime.api.bodies.prompts import chat_text, prepare, text_ids
 from fairlead_runtime.api.bodies.refused_fields import accept
 from fairlead_runtime.api.bodies.template_bodies import TemplateBody, template_inputs
 from fairlead_runtime.api.bodies.tool_bodies import MAX_TOOLS, Tool, tools_of
@@ -57,6 +59,9 @@ class TokenizeRoutes:
     async def detokenize(self, request: Request) -> Response:
         return await self._answer(request, detokenize)
 
+    async def count(self, request: Request) -> Response:
+        return await self._answer(request, count_tokens)
+
     async def _answer(
         self, request: Request, work: Callable[[bytes, str, Backend], Answer]
     ) -> Response:
@@ -91,6 +96,13 @@ def tokenize(body: bytes, served: str, backend: Backend) -> Answer:
         ids = list(backend.encoder.encode(text, special=False, large=large))
     pieces = tokenizer.convert_ids_to_tokens(ids) if parsed.return_token_strs else None
     return {"count": len(ids), "max_model_len": longest, "tokens": ids, "token_strs": pieces}
+
+
+def count_tokens(body: bytes, served: str, backend: Backend) -> Answer:
+    """Raises as ``tokenize`` does."""
+    longest = backend.service.max_model_len
+    prepared = prepare(body, counted, served, backend.encoder, longest, backend.rules)
+    return {"input_tokens": len(prepared.prompts[0])}
 
 
 def detokenize(body: bytes, served: str, backend: Backend) -> Answer:
