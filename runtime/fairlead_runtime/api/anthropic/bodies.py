@@ -186,8 +186,9 @@ def _request(
     """``own``: the chat's fields that ``/v1/messages`` has under other names."""
     names = {*MessagesBody.model_fields, *_REFUSED, *IGNORED} - _OF_CHATS
     shared = {name: value for name, value in body.items() if name not in names}
+    chat = {**shared, **_as_chat(body, parsed), **own}
     try:
-        request = request_bodies.chat({**shared, **_as_chat(body, parsed), **own}, served)
+        request = request_bodies.chat(chat, served)
     except ApiError as error:
         raise _SENT.renamed(error) from None
     except RequestError as error:
