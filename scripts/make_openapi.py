@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
+from fairlead_runtime.api.anthropic.bodies import CountBody, MessagesBody
 from fairlead_runtime.api.bodies.request_bodies import ChatBody, CompletionBody
 from fairlead_runtime.api.responses.bodies import ResponseBody
 from fairlead_runtime.api.routes.tokenize import DetokenizeBody, TokenizeBody
@@ -56,6 +57,9 @@ def ref(name: str) -> Schema:
     return {"$ref": REF + name}
 
 
+ERROR = ref("Error")
+
+
 def nullable(schema: Schema) -> Schema:
     return {"anyOf": [schema, {"type": "null"}]}
 
@@ -93,6 +97,12 @@ PROMPT_LOGPROBS = many(
 ANSWERS: dict[str, Schema] = {
     "Error": record(
         error=record(message=TEXT, type=TEXT, param=nullable(TEXT), code=TEXT),
+    ),
+    # Of Anthropic's routes; a refusal of the connection itself is an Error there, too.
+    "MessageError": record(
+        type=const("error"),
+        error=record(type=TEXT, message=TEXT),
+        request_id=TEXT,
     ),
     "Health": record(status=const("ok")),
     "Version": record(version=TEXT),
@@ -202,6 +212,39 @@ ANSWERS: dict[str, Schema] = {
             total_tokens=COUNT,
         ),
     ),
+    "MessageAnswer": record(
+        id=TEXT,
+        type=const("message"),
+        role=const("assistant"),
+        model=TEXT,
+        content=many(
+            record(
+                ("text", "thinking", "signature", "id", "name", "input"),
+                type=one_of("text", "thinking", "tool_use"),
+                text=TEXT,
+                thinking=TEXT,
+                signature=TEXT,
+                id=TEXT,
+                name=TEXT,
+                input=ANY_OBJECT,
+            )
+        ),
+        stop_reason=one_of(
+            "end_turn",
+            "max_tokens",
+            "stop_sequence",
+            "tool_use",
+            "model_context_window_exceeded",
+        ),
+        stop_sequence=nullable(TEXT),
+        usage=record(
+            input_tokens=COUNT,
+            cache_creation_input_tokens=COUNT,
+            cache_read_input_tokens=COUNT,
+            output_tokens=COUNT,
+        ),
+    ),
+    "MessageTokens": record(input_tokens=COUNT),
 }
 REQUEST_ID = {
     "X-Request-Id": {
@@ -219,12 +262,12 @@ def answer(description: str, schema: Schema, *, stream: str = "") -> Schema:
     return {"description": description, "headers": REQUEST_ID, "content": content}
 
 
-def refusals(reasons: dict[str, str]) -> Schema:
+def refusals(reasons: dict[str, str], schema: Schema = ERROR) -> Schema:
     return {
         # A refusal of the connection itself has no id: no application has seen the request.
         status: {
             "description": reason,
-            "content": {"application/json": {"schema": ref("Error")}},
+            "content": {"application/json": {"schema": schema}},
         }
         for status, reason in sorted(reasons.items())
     }
@@ -234,7 +277,13 @@ def reading(summary: str, name: str, reasons: dict[str, str] = EVERYWHERE) -> Sc
     return {"summary": summary, "responses": {"200": answer(name, ref(name)), **refusals(reasons)}}
 
 
-def posting(summary: str, body: type[StrictBody], name: str, stream: str = "") -> Schema:
+def posting(
+    summary: str,
+    body: type[StrictBody],
+    name: str,
+    stream: str = "",
+    error: Schema = ERROR,
+) -> Schema:
     return {
         "summary": summary,
         "requestBody": {
@@ -243,12 +292,14 @@ def posting(summary: str, body: type[StrictBody], name: str, stream: str = "") -
         },
         "responses": {
             "200": answer(name, ref(name), stream=stream),
-            **refusals(EVERYWHERE | WITH_BODY),
+            **refusals(EVERYWHERE | WITH_BODY, error),
         },
     }
 
 
 CHUNKS = "With `stream: true`: server-sent events with chunks, at the end `data: [DONE]`."
+MESSAGE_EVENTS = "With `stream: true`: server-sent events with Anthropic's names, in its order."
+MESSAGE_ERROR: Schema = {"anyOf": [ref("MessageError"), ERROR]}
 EVENTS = "With `stream: true`: server-sent events with OpenAI's names and sequence numbers."
 NAME = {"name": "name", "in": "path", "required": True, "schema": TEXT}
 
@@ -278,6 +329,20 @@ def paths() -> Schema:
         "/v1/responses": {
             "post": posting("Answer a conversation", ResponseBody, "Response", EVENTS)
         },
+        "/v1/messages": {
+            "post": posting(
+                "Answer a conversation",
+                MessagesBody,
+                "MessageAnswer",
+                MESSAGE_EVENTS,
+                MESSAGE_ERROR,
+            )
+        },
+        "/v1/messages/count_tokens": {
+            "post": posting(
+                "Tokens of a conversation", CountBody, "MessageTokens", error=MESSAGE_ERROR
+            )
+        },
         "/tokenize": {"post": posting("Tokens of a prompt or a chat", TokenizeBody, "Tokens")},
         "/detokenize": {"post": posting("Text of tokens", DetokenizeBody, "Text")},
         "/version": {"get": reading("The server's version", "Version")},
@@ -286,7 +351,15 @@ def paths() -> Schema:
 
 
 def document() -> Schema:
-    bodies = (CompletionBody, ChatBody, ResponseBody, TokenizeBody, DetokenizeBody)
+    bodies = (
+        CompletionBody,
+        ChatBody,
+        ResponseBody,
+        MessagesBody,
+        CountBody,
+        TokenizeBody,
+        DetokenizeBody,
+    )
     _, schemas = models_json_schema(
         [(body, "validation") for body in bodies], ref_template=REF + "{model}"
     )
@@ -299,10 +372,13 @@ def document() -> Schema:
             "conventions of every field. Unknown fields are ignored.",
         },
         # A server without --api-key-file needs no key.
-        "security": [{}, {"key": []}],
+        "security": [{}, {"key": []}, {"header": []}],
         "paths": paths(),
         "components": {
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            "securitySchemes": {
+                "key": {"type": "http", "scheme": "bearer"},
+                "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
             "schemas": schemas["$defs"] | ANSWERS,
         },
     }
