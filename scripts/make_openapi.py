@@ -38,7 +38,7 @@ EVENT: Schema = {
 # Refusals that any route may answer, before it sees the request.
 EVERYWHERE = {
     "400": "The request is not valid HTTP or not valid for this route; `param` names the field.",
-    "401": "API keys are set and the bearer token is not one of them.",
+    "401": "API keys are set, and neither the bearer token nor `x-api-key` is one of them.",
     "408": "The header, the body or the answer took too long.",
     "429": "The key's limits or the queue are reached; `Retry-After` says when to retry.",
     "431": "The header is larger than 32 KiB or has more than 100 fields.",
