@@ -11,11 +11,14 @@ from typing import Any
 import httpx
 import pytest
 
+from fairlead_runtime.api.answers.response_bodies import Frame, Usage, WholeChoice
 from fairlead_runtime.api.anthropic import bodies
+from fairlead_runtime.api.anthropic.encoder import MessageEncoder
 from fairlead_runtime.api.state.state import BodyRules
+from fairlead_runtime.api.tools.formats import HERMES, ReplyFormat, ToolUse
 from fairlead_runtime.front.errors import ApiError
 from fairlead_runtime.front.strict_json import parse_object
-from fairlead_runtime.outputs import EngineDead, QueueFull
+from fairlead_runtime.outputs import EngineDead, Output, QueueFull
 from fairlead_runtime.request.sequence import FinishReason, RequestError
 from support import tiny
 from support.api_harness import MODEL, TEXT, FakeService, fake_server, run
@@ -45,9 +48,8 @@ def message(**fields: Any) -> dict[str, Any]:
 
 
 def service_that(**fields: Any) -> FakeService:
-    return FakeService(
-        **{"finish": FinishReason.STOP, "reasoning_parser": "qwen3", "max_model_len": 4096} | fields
-    )
+    settings: dict[str, Any] = {"reasoning_parser": "qwen3", "max_model_len": 4096}
+    return FakeService(**settings | {"finish": FinishReason.STOP} | fields)
 
 
 async def ask(client: httpx.AsyncClient, **fields: Any) -> Any:
@@ -257,6 +259,43 @@ def test_the_reason_of_an_end_has_anthropics_name(
     run(scenario())
 
 
+@pytest.mark.parametrize(
+    ("stop", "calls", "reason"),
+    [
+        ("END", False, "stop_sequence"),
+        ("END", True, "stop_sequence"),
+        (7, False, "end_turn"),
+        (7, True, "tool_use"),
+        (None, True, "tool_use"),
+    ],
+)
+def test_a_text_that_ended_the_answer_is_named_and_a_token_is_not(
+    stop: Any, calls: bool, reason: str
+) -> None:
+    replies, use = ReplyFormat(tools=HERMES), ToolUse(names=frozenset({"get_weather"}))
+    frame = Frame(
+        id="msg_1",
+        created=0,
+        model=MODEL,
+        top=None,
+        usage=False,
+        token_bytes={},
+        echo={"max_tokens": 9, "thinking": True},
+        new_parser=lambda: replies.parser(use, prompt_end="", show_reasoning=True),
+    )
+    output = Output(0, (1, 2), CALL if calls else "x", None, FinishReason.STOP, stop)
+    choice = WholeChoice()
+    choice.add(output)
+    whole = json.loads(b"".join(MessageEncoder(frame).body_pieces([choice], Usage(5, 2, 3))))
+    sequence = stop if reason == "stop_sequence" else None
+    ended = {"stop_reason": reason, "stop_sequence": sequence}
+    assert {name: whole[name] for name in ended} == ended
+    encoder = MessageEncoder(frame)
+    encoder.events(0, output)
+    last = json.loads(encoder.ending(Usage()).split(b"\n")[1].removeprefix(b"data: "))
+    assert (last["type"], last["delta"]) == ("message_delta", ended)
+
+
 def test_a_call_that_was_cut_keeps_its_text_and_an_answer_without_text_has_an_empty_block() -> None:
     async def scenario() -> None:
         service = service_that(says=CALL[:-25], finish=FinishReason.LENGTH)
@@ -377,7 +416,8 @@ def test_turns_of_one_role_are_one_message_and_a_last_one_of_the_assistant_goes_
     assert request.messages[0]["content"].replace("\n", "") == "hellohello"
     assert request.template.continue_final_message
     assert not request.template.add_generation_prompt
-    for said in ("", []):
+    nothing: list[Any] = ["", []]
+    for said in nothing:
         turns[-1] = {"role": "assistant", "content": said}
         request = bodies.message(message(messages=turns), MODEL)
         assert [each["role"] for each in request.messages] == ["user"]
@@ -525,7 +565,7 @@ def assistant(*blocks: Any) -> dict[str, Any]:
 
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "eA=="}}
 USE = {"type": "tool_use", "id": "a", "name": "b", "input": {}}
-SENT = [
+SENT: list[tuple[dict[str, Any], int, str]] = [
     ({"model": "claude-sonnet-4-5"}, 404, "model"),
     ({"messages": []}, 400, "messages"),
     ({"messages": None}, 400, "messages"),
