@@ -94,6 +94,10 @@ PROMPT_LOGPROBS = many(
         }
     )
 )
+# Keys that other servers have in an answer.
+NONE_HERE: Schema = {
+    name: {"type": "null"} for name in ("service_tier", "system_fingerprint", "kv_transfer_params")
+}
 ANSWERS: dict[str, Schema] = {
     "Error": record(
         error=record(message=TEXT, type=TEXT, param=nullable(TEXT), code=TEXT),
@@ -114,6 +118,7 @@ ANSWERS: dict[str, Schema] = {
         root=TEXT,
         parent={"type": "null"},
         max_model_len=COUNT,
+        sampling_defaults=ANY_OBJECT,
     ),
     "Models": record(object=const("list"), data=many(ref("Model"))),
     "Tokens": record(
@@ -133,7 +138,6 @@ ANSWERS: dict[str, Schema] = {
         model=TEXT,
         choices=many(
             record(
-                ("prompt_logprobs", "token_ids", "prompt_token_ids"),
                 index=COUNT,
                 text=TEXT,
                 logprobs=nullable(
@@ -146,29 +150,32 @@ ANSWERS: dict[str, Schema] = {
                 ),
                 finish_reason=FINISH,
                 stop_reason=STOP_REASON,
-                prompt_logprobs=PROMPT_LOGPROBS,
-                token_ids=many(COUNT),
-                prompt_token_ids=many(COUNT),
+                prompt_logprobs=nullable(PROMPT_LOGPROBS),
+                token_ids=nullable(many(COUNT)),
+                prompt_token_ids=nullable(many(COUNT)),
             )
         ),
         usage=ref("Usage"),
+        **NONE_HERE,
     ),
     "ChatCompletion": record(
-        ("prompt_logprobs", "prompt_token_ids"),
         id=TEXT,
         object=const("chat.completion"),
         created=COUNT,
         model=TEXT,
         choices=many(
             record(
-                ("token_ids",),
                 index=COUNT,
                 message=record(
-                    ("reasoning", "reasoning_content", "tool_calls"),
+                    ("tool_calls",),
                     role=const("assistant"),
                     content=nullable(TEXT),
-                    reasoning=TEXT,
-                    reasoning_content=TEXT,
+                    refusal={"type": "null"},
+                    annotations={"type": "null"},
+                    audio={"type": "null"},
+                    function_call={"type": "null"},
+                    reasoning=nullable(TEXT),
+                    reasoning_content=nullable(TEXT),
                     tool_calls=many(
                         record(
                             id=TEXT,
@@ -182,12 +189,13 @@ ANSWERS: dict[str, Schema] = {
                 ),
                 finish_reason=FINISH,
                 stop_reason=STOP_REASON,
-                token_ids=many(COUNT),
+                token_ids=nullable(many(COUNT)),
             )
         ),
         usage=ref("Usage"),
-        prompt_logprobs=PROMPT_LOGPROBS,
-        prompt_token_ids=many(COUNT),
+        prompt_logprobs=nullable(PROMPT_LOGPROBS),
+        prompt_token_ids=nullable(many(COUNT)),
+        **NONE_HERE,
     ),
     "Response": record(
         id=TEXT,
@@ -255,11 +263,23 @@ REQUEST_ID = {
 }
 
 
+IGNORED = {
+    "Fairlead-Ignored-Fields": {
+        "description": "Names in the body that nothing read; absent where all had a meaning.",
+        "schema": {"type": "string", "pattern": r"^[A-Za-z0-9_.~%+, -]{1,1024}$"},
+    }
+}
+
+
 def answer(description: str, schema: Schema, *, stream: str = "") -> Schema:
     content: Schema = {"application/json": {"schema": schema}}
     if stream:
         content["text/event-stream"] = {"schema": EVENT | {"description": stream}}
     return {"description": description, "headers": REQUEST_ID, "content": content}
+
+
+def ignoring(response: Schema) -> Schema:
+    return response | {"headers": response["headers"] | IGNORED}
 
 
 def refusals(reasons: dict[str, str], schema: Schema = ERROR) -> Schema:
@@ -291,7 +311,7 @@ def posting(
             "content": {"application/json": {"schema": ref(body.__name__)}},
         },
         "responses": {
-            "200": answer(name, ref(name), stream=stream),
+            "200": ignoring(answer(name, ref(name), stream=stream)),
             **refusals(EVERYWHERE | WITH_BODY, error),
         },
     }
@@ -369,7 +389,7 @@ def document() -> Schema:
             "title": "Fairlead",
             "version": version("fairlead"),
             "description": "The public port of `fairlead serve`. docs/http.md has the bounds and "
-            "conventions of every field. Unknown fields are ignored.",
+            "conventions of every field. Unknown fields are ignored and named in a header.",
         },
         # A server without --api-key-file needs no key.
         "security": [{}, {"key": []}, {"header": []}],

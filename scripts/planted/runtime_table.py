@@ -48,6 +48,20 @@ PARTS_TESTS = ("functional/engine/test_models_of_parts.py",)
 
 BUGS = (
     PackageBug(
+        "a budget of thoughts refuses models that have none",
+        "fairlead_runtime.api.routes.completions:EndpointHandler._submissions",
+        "if self._endpoint is MESSAGES and not backend.replies.reasoning:",
+        "if False:",
+        MESSAGE_TESTS,
+    ),
+    PackageBug(
+        "what a message's body says in vain is not named",
+        "fairlead_runtime.api.anthropic.bodies:_request",
+        "ignored = unread(MessagesBody, body, _KNOWN)",
+        'ignored = b""',
+        MESSAGE_TESTS,
+    ),
+    PackageBug(
         "an answer that the context cut says that max_tokens did",
         "fairlead_runtime.api.anthropic.encoder:MessageEncoder._ended",
         'room = self._tokens < self._frame.echo["max_tokens"]',

@@ -6,6 +6,7 @@
 import copy
 import json
 import random
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -462,7 +463,8 @@ BESIDE: dict[str, Any] = {
 def test_what_coding_tools_send_beside_changes_nothing() -> None:
     plain = bodies.message(message(), MODEL)
     for name, value in BESIDE.items():
-        assert bodies.message(message(**{name: value}), MODEL) == plain, name
+        request = bodies.message(message(**{name: value}), MODEL)
+        assert replace(request, ignored=b"") == plain, name
     assert bodies.IGNORED - BESIDE.keys() == {
         "anthropic_beta",
         "anthropic_version",
@@ -550,6 +552,34 @@ def test_a_schema_of_the_output_is_enforced() -> None:
     assert guided is not None
     assert (guided.kind, json.loads(guided.source)) == ("json", schema)
     assert request.template.reasoning_effort == "high"
+
+
+def test_a_budget_bounds_the_thoughts_of_a_model_that_has_some() -> None:
+    async def scenario() -> None:
+        for parser, bound in (("qwen3", 1024), ("none", None)):
+            service = service_that(reasoning_parser=parser)
+            async with fake_server(service) as (server, _), server.client() as client:
+                await ask(client, thinking={"type": "enabled", "budget_tokens": 1024})
+                (seen,) = service.seen
+                reasoning = seen.params.reasoning
+                assert (None if reasoning is None else reasoning.most) == bound
+
+    run(scenario())
+
+
+def test_what_nothing_reads_is_named_in_a_header_and_a_slip_is_refused() -> None:
+    async def scenario() -> None:
+        async with fake_server(service_that()) as (server, _), server.client() as client:
+            for route in (ROUTE, COUNT):
+                answer = await client.post(route, json=message(**BESIDE))
+                assert answer.headers["fairlead-ignored-fields"] == "a_field_of_next_year"
+                answer = await client.post(route, json=message())
+                assert "fairlead-ignored-fields" not in answer.headers
+                refused = await client.post(route, json=message(max_tokns=5))
+                assert refused.status_code == 400
+                assert "did you mean max_tokens?" in refused.json()["error"]["message"]
+
+    run(scenario())
 
 
 # -- refusals

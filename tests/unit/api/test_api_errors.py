@@ -55,4 +55,4 @@ def test_a_refusal_of_an_earlier_answer_is_text_in_every_body() -> None:
     parts = [{"type": "refusal", "refusal": "I cannot "}, {"type": "text", "text": "say."}]
     message = Message.model_validate({"role": "assistant", "content": parts})
     item = MessageItem.model_validate({"role": "assistant", "content": parts})
-    assert message.content == item.content == "I cannot say."
+    assert message.content == item.content == "I cannot \nsay."

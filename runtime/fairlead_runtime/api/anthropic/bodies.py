@@ -14,12 +14,12 @@ from pydantic import FailFast, Field
 from fairlead_runtime.api.anthropic.blocks import TAGS, Texts, Turn, continued, messages_of
 from fairlead_runtime.api.bodies import request_bodies
 from fairlead_runtime.api.bodies.messages import MAX_MESSAGES
-from fairlead_runtime.api.bodies.refused_fields import Refused, refuse_fields
-from fairlead_runtime.api.bodies.request_bodies import GenerationRequest
+from fairlead_runtime.api.bodies.refused_fields import REFUSED, Refused, refuse_fields, unread
+from fairlead_runtime.api.bodies.request_bodies import ChatBody, GenerationRequest
 from fairlead_runtime.api.bodies.sent_names import SentNames, without_tags
 from fairlead_runtime.api.bodies.tool_bodies import MAX_TOOLS
 from fairlead_runtime.front.errors import ApiError, invalid
-from fairlead_runtime.front.strict_body import MAX_NAME, StrictBody, check_model, validated
+from fairlead_runtime.front.strict_body import MAX_NAME, StrictBody, Whole, check_model, validated
 from fairlead_runtime.request.sequence import RequestError
 
 MOST_TEMPERATURE = 1  # of a request, in Anthropic's API
@@ -39,6 +39,8 @@ _REFUSED: dict[str, Refused] = {
     "logprobs": Refused((False,)),
     "top_logprobs": Refused((0,)),
     "prompt_logprobs": Refused(),
+    "echo": Refused((False,)),
+    "thinking_token_budget": Refused((-1,), "send thinking.budget_tokens"),
     "return_token_ids": Refused((False,)),
     "continue_final_message": Refused((False,), "end messages with a turn of the assistant"),
     "add_generation_prompt": Refused((True,)),
@@ -60,12 +62,15 @@ IGNORED = frozenset(
         "workspace_id",
     }
 )
+# What these routes know beside their own fields: all others that a chat reads or refuses.
+_KNOWN = {*_REFUSED, *IGNORED, *ChatBody.model_fields, *REFUSED}
 # What is in ``messages`` has other places than the messages made of it.
 _SENT = SentNames(
     (
         (re.compile(r"(?:messages|prompt|continue_final_message)\b.*"), "messages"),
         (re.compile(r"stop"), "stop_sequences"),
         (re.compile(r"user"), "metadata.user_id"),
+        (re.compile(r"thinking_token_budget"), "thinking.budget_tokens"),
         (re.compile(r"reasoning_effort"), "output_config.effort"),
         (re.compile(r"response_format(?:\.json_schema)?"), "output_config.format"),
         (re.compile(r"(tools\.\d+)\.function\.parameters"), r"\1.input_schema"),
@@ -98,7 +103,7 @@ class ToolChoice(StrictBody):
 
 class Thinking(StrictBody):
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: int | None = Field(default=None, ge=1)
+    budget_tokens: Whole | None = Field(default=None, ge=1)
     display: Literal["summarized", "omitted"] | None = None
 
 
@@ -123,11 +128,11 @@ class CountBody(StrictBody):
 
 
 class MessagesBody(CountBody):
-    max_tokens: int = Field(ge=1)
+    max_tokens: Whole = Field(ge=1)
     stop_sequences: list[str] | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Whole | None = None
     stream: bool | None = None
     metadata: Metadata | None = None
 
@@ -186,6 +191,7 @@ def _request(
     """``own``: the chat's fields that ``/v1/messages`` has under other names."""
     names = {*MessagesBody.model_fields, *_REFUSED, *IGNORED} - _OF_CHATS
     shared = {name: value for name, value in body.items() if name not in names}
+    ignored = unread(MessagesBody, body, _KNOWN)
     chat = {**shared, **_as_chat(body, parsed), **own}
     try:
         request = request_bodies.chat(chat, served)
@@ -198,7 +204,7 @@ def _request(
         chat_names["chat_template_kwargs"] = "thinking"
     chat_names |= {"reasoning_effort": "reasoning_effort", **request.sent_names}
     sent_names = {name: _SENT.name(of_chat) for name, of_chat in chat_names.items()}
-    return replace(request, sent_names=sent_names)
+    return replace(request, sent_names=sent_names, ignored=ignored)
 
 
 def _as_chat(body: Mapping[str, Any], parsed: CountBody) -> dict[str, Any]:
@@ -219,6 +225,7 @@ def _as_chat(body: Mapping[str, Any], parsed: CountBody) -> dict[str, Any]:
         "response_format": _format(output),
         "reasoning_effort": output.effort if output is not None else None,
         "chat_template_kwargs": _thinks(thinking, body.get("chat_template_kwargs")),
+        "thinking_token_budget": _budget(thinking),
         "include_reasoning": thinking is None or thinking.type != "disabled",
     }
 
@@ -256,6 +263,12 @@ def _format(output: OutputConfig | None) -> dict[str, Any] | None:
     if output is None or output.format is None:
         return None
     return {"type": "json_schema", "json_schema": {"schema": output.format.definition}}
+
+
+def _budget(thinking: Thinking | None) -> int | None:
+    if thinking is None or thinking.type == "disabled":
+        return None
+    return thinking.budget_tokens
 
 
 def _thinks(thinking: Thinking | None, kwargs: Any) -> Any:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, WithJsonSchema, field_validator
 
 from fairlead_runtime.front.errors import invalid
-from fairlead_runtime.front.strict_body import MAX_NAME, StrictBody, text_of
+from fairlead_runtime.front.strict_body import MAX_NAME, ObjectsOf, StrictBody, TextPart, text_of
 
 MAX_MESSAGES = 1024
 MAX_CALLS = 128  # of one message
@@ -42,7 +42,7 @@ class ToolCall(StrictBody):
 
 class Message(StrictBody):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[Any, WithJsonSchema(_CONTENT)] = None
+    content: Annotated[Any, WithJsonSchema(_CONTENT), ObjectsOf(TextPart)] = None
     name: str | None = Field(default=None, max_length=MAX_NAME)
     tool_calls: list[ToolCall] | None = Field(default=None, max_length=MAX_CALLS)
     tool_call_id: str | None = Field(default=None, max_length=MAX_NAME)

@@ -102,20 +102,27 @@ def _prepared(
             tools=request.tools.for_template,
             inputs=request.template,
         )
-        ids = pack_ids(encoder.encode(text, special=False, large=large))
+        whole = pack_ids(encoder.encode(text, special=False, large=large))
+        ids = _kept(whole, request, max_model_len)
         clipped = _clipped(without_prompts, len(ids), max_model_len)
-        return PreparedRequest(clipped, (ids,), _prompt_end(text, request, encoder))
-    prompts = tuple(
-        pack_ids(
+        ends_there = ids is whole or request.truncation.keeps_end
+        end = _prompt_end(text, request, encoder) if ends_there else ""
+        return PreparedRequest(clipped, (ids,), end)
+    shown = list(request.prompts)
+    kept: list[Sequence[int]] = []
+    for place, prompt in enumerate(request.prompts):
+        whole = pack_ids(
             text_ids(prompt, encoder, max_model_len, large=large)
             if isinstance(prompt, str)
             else prompt
         )
-        for prompt in request.prompts
-    )
+        kept.append(_kept(whole, request, max_model_len))
+        if kept[-1] is not whole:
+            shown[place] = tuple(kept[-1])
+    prompts = tuple(kept)
     if request.params.prompt_logprobs is not None:
         check_prompt_logprobs(sum(map(len, prompts)), request.params.prompt_logprobs)
-    echo = echoed(request.prompts, encoder.tokenizer) if request.show_prompt else ()
+    echo = echoed(shown, encoder.tokenizer) if request.show_prompt else ()
     return PreparedRequest(without_prompts, prompts, "", echo)
 
 
@@ -136,6 +143,11 @@ def _clipped(
             "context_length_exceeded",
         )
     return replace(request, params=replace(request.params, max_tokens=None))
+
+
+def _kept(ids: Sequence[int], request: GenerationRequest, max_model_len: int) -> Sequence[int]:
+    """The ids of a prompt that the request keeps, the same object where it keeps all."""
+    return request.truncation.of(ids, max_model_len, request.params.max_tokens or 1)
 
 
 def _prompt_end(text: str, request: GenerationRequest, encoder: PromptEncoder) -> str:

@@ -2,6 +2,7 @@
 template.
 """
 
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
@@ -12,6 +13,7 @@ from fairlead_runtime.front.errors import invalid
 from fairlead_runtime.front.strict_body import StrictBody
 
 MAX_TOOLS = 128
+ALLOWED = "allowed_tools"
 _FUNCTION_NAME = r"^[a-zA-Z0-9_.-]{1,128}$"  # OpenAI has 64; coding tools name those of MCP longer
 
 
@@ -46,10 +48,18 @@ NO_TOOLS = Tools(ToolUse())
 
 
 def tools_of(tools: list[Tool] | None, choice: Any, *, parallel: bool | None) -> Tools:
-    """Raises ApiError 400. With ``tool_choice`` none the model is told of no tools."""
+    """Raises ApiError 400. With ``tool_choice`` none the model is told of no tools, with
+    ``allowed_tools`` of these.
+    """
     names = [tool.function.name for tool in tools or ()]
     if len({*names}) != len(names):
         raise invalid("tools", "two tools have the same name; give each its own")
+    if isinstance(choice, dict) and choice.get("type") == ALLOWED:
+        choice, allowed = _allowed(choice)
+        if not allowed <= {*names}:
+            raise invalid("tool_choice", "allows a tool that is not among tools; send it there")
+        tools = [tool for tool in tools or () if tool.function.name in allowed]
+        names = [tool.function.name for tool in tools]
     forced = _forced(choice)
     if (forced is not None or choice == "required") and not names:
         raise invalid("tool_choice", "needs tools; send them or leave it out")
@@ -73,6 +83,18 @@ def _schema(use: ToolUse, tools: list[Tool]) -> dict[str, Any] | None:
     return calls_schema(parameters, parallel=use.parallel) if use.required else None
 
 
+def _allowed(choice: Mapping[str, Any]) -> tuple[str, frozenset[str]]:
+    """The mode of OpenAI's choice of allowed tools, and their names."""
+    allowed = choice.get(ALLOWED)
+    allowed = allowed if isinstance(allowed, dict) else {}
+    mode, tools = allowed.get("mode"), allowed.get("tools")
+    if mode not in ("auto", "required") or not isinstance(tools, list) or not tools:
+        raise invalid(
+            "tool_choice", 'its allowed_tools must have a mode, "auto" or "required", and tools'
+        )
+    return mode, frozenset(_forced(tool) or "" for tool in tools)
+
+
 def _forced(choice: Any) -> str | None:
     """The tool that ``tool_choice`` names."""
     if choice in (None, "none", "auto", "required"):
@@ -82,6 +104,7 @@ def _forced(choice: Any) -> str | None:
     if not isinstance(name, str) or choice.get("type") != "function":
         raise invalid(
             "tool_choice",
-            'must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}',
+            'must be "none", "auto", "required", {"type": "function", "function": {"name": ...}} '
+            'or {"type": "allowed_tools", "allowed_tools": {"mode": ..., "tools": [...]}}',
         )
     return name

@@ -109,7 +109,7 @@ async def _on_validation(request: Request, _error: Exception) -> Response:
 
 
 def _model(state: ServerState) -> dict[str, object]:
-    service = state.loaded().service
+    backend = state.loaded()
     return {
         "id": state.name,
         "object": "model",
@@ -117,5 +117,6 @@ def _model(state: ServerState) -> dict[str, object]:
         "owned_by": "fairlead",
         "root": state.source or state.name,
         "parent": None,
-        "max_model_len": service.max_model_len,
+        "max_model_len": backend.service.max_model_len,
+        "sampling_defaults": dict(backend.rules.sampling),
     }

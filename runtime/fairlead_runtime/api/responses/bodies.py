@@ -12,13 +12,13 @@ from typing import Annotated, Any
 from pydantic import Field, field_validator
 
 from fairlead_runtime.api.bodies import request_bodies
-from fairlead_runtime.api.bodies.refused_fields import Refused, refuse_fields
-from fairlead_runtime.api.bodies.request_bodies import GenerationRequest
+from fairlead_runtime.api.bodies.refused_fields import REFUSED, Refused, refuse_fields, unread
+from fairlead_runtime.api.bodies.request_bodies import ChatBody, GenerationRequest
 from fairlead_runtime.api.bodies.sent_names import SentNames, without_tags
-from fairlead_runtime.api.bodies.tool_bodies import MAX_TOOLS
+from fairlead_runtime.api.bodies.tool_bodies import ALLOWED, MAX_TOOLS
 from fairlead_runtime.api.responses.items import MAX_ITEMS, Item, messages_of
 from fairlead_runtime.front.errors import ApiError, invalid
-from fairlead_runtime.front.strict_body import MAX_NAME, StrictBody, check_model, validated
+from fairlead_runtime.front.strict_body import MAX_NAME, StrictBody, Whole, check_model, validated
 from fairlead_runtime.request.sequence import RequestError
 
 MAX_METADATA = 16  # pairs, as OpenAI
@@ -42,7 +42,14 @@ _REFUSED: dict[str, Refused] = {
     "reasoning_effort": Refused(instead="send reasoning.effort"),
     "logprobs": Refused((False,), f"send include with {LOGPROBS}"),
     "return_token_ids": Refused((False,)),
+    "echo": Refused((False,)),
+    "previous_response": Refused(instead=_STORED),
+    "previous_input_messages": Refused(([],), "send input"),
+    "context_management": Refused(([],)),
+    "image": Refused(),
 }
+# What this route knows beside its own fields: all others that a chat reads or refuses.
+_KNOWN = {*_REFUSED, *ChatBody.model_fields, *REFUSED}
 # What is in ``input`` has other places than the messages made of it.
 _SENT = SentNames(
     (
@@ -68,12 +75,12 @@ class ResponseBody(StrictBody):
     model: str | None = Field(default=None, max_length=MAX_NAME)  # None: the one that is served
     input: Items
     instructions: str | None = None
-    max_output_tokens: int | None = None
+    max_output_tokens: Whole | None = None
     tools: list[dict[str, Any]] | None = Field(default=None, max_length=MAX_TOOLS)
     tool_choice: Any = None
     text: TextOptions | None = None
     include: list[str] | None = Field(default=None, max_length=MAX_METADATA)
-    top_logprobs: int | None = None
+    top_logprobs: Whole | None = None
     metadata: dict[str, str] | None = Field(default=None, max_length=MAX_METADATA)
     reasoning: dict[str, Any] | None = None
     stream_options: dict[str, Any] | None = None
@@ -90,6 +97,7 @@ def response(body: Mapping[str, Any], served: str) -> GenerationRequest:
     """Raises ApiError 400, or 404 for a model other than ``served``, and RequestError."""
     check_model(body.get("model"), served)
     refuse_fields(body, (), _REFUSED)
+    ignored = unread(ResponseBody, body, _KNOWN)
     try:
         parsed = validated(ResponseBody, body)
     except ApiError as error:
@@ -104,7 +112,8 @@ def response(body: Mapping[str, Any], served: str) -> GenerationRequest:
         raise error.renamed({error.param: _SENT.name(error.param)}) from None
     names = {"max_tokens": "max_tokens", "messages": "messages", **request.sent_names}
     sent_names = {name: _SENT.name(of_chat) for name, of_chat in names.items()}
-    return replace(request, sent_names=sent_names, echo=_echo(body, parsed, request))
+    echo = _echo(body, parsed, request)
+    return replace(request, sent_names=sent_names, echo=echo, ignored=ignored)
 
 
 def _as_chat(body: Mapping[str, Any], parsed: ResponseBody) -> dict[str, Any]:
@@ -135,10 +144,15 @@ def _tool(place: int, tool: Mapping[str, Any]) -> dict[str, Any]:
 def _choice(choice: Any) -> Any:
     if choice in (None, "none", "auto", "required"):
         return choice
+    if isinstance(choice, dict) and choice.get("type") == ALLOWED:
+        tools = choice.get("tools")
+        named = [_choice(tool) for tool in tools] if isinstance(tools, list) else tools
+        return {"type": ALLOWED, ALLOWED: {"mode": choice.get("mode"), "tools": named}}
     if not isinstance(choice, dict) or choice.get("type") != "function" or "name" not in choice:
         raise invalid(
             "tool_choice",
-            'must be "none", "auto", "required" or {"type": "function", "name": ...}',
+            'must be "none", "auto", "required", {"type": "function", "name": ...} or '
+            '{"type": "allowed_tools", "mode": ..., "tools": [...]}',
         )
     return {"type": "function", "function": {"name": choice["name"]}}
 
