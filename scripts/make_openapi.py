@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
+from fairlead_runtime.api.anthropic.bodies import CountBody, MessagesBody
 from fairlead_runtime.api.bodies.request_bodies import ChatBody, CompletionBody
 from fairlead_runtime.api.ports.app import DOCUMENT
 from fairlead_runtime.api.responses.bodies import ResponseBody
@@ -39,7 +40,7 @@ EVENT: Schema = {
 # Refusals that any route may answer, before it sees the request.
 EVERYWHERE = {
     "400": "The request is not valid HTTP or not valid for this route; `param` names the field.",
-    "401": "API keys are set and the bearer token is not one of them.",
+    "401": "API keys are set, and neither the bearer token nor `x-api-key` is one of them.",
     "408": "The header, the body or the answer took too long.",
     "429": "The key's limits or the queue are reached; `Retry-After` says when to retry.",
     "431": "The header is larger than 32 KiB or has more than 100 fields.",
@@ -56,6 +57,9 @@ PROBE = {name: EVERYWHERE[name] for name in ("400", "408", "431", "503")}
 
 def ref(name: str) -> Schema:
     return {"$ref": REF + name}
+
+
+ERROR = ref("Error")
 
 
 def nullable(schema: Schema) -> Schema:
@@ -99,6 +103,12 @@ NONE_HERE: Schema = {
 ANSWERS: dict[str, Schema] = {
     "Error": record(
         error=record(message=TEXT, type=TEXT, param=nullable(TEXT), code=TEXT),
+    ),
+    # Of Anthropic's routes; a refusal of the connection itself is an Error there, too.
+    "MessageError": record(
+        type=const("error"),
+        error=record(type=TEXT, message=TEXT),
+        request_id=TEXT,
     ),
     "Health": record(status=const("ok")),
     "Version": record(version=TEXT),
@@ -213,6 +223,39 @@ ANSWERS: dict[str, Schema] = {
             total_tokens=COUNT,
         ),
     ),
+    "MessageAnswer": record(
+        id=TEXT,
+        type=const("message"),
+        role=const("assistant"),
+        model=TEXT,
+        content=many(
+            record(
+                ("text", "thinking", "signature", "id", "name", "input"),
+                type=one_of("text", "thinking", "tool_use"),
+                text=TEXT,
+                thinking=TEXT,
+                signature=TEXT,
+                id=TEXT,
+                name=TEXT,
+                input=ANY_OBJECT,
+            )
+        ),
+        stop_reason=one_of(
+            "end_turn",
+            "max_tokens",
+            "stop_sequence",
+            "tool_use",
+            "model_context_window_exceeded",
+        ),
+        stop_sequence=nullable(TEXT),
+        usage=record(
+            input_tokens=COUNT,
+            cache_creation_input_tokens=COUNT,
+            cache_read_input_tokens=COUNT,
+            output_tokens=COUNT,
+        ),
+    ),
+    "MessageTokens": record(input_tokens=COUNT),
 }
 REQUEST_ID = {
     "X-Request-Id": {
@@ -242,12 +285,12 @@ def ignoring(response: Schema) -> Schema:
     return response | {"headers": response["headers"] | IGNORED}
 
 
-def refusals(reasons: dict[str, str]) -> Schema:
+def refusals(reasons: dict[str, str], schema: Schema = ERROR) -> Schema:
     return {
         # A refusal of the connection itself has no id: no application has seen the request.
         status: {
             "description": reason,
-            "content": {"application/json": {"schema": ref("Error")}},
+            "content": {"application/json": {"schema": schema}},
         }
         for status, reason in sorted(reasons.items())
     }
@@ -263,12 +306,18 @@ def reading(summary: str, name: str, reasons: dict[str, str] = EVERYWHERE) -> Sc
     return {"summary": summary, "responses": {"200": answer(name, ref(name)), **refusals(reasons)}}
 
 
-def posting(summary: str, body: type[StrictBody], name: str, stream: str = "") -> Schema:
-    return posting_any(summary, name, {name: body}, stream)
+def posting(
+    summary: str, body: type[StrictBody], name: str, stream: str = "", error: Schema = ERROR
+) -> Schema:
+    return posting_any(summary, name, {name: body}, stream, error)
 
 
 def posting_any(
-    summary: str, what: str, bodies: dict[str, type[StrictBody]], stream: str = ""
+    summary: str,
+    what: str,
+    bodies: dict[str, type[StrictBody]],
+    stream: str = "",
+    error: Schema = ERROR,
 ) -> Schema:
     """One of these bodies, each with an answer of its own."""
     asked, answered = (
@@ -282,7 +331,7 @@ def posting_any(
         },
         "responses": {
             "200": ignoring(answer(what, any_of(answered), stream=stream)),
-            **refusals(EVERYWHERE | WITH_BODY),
+            **refusals(EVERYWHERE | WITH_BODY, error),
         },
     }
 
@@ -292,6 +341,8 @@ def any_of(schemas: list[Schema]) -> Schema:
 
 
 CHUNKS = "With `stream: true`: server-sent events with chunks, at the end `data: [DONE]`."
+MESSAGE_EVENTS = "With `stream: true`: server-sent events with Anthropic's names, in its order."
+MESSAGE_ERROR: Schema = {"anyOf": [ref("MessageError"), ERROR]}
 EVENTS = "With `stream: true`: server-sent events with OpenAI's names and sequence numbers."
 NAME = {"name": "name", "in": "path", "required": True, "schema": TEXT}
 
@@ -328,6 +379,20 @@ def paths() -> Schema:
         "/v1/responses": {
             "post": posting("Answer a conversation", ResponseBody, "Response", EVENTS)
         },
+        "/v1/messages": {
+            "post": posting(
+                "Answer a conversation",
+                MessagesBody,
+                "MessageAnswer",
+                MESSAGE_EVENTS,
+                MESSAGE_ERROR,
+            )
+        },
+        "/v1/messages/count_tokens": {
+            "post": posting(
+                "Tokens of a conversation", CountBody, "MessageTokens", error=MESSAGE_ERROR
+            )
+        },
         "/invocations": {
             "post": posting_any(
                 "Answer a chat (messages), a completion (prompt) or a conversation (input)",
@@ -355,7 +420,15 @@ def paths() -> Schema:
 
 
 def document() -> Schema:
-    bodies = (CompletionBody, ChatBody, ResponseBody, TokenizeBody, DetokenizeBody)
+    bodies = (
+        CompletionBody,
+        ChatBody,
+        ResponseBody,
+        MessagesBody,
+        CountBody,
+        TokenizeBody,
+        DetokenizeBody,
+    )
     _, schemas = models_json_schema(
         [(body, "validation") for body in bodies], ref_template=REF + "{model}"
     )
@@ -368,10 +441,13 @@ def document() -> Schema:
             "conventions of every field. Unknown fields are ignored and named in a header.",
         },
         # A server without --api-key-file needs no key.
-        "security": [{}, {"key": []}],
+        "security": [{}, {"key": []}, {"header": []}],
         "paths": paths(),
         "components": {
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            "securitySchemes": {
+                "key": {"type": "http", "scheme": "bearer"},
+                "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
             "schemas": schemas["$defs"] | ANSWERS,
         },
     }

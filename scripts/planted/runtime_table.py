@@ -20,6 +20,7 @@ OFFLOAD_TESTS, PINNED_TESTS = (
     (f"unit/device/test_{name}.py",) for name in ("offload", "pinned_memory")
 )
 OFFLOAD_SIZES = ("unit/sizing/test_offload_sizes.py",)
+MESSAGE_TESTS = ("functional/api/test_api_messages.py",)
 FIELD_TESTS = ("functional/api/test_api_fields.py",)
 PEER_TESTS = ("unit/api/test_peer_fields.py",)
 FORM_TESTS = ("unit/models/test_template_forms.py",)
@@ -47,6 +48,195 @@ ON_DETERMINISM = ("unit/device/test_determinism.py",)
 PARTS_TESTS = ("functional/engine/test_models_of_parts.py",)
 
 BUGS = (
+    PackageBug(
+        "a budget of thoughts refuses models that have none",
+        "fairlead_runtime.api.routes.completions:EndpointHandler._submissions",
+        "if self._endpoint is MESSAGES and not backend.replies.reasoning:",
+        "if False:",
+        MESSAGE_TESTS,
+    ),
+    PackageBug(
+        "what a message's body says in vain is not named",
+        "fairlead_runtime.api.anthropic.bodies:_request",
+        "ignored = unread(MessagesBody, body, _KNOWN)",
+        'ignored = b""',
+        MESSAGE_TESTS,
+    ),
+    PackageBug(
+        "an answer that the context cut says that max_tokens did",
+        "fairlead_runtime.api.anthropic.encoder:MessageEncoder._ended",
+        'room = self._tokens < self._frame.echo["max_tokens"]',
+        "room = False",
+        MESSAGE_TESTS,
+    ),
+    PackageBug(
+        "a stop sequence is a usual end",
+        "fairlead_runtime.api.anthropic.encoder:MessageEncoder._ended",
+        'reason = "stop_sequence"',
+        'reason = "end_turn"',
+        MESSAGE_TESTS,
+    ),
+    PackageBug(
+        "cached tokens count twice in a message",
+        "fairlead_runtime.api.anthropic.encoder:_counts",
+        "usage.prompt - usage.cached",
+        "usage.prompt",
+        MESSAGE_TESTS,
+    ),
+    PackageBug(
+        "the numbers of a call's input are rounded",
+        "fairlead_runtime.api.anthropic.encoder:_input",
+        "orjson.Fragment(arguments) if whole",
+        "orjson.loads(arguments) if whole",
+        MESSAGE_TESTS,
+    ),
+    PackageBug(
+        "a call of a message that was cut has no text",
+        "fairlead_runtime.api.anthropic.encoder:_input",
+        '{"INVALID_JSON": arguments}',
+        "{}",
+        MESSAGE_TESTS,
+    ),
+    PackageBug(
+        "a thought has no signature",
+        "fairlead_runtime.api.anthropic.encoder:MessageEncoder._close",
+        '"thinking": shown, "signature": signature',
+        '"thinking": shown',
+        MESSAGE_TESTS,
+    ),
+    PackageBug(
+        "thoughts that a client wants omitted are streamed",
+        "fairlead_runtime.api.anthropic.encoder:MessageEncoder._delta",
+        '(kind != "thinking" or self._frame.echo["thinking"])',
+        "kind",
+        MESSAGE_TESTS,
+    ),
+    PackageBug(
+        "no ping follows the first block's start",
+        "fairlead_runtime.api.anthropic.encoder:MessageEncoder._begin",
+        "if not place:",
+        "if False:",
+        MESSAGE_TESTS,
+    ),
+    PackageBug(
+        "a call that failed looks like one that did not",
+        "fairlead_runtime.api.anthropic.blocks:_result",
+        "if block.is_error:",
+        "if False:",
+        MESSAGE_TESTS,
+    ),
+    PackageBug(
+        "what Claude Code says for billing is in the prompt",
+        "fairlead_runtime.api.anthropic.blocks:messages_of",
+        "if not block.text.startswith(BILLING)]",
+        "]",
+        MESSAGE_TESTS,
+    ),
+    PackageBug(
+        "a user may say what the assistant called",
+        "fairlead_runtime.api.anthropic.blocks:messages_of",
+        "if not isinstance(block, _OF_ROLES[turn.role]):",
+        "if False:",
+        MESSAGE_TESTS,
+    ),
+    PackageBug(
+        "a beginning of the assistant's is a turn of its own",
+        "fairlead_runtime.api.anthropic.blocks:continued",
+        'return any(part["text"] for part in last["content"])',
+        "return False",
+        MESSAGE_TESTS,
+    ),
+    PackageBug(
+        "an empty turn of the assistant stays at the end",
+        "fairlead_runtime.api.anthropic.bodies:_as_chat",
+        "messages.pop()  # it says nothing",
+        "pass",
+        MESSAGE_TESTS,
+    ),
+    PackageBug(
+        "a temperature may be what a chat's may",
+        "fairlead_runtime.api.anthropic.bodies:check_sent",
+        "sent > MOST_TEMPERATURE",
+        "sent > 100",
+        MESSAGE_TESTS,
+    ),
+    PackageBug(
+        "thoughts are shown though thinking is disabled",
+        "fairlead_runtime.api.anthropic.bodies:_as_chat",
+        '"include_reasoning": thinking is None or thinking.type != "disabled"',
+        '"include_reasoning": True',
+        MESSAGE_TESTS,
+    ),
+    PackageBug(
+        "the template is not told whether to think",
+        "fairlead_runtime.api.anthropic.bodies:_thinks",
+        'dict.fromkeys(_THINKS, thinking.type != "disabled")',
+        "{}",
+        MESSAGE_TESTS,
+    ),
+    PackageBug(
+        "calls side by side cannot be disabled",
+        "fairlead_runtime.api.anthropic.bodies:_as_chat",
+        "choice is None or not choice.disable_parallel_tool_use",
+        "True",
+        MESSAGE_TESTS,
+    ),
+    PackageBug(
+        "a tool of Anthropic's is taken for one of the client's",
+        "fairlead_runtime.api.anthropic.bodies:_tool",
+        'if tool.type not in {None, "custom"}:',
+        "if False:",
+        MESSAGE_TESTS,
+    ),
+    PackageBug(
+        "max_tokens beyond the context refuse a message",
+        "fairlead_runtime.api.bodies.prompts:_clipped",
+        "return replace(request, params=replace(request.params, max_tokens=None))",
+        "return request",
+        MESSAGE_TESTS,
+    ),
+    PackageBug(
+        "a prompt that leaves no room has no words that clients know",
+        "fairlead_runtime.api.bodies.prompts:_clipped",
+        "if prompt_tokens >= max_model_len:",
+        "if False:",
+        MESSAGE_TESTS,
+    ),
+    PackageBug(
+        "Anthropic's errors are on paths that only begin like its own",
+        "fairlead_runtime.front.errors:speaks_anthropic",
+        'ANTHROPIC_PATH + "/"',
+        "ANTHROPIC_PATH",
+        MESSAGE_TESTS,
+    ),
+    PackageBug(
+        "a first event does not know what was cached",
+        "fairlead_runtime.api.routes.completions:_StreamedAnswer._send",
+        "self._generation.count_cached()",
+        "pass",
+        MESSAGE_TESTS,
+    ),
+    PackageBug(
+        "a key in a header of its own opens nothing",
+        "fairlead_runtime.front.auth:_key",
+        '(bearer, _header(scope, b"x-api-key"))',
+        "(bearer,)",
+        ("functional/api/test_api_auth.py",),
+    ),
+    PackageBug(
+        "a header that comes twice counts",
+        "fairlead_runtime.front.auth:_header",
+        "if len(values) == 1",
+        "if values",
+        ("functional/api/test_api_auth.py",),
+    ),
+    PackageBug(
+        "a refusal for want of a key has OpenAI's shape everywhere",
+        "fairlead_runtime.front.auth:AuthMiddleware.__call__",
+        "_unauthorized().response_to(scope)",
+        "_unauthorized().response()",
+        ("functional/api/test_api_auth.py",),
+    ),
     PackageBug(
         "the parts beside a text are loaded, too",
         "fairlead_runtime.models.text_model:drop_other_parts",
@@ -217,7 +407,7 @@ BUGS = (
     ),
     PackageBug(
         "an image in a chat is passed over",
-        "fairlead_runtime.front.strict_body:_refuse_media",
+        "fairlead_runtime.front.strict_body:refuse_media",
         "word in _MEDIA",
         "word in ()",
         ("functional/api/test_api_errors.py",),
@@ -756,7 +946,7 @@ BUGS = (
     ),
     PackageBug(
         "a key may have any length",
-        "fairlead_runtime.front.auth:_key",
+        "fairlead_runtime.front.auth:_found",
         "return key if text and len(text) <= MAX_KEY else None",
         "return key if text else None",
         ("unit/api/test_completions.py",),
@@ -4098,7 +4288,7 @@ BUGS = (
     ),
     PackageBug(
         "an image without a type has no name",
-        "fairlead_runtime.front.strict_body:_refuse_media",
+        "fairlead_runtime.front.strict_body:refuse_media",
         "else part if isinstance(part, dict) else ()",
         "else ()",
         ("functional/api/test_api_errors.py",),

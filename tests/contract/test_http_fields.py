@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
+from fairlead_runtime.api.anthropic import bodies as anthropic
 from fairlead_runtime.api.bodies.harmless_fields import HARMLESS
 from fairlead_runtime.api.bodies.messages import Message
 from fairlead_runtime.api.bodies.refused_fields import REFUSED, REFUSED_OF_MESSAGES
@@ -87,6 +88,14 @@ def test_the_table_of_responses_has_every_field_and_the_text_what_is_refused() -
     assert named(table) == fields(ResponseBody)
     text = PAGE.split("\n## Responses\n")[1].split("\n## ")[0]
     for name in bodies._REFUSED:
+        assert re.search(rf"`{name}\b", text), name
+
+
+def test_the_table_of_messages_has_every_field_and_the_text_what_is_refused_or_ignored() -> None:
+    table, _ = tables("Messages")
+    assert named(table) == fields(anthropic.MessagesBody)
+    text = PAGE.split("\n## Messages\n")[1].split("\n## ")[0]
+    for name in anthropic._REFUSED.keys() | anthropic.IGNORED:
         assert re.search(rf"`{name}\b", text), name
 
 

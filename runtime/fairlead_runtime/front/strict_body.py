@@ -89,7 +89,7 @@ def text_of(content: Any, *kinds: str, refusals: bool = False) -> str:
     texts = [_part_text(part, kinds) for part in parts]
     if not isinstance(content, list) or None in texts:
         for part in parts:
-            _refuse_media(part)
+            refuse_media(part)
         raise ValueError(
             f'must be text or a list of parts {{"type": "{kinds[0]}", "text": ...}}; other parts '
             "are not supported"
@@ -106,7 +106,8 @@ def _part_text(part: Any, kinds: tuple[str, ...]) -> str | None:
     return text if kind in kinds and isinstance(text, str) else None
 
 
-def _refuse_media(part: Any) -> None:
+def refuse_media(part: Any) -> None:
+    """Raise ValueError for a part that is an image, sound or a file, by the name of its type."""
     kind = part.get("type") if isinstance(part, dict) else None
     names = [kind] if isinstance(kind, str) else part if isinstance(part, dict) else ()
     for name in names:

@@ -562,8 +562,8 @@ def test_a_type_that_does_not_exist_is_refused_with_or_without_a_forced_call(cho
                     assert answer.status_code == status, (schema, answer.text)
                     if status == 400:
                         error = answer.json()["error"]
-                        assert error["param"] == "tools"
-                        assert "function.parameters of tool 0" in error["message"]
+                        assert error["param"] == "tools.0.function.parameters"
+                        assert error["message"].startswith("tools.0.function.parameters: ")
 
     run(scenario())
 

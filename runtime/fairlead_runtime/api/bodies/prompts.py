@@ -39,6 +39,11 @@ PROMPT_END = 64  # characters of a rendered chat that say how the answer begins
 TEMPLATE_ROOM = 64 * 1024  # plus this many
 
 Validate = Callable[[Mapping[str, Any], str], GenerationRequest]
+Check = Callable[[Mapping[str, Any]], None]
+
+
+def check_nothing(_body: Mapping[str, Any]) -> None:
+    """Raises for no body."""
 
 
 class PreparedRequest(NamedTuple):
@@ -57,11 +62,14 @@ def prepare(
     encoder: PromptEncoder,
     max_model_len: int,
     rules: BodyRules,
+    check: Check = check_nothing,
 ) -> PreparedRequest:
-    """Raises ApiError or RequestError, which name the field as the client sent it, and
-    ServiceError.
+    """``check`` has the body as it was sent, ``validate`` with the model's values too. Raises
+    ApiError or RequestError, which name the field as the client sent it, and ServiceError.
     """
-    request = validate(_with_defaults(parse_object(body), rules.sampling), served)
+    fields = parse_object(body)
+    check(fields)
+    request = validate(_with_defaults(fields, rules.sampling), served)
     check_place(body, request.template)
     try:
         return _prepared(
@@ -100,9 +108,10 @@ def _prepared(
         )
         whole = pack_ids(encoder.encode(text, special=False, large=large))
         ids = _kept(whole, request, max_model_len)
+        clipped = _clipped(without_prompts, len(ids), max_model_len)
         ends_there = ids is whole or request.truncation.keeps_end
         end = _prompt_end(text, request, encoder, rules) if ends_there else ""
-        return PreparedRequest(without_prompts, (ids,), end)
+        return PreparedRequest(clipped, (ids,), end)
     shown = list(request.prompts)
     kept: list[Sequence[int]] = []
     for place, prompt in enumerate(request.prompts):
@@ -119,6 +128,25 @@ def _prepared(
         check_prompt_logprobs(sum(map(len, prompts)), request.params.prompt_logprobs)
     echo = echoed(shown, encoder.tokenizer) if request.show_prompt else ()
     return PreparedRequest(without_prompts, prompts, "", echo)
+
+
+def _clipped(
+    request: GenerationRequest, prompt_tokens: int, max_model_len: int
+) -> GenerationRequest:
+    """The request with max_tokens that fit, where it lets them be clipped. Raises ApiError where
+    not even one fits.
+    """
+    wanted = request.params.max_tokens
+    if not request.clips_tokens or wanted is None or prompt_tokens + wanted <= max_model_len:
+        return request
+    if prompt_tokens >= max_model_len:
+        # In these words Anthropic's clients know that a conversation must be made shorter.
+        raise invalid(
+            "messages",
+            f"prompt is too long: {prompt_tokens} tokens > {max_model_len - 1} maximum",
+            "context_length_exceeded",
+        )
+    return replace(request, params=replace(request.params, max_tokens=None))
 
 
 def _kept(ids: Sequence[int], request: GenerationRequest, max_model_len: int) -> Sequence[int]:
@@ -250,8 +278,8 @@ def _check_chars(
     if chars > _longest_token(tokenizer) * max_model_len:
         raise ApiError(
             400,
-            f"{field}: {chars} characters cannot fit into the {max_model_len} tokens "
-            "of this model; send less",
+            f"{field}: prompt is too long: {chars} characters cannot fit into the "
+            f"{max_model_len} tokens of this model; send less",
             param=field,
             code="context_length_exceeded",
         )

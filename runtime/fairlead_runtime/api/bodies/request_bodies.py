@@ -143,13 +143,14 @@ class GenerationRequest:
     params: SamplingParams
     stream: bool
     include_usage: bool
-    running_usage: bool  # in every event
+    running_usage: bool  # shown before the end
     timeout: float | None  # seconds from the request's arrival to the end of the answer
     user: str
     cache_salt: str | None
     priority: int | None
     sent_names: Mapping[str, str]  # of fields that the client sent under another name
     prompt_logprobs: int | None  # to show; echo needs them too
+    clips_tokens: bool = False  # max_tokens beyond what fits are what fits
     show_token_ids: bool = False
     tokens_by_id: bool = False  # in log-probabilities
     request_id: str = ""  # of the answer; empty: that of the request

@@ -17,7 +17,7 @@ MAX_TOOLS = 128
 _TYPES = frozenset({"array", "boolean", "integer", "null", "number", "object", "string"})
 _ALL_TYPES = ", ".join(sorted(_TYPES))
 ALLOWED = "allowed_tools"
-_FUNCTION_NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
+_FUNCTION_NAME = r"^[a-zA-Z0-9_.-]{1,128}$"  # OpenAI has 64; coding tools name those of MCP longer
 
 
 class Function(StrictBody):
@@ -55,7 +55,7 @@ def tools_of(tools: list[Tool] | None, choice: Any, *, parallel: bool | None) ->
     ``allowed_tools`` of these.
     """
     for number, tool in enumerate(tools or ()):
-        _check_types(f"function.parameters of tool {number}", tool.function.parameters)
+        _check_types(f"tools.{number}.function.parameters", tool.function.parameters)
     names = [tool.function.name for tool in tools or ()]
     if len({*names}) != len(names):
         raise invalid("tools", "two tools have the same name; give each its own")
@@ -89,9 +89,7 @@ def _check_types(where: str, parameters: dict[str, Any] | None) -> None:
         kinds = [] if schema.get("type") is None else schema["type"]
         for kind in kinds if isinstance(kinds, list) else [kinds]:
             if not (isinstance(kind, str) and kind in _TYPES):
-                raise invalid(
-                    "tools", f"{where}: a type that does not exist; the types are {_ALL_TYPES}"
-                )
+                raise invalid(where, f"a type that does not exist; the types are {_ALL_TYPES}")
 
 
 def _schema(use: ToolUse, tools: list[Tool]) -> dict[str, Any] | None:

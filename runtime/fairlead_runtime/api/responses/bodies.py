@@ -14,6 +14,7 @@ from pydantic import Field, field_validator
 from fairlead_runtime.api.bodies import request_bodies
 from fairlead_runtime.api.bodies.refused_fields import REFUSED, Refused, refuse_fields, unread
 from fairlead_runtime.api.bodies.request_bodies import ChatBody, GenerationRequest
+from fairlead_runtime.api.bodies.sent_names import SentNames, without_tags
 from fairlead_runtime.api.bodies.tool_bodies import ALLOWED, MAX_TOOLS
 from fairlead_runtime.api.responses.items import MAX_ITEMS, Item, messages_of
 from fairlead_runtime.front.errors import ApiError, invalid
@@ -49,16 +50,16 @@ _REFUSED: dict[str, Refused] = {
 }
 # What this route knows beside its own fields: all others that a chat reads or refuses.
 _KNOWN = {*_REFUSED, *ChatBody.model_fields, *REFUSED}
-# This route's names of a chat's fields, the longest first, with the fields below them. What is in
-# ``input`` has other places than the messages made of it.
-_SENT = (
-    (re.compile(r"max(?:_completion)?_tokens"), "max_output_tokens"),
-    (re.compile(r"(?:messages|prompt)\b.*"), "input"),
-    (re.compile(r"reasoning_effort"), "reasoning.effort"),
-    (re.compile(r"response_format(?:\.json_schema)?"), "text.format"),
-    (re.compile(r"(tools\.\d+)\.function"), r"\1"),
+# What is in ``input`` has other places than the messages made of it.
+_SENT = SentNames(
+    (
+        (re.compile(r"max(?:_completion)?_tokens"), "max_output_tokens"),
+        (re.compile(r"(?:messages|prompt)\b.*"), "input"),
+        (re.compile(r"reasoning_effort"), "reasoning.effort"),
+        (re.compile(r"response_format(?:\.json_schema)?"), "text.format"),
+        (re.compile(r"(tools\.\d+)\.function"), r"\1"),
+    )
 )
-_PATH = re.compile(r"(?:^|(?<=; ))[a-z_]+(?:\.\w+)*(?=: )")  # of each problem in a message
 _ITEM = re.compile(r"(input\.\d+)\.(?:message|function_call_output|function_call|reasoning)\b")
 
 
@@ -100,17 +101,17 @@ def response(body: Mapping[str, Any], served: str) -> GenerationRequest:
     try:
         parsed = validated(ResponseBody, body)
     except ApiError as error:
-        raise _without_tags(error) from None
+        raise without_tags(error, _ITEM) from None
     if not parsed.input:
         raise invalid("input", "is empty: send text or at least one item")
     try:
         request = request_bodies.chat(_as_chat(body, parsed), served)
     except ApiError as error:
-        raise _renamed(error) from None
+        raise _SENT.renamed(error) from None
     except RequestError as error:
-        raise error.renamed({error.param: _sent(error.param)}) from None
+        raise error.renamed({error.param: _SENT.name(error.param)}) from None
     names = {"max_tokens": "max_tokens", "messages": "messages", **request.sent_names}
-    sent_names = {name: _sent(of_chat) for name, of_chat in names.items()}
+    sent_names = {name: _SENT.name(of_chat) for name, of_chat in names.items()}
     echo = _echo(body, parsed, request)
     return replace(request, sent_names=sent_names, echo=echo, ignored=ignored)
 
@@ -162,31 +163,6 @@ def _format(text: TextOptions | None) -> dict[str, Any] | None:
         return chosen
     schema = {name: value for name, value in chosen.items() if name != "type"}
     return {"type": "json_schema", "json_schema": schema}
-
-
-def _without_tags(error: ApiError) -> ApiError:
-    """Pydantic names an item's type in the path to its field."""
-    param = _ITEM.sub(r"\1", error.param or "") or None
-    message = _ITEM.sub(r"\1", error.message)
-    return ApiError(error.status, message, param=param, code=error.code)
-
-
-def _sent(param: str) -> str:
-    """The client's name of a chat's field."""
-    for of_chat, sent in _SENT:
-        if (match := of_chat.match(param)) and param[match.end() : match.end() + 1] in {"", "."}:
-            return match.expand(sent) + param[match.end() :]
-    return param
-
-
-def _renamed(error: ApiError) -> ApiError:
-    return ApiError(
-        error.status,
-        _PATH.sub(lambda path: _sent(path[0]), error.message),
-        param=None if error.param is None else _sent(error.param),
-        code=error.code,
-        headers=error.headers,
-    )
 
 
 def _echo(

@@ -25,9 +25,17 @@ from fairlead_runtime.api.answers.response_bodies import (
     WholeChoice,
 )
 from fairlead_runtime.api.answers.token_ids import TokenIds
+from fairlead_runtime.api.anthropic.bodies import check_sent, message
+from fairlead_runtime.api.anthropic.encoder import MessageEncoder
 from fairlead_runtime.api.bodies import request_bodies
 from fairlead_runtime.api.bodies.field_names import header_of
-from fairlead_runtime.api.bodies.prompts import PreparedRequest, Validate, prepare
+from fairlead_runtime.api.bodies.prompts import (
+    Check,
+    PreparedRequest,
+    Validate,
+    check_nothing,
+    prepare,
+)
 from fairlead_runtime.api.responses.bodies import response
 from fairlead_runtime.api.responses.encoder import ResponseEncoder
 from fairlead_runtime.api.routes.eager import Rest, run_eagerly
@@ -36,7 +44,7 @@ from fairlead_runtime.api.state.tracing import SCOPE as TRACE
 from fairlead_runtime.api.state.tracing import Trace
 from fairlead_runtime.api.tools.reasoning import END
 from fairlead_runtime.front import errors
-from fairlead_runtime.front.access_log import REQUEST_ID, log_late_failure
+from fairlead_runtime.front.access_log import log_late_failure
 from fairlead_runtime.front.auth import key_of, tenant_of
 from fairlead_runtime.front.deadline import TimedStream
 from fairlead_runtime.front.limits import (
@@ -72,18 +80,20 @@ _JSON: Headers = [(b"content-type", b"application/json")]
 @dataclass(frozen=True, slots=True)
 class Endpoint:
     """The differences between the routes. ``prefix``: of an answer's id. ``operation``: in traces,
-    as OpenTelemetry's conventions for generative AI name it.
+    as OpenTelemetry's conventions for generative AI name it. ``check``: of a body as it was sent.
     """
 
     prefix: str
     operation: str
     validate: Validate
     encoder: Callable[[Frame], Encoder]
+    check: Check = check_nothing
 
 
 CHAT = Endpoint("chatcmpl-", "chat", request_bodies.chat, ChatEncoder)
 COMPLETIONS = Endpoint("cmpl-", "text_completion", request_bodies.completion, CompletionEncoder)
 RESPONSES = Endpoint("resp_", "chat", response, ResponseEncoder)
+MESSAGES = Endpoint("msg_", "chat", message, MessageEncoder, check_sent)
 
 
 class EndpointHandler:
@@ -112,6 +122,7 @@ class EndpointHandler:
                 backend.encoder,
                 backend.service.max_model_len,
                 backend.rules,
+                self._endpoint.check,
             )
             return await while_connected(receive, preparing)
 
@@ -126,7 +137,7 @@ class EndpointHandler:
         request = prepared.request
         backend.replies.check(request.tools.use)
         usage = Usage(prompt=sum(map(len, prepared.prompts)))
-        request_id = scope[REQUEST_ID]
+        request_id = scope[errors.REQUEST_ID]
         encoder = self._endpoint.encoder(self._frame(request_id, backend, prepared, usage))
         trace: Trace | None = scope.get(TRACE)
         async with AsyncExitStack() as running:
@@ -206,16 +217,18 @@ class EndpointHandler:
         self, scope: Scope, backend: Backend, prepared: PreparedRequest
     ) -> list[Submission]:
         request, prompts, key = prepared.request, prepared.prompts, key_of(scope)
-        request_id, several = scope[REQUEST_ID], len(prompts) > 1
+        request_id, several = scope[errors.REQUEST_ID], len(prompts) > 1
         tools = bool(request.tools.for_template)
         chat = self._endpoint is not COMPLETIONS
         visible = backend.replies.shown_ids(tools=tools) if chat else frozenset()
         params, guided = request.params, request.params.guided
         if guided is not None and chat and backend.replies.begins_inside(prepared.prompt_end):
             params = replace(params, structured_outputs=guided.after_reasoning(END))
+        budget = request.thinking_budget
+        if self._endpoint is MESSAGES and not backend.replies.reasoning:
+            budget = None  # coding tools send one to every model
         bounded = [
-            _bounded(backend, params, request.thinking_budget, prepared.prompt_end or prompt)
-            for prompt in prompts
+            _bounded(backend, params, budget, prepared.prompt_end or prompt) for prompt in prompts
         ]
         salt, tenant = (request.cache_salt or "").encode(), request.user
         priority = request.priority or 0
@@ -312,6 +325,10 @@ class _Generation(NamedTuple):
                     rest = take(place * self.n + output.index, self._shown(output))
                     if rest is not None:
                         await rest
+        self.count_cached()
+
+    def count_cached(self) -> None:
+        """Known from a stream's first output on."""
         self.usage.cached = sum(stream.cached_tokens for stream in self.streams)
 
     def _shown(self, output: Output) -> Output:
@@ -425,6 +442,7 @@ class _StreamedAnswer:
         """
         if not self._started:
             self._started = True
+            self._generation.count_cached()
             await send({"type": "http.response.start", "status": 200, "headers": self._headers})
         if output.logprobs or output.prompt_logprobs:
             events = await self._pool.encode(self._encoder.events, index, output)

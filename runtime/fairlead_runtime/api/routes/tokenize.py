@@ -1,5 +1,5 @@
-"""The routes of the tokenizer, with vLLM's bodies and answers: ``/tokenize``, ``/detokenize`` and
-``/tokenizer_info``.
+"""The routes that tokenize: ``/tokenize``, ``/detokenize`` and ``/tokenizer_info``, with vLLM's
+bodies and answers, and ``/v1/messages/count_tokens``, with Anthropic's.
 
 The same template and tokenizer as in a generation, so that the counts agree. Tokenizes in the pool,
 never on the event loop.
@@ -14,9 +14,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from transformers import AddedToken, PreTrainedTokenizerBase
 
+from fairlead_runtime.api.anthropic.bodies import counted
 from fairlead_runtime.api.bodies.field_names import header_of
 from fairlead_runtime.api.bodies.messages import MAX_MESSAGES, Message, for_template
-from fairlead_runtime.api.bodies.prompts import chat_text, check_place, text_ids
+from fairlead_runtime.api.bodies.prompts import chat_text, check_place, prepare, text_ids
 from fairlead_runtime.api.bodies.refused_fields import REFUSED, Refused, accept, unread
 from fairlead_runtime.api.bodies.template_bodies import TemplateBody, template_inputs
 from fairlead_runtime.api.bodies.tool_bodies import MAX_TOOLS, Tool, tools_of
@@ -83,6 +84,9 @@ class TokenizeRoutes:
     async def detokenize(self, request: Request) -> Response:
         return await self._answer(request, detokenize)
 
+    async def count(self, request: Request) -> Response:
+        return await self._answer(request, count_tokens)
+
     async def info(self) -> Response:
         answer = tokenizer_info(self._state.loaded().encoder.tokenizer)
         return Response(orjson.dumps(answer), media_type="application/json")
@@ -128,6 +132,13 @@ def tokenize(body: bytes, served: str, backend: Backend) -> Answer:
     pieces = tokenizer.convert_ids_to_tokens(ids) if parsed.return_token_strs else None
     answer = {"count": len(ids), "max_model_len": longest, "tokens": ids, "token_strs": pieces}
     return answer, ignored
+
+
+def count_tokens(body: bytes, served: str, backend: Backend) -> Answer:
+    """Raises as ``tokenize`` does."""
+    longest = backend.service.max_model_len
+    prepared = prepare(body, counted, served, backend.encoder, longest, backend.rules)
+    return {"input_tokens": len(prepared.prompts[0])}, prepared.request.ignored
 
 
 def detokenize(body: bytes, served: str, backend: Backend) -> Answer:
