@@ -16,22 +16,21 @@ from typing import Any
 import yaml
 
 from fairlead_operator.decide.pods.blockers import CODES, NORMAL
-from fairlead_runtime.settings.engine_config import EngineConfig, base_type, choices_of, flag_of
+from fairlead_runtime.settings.engine_config import (
+    PROCESS,
+    SECTIONS,
+    EngineConfig,
+    base_type,
+    choices_of,
+    flag_of,
+    section_of,
+)
 from fairlead_runtime.settings.other_names import OTHER_NAMES
 from fairlead_runtime.settings.supported import NOT_YET
 
 ROOT = Path(__file__).parents[1]
 VALUES = ROOT / "charts" / "fairlead" / "values.yaml"
 ALERTS = ROOT / "charts" / "fairlead" / "files" / "alerts.yaml"
-SECTIONS = {
-    "model": "Model",
-    "engine": "Engine",
-    "scheduler": "Scheduler",
-    "cache": "Cache",
-}
-PROCESS = "Process"  # of every other field
-
-
 LIMITS = {limit.field: limit for limit in NOT_YET}
 
 
@@ -58,11 +57,6 @@ def flags() -> str:
         lines += ["|---|---|---|---|---|---|"]
         lines += [flag_row(f) for f in every if section_of(f) == title]
     return "\n".join(lines).strip()
-
-
-def section_of(field: "dataclasses.Field[Any]") -> str:
-    part = (field.metadata["cr"] or "").partition(".")[0]
-    return SECTIONS.get(part, PROCESS)
 
 
 def flag_row(f: "dataclasses.Field[Any]") -> str:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from fairlead_runtime.models.model_error import CanaryError, ModelError, SelfTestError
 from fairlead_runtime.outputs import EngineDead
 from fairlead_runtime.request.sequence import RequestError
-from fairlead_runtime.settings.engine_config import ConfigError
+from fairlead_runtime.settings.engine_config import ConfigError, flag_of
 
 
 class Refusal(NamedTuple):
@@ -22,8 +22,9 @@ class Refusal(NamedTuple):
 def refusal_for(error: Exception) -> Refusal | None:
     """The refusal that people and the operator read for ``error``; None if it is not a refusal."""
     match error:
-        case ConfigError(hint=hint):
-            return Refusal(2, "InvalidConfig", str(error).removesuffix(f" ({hint})"), hint)
+        case ConfigError():
+            message = f"{flag_of(error.field)}: {error.message}"
+            return Refusal(2, "InvalidConfig", message, error.hint)
         case ModelError():
             return Refusal(2, error.code, error.message, error.hint)
         case EngineDead():

@@ -32,11 +32,13 @@ STOP_SECONDS = 5.0  # for the step that runs
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
-    """``arguments``: the id of the HTTP process, the level of logging. Does not return."""
-    parent, level = map(int, arguments)
+    """``arguments``: the id of the HTTP process, the level and the form of logging. Does not
+    return.
+    """
+    parent, level, log_format = int(arguments[0]), int(arguments[1]), arguments[2]
     end_with(parent)
     connection = parent_socket()
-    logs.configure(logging.getLevelName(level))
+    logs.configure(logging.getLevelName(level), log_format)
     leave(_serve(wire.EngineChannel(connection, wire.FROM_ENGINE, wire.TO_ENGINE)))
 
 

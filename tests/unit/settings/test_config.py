@@ -106,8 +106,8 @@ def test_help_shows_every_flag_with_its_default_and_unit() -> None:
     text = " ".join(parser.format_help().split())
     for f in FIELDS:
         assert flag_of(f.name) in text
-    assert "(default: 8192, tokens)" in text
-    assert "(default: unset, blocks)" in text
+    assert "(default: 8192 tokens)" in text
+    assert "(default: none)" in text
     assert "(default: on)" in text
 
 
