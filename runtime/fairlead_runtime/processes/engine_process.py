@@ -18,6 +18,7 @@ from fairlead_runtime.child.frames import FrameError
 from fairlead_runtime.child.life import FAILED, end_with, leave, parent_socket
 from fairlead_runtime.engine.cache_map import CacheCopy
 from fairlead_runtime.engine.engine import Engine
+from fairlead_runtime.models.model_error import first_line
 from fairlead_runtime.outputs import ChoiceEvent, EngineDead, QueueFull, RequestView, ServiceError
 from fairlead_runtime.processes import logs
 from fairlead_runtime.processes.lean_imports import leave_compiler_out
@@ -44,10 +45,14 @@ def main(arguments: Sequence[str]) -> NoReturn:
 
 def _serve(channel: wire.EngineChannel) -> int:
     """Load, step and answer; returns the exit code."""
-    leave_compiler_out()
-    # Imported before the first message, which may have to wait for a download.
-    from fairlead_runtime.build.build_engine import build
-
+    try:
+        leave_compiler_out()
+        # Imported before the first message, which may have to wait for a download.
+        from fairlead_runtime.build.build_engine import build
+    except (ImportError, OSError, MemoryError) as error:  # memory is short, or a library broken
+        reason = f"torch or transformers cannot be imported: {first_line(error)}"
+        channel.send(wire.Refused.of(EngineDead(reason)))
+        return FAILED
     logs.adopt_transformers()
     try:
         start = channel.receive()

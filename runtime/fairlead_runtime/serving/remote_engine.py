@@ -59,7 +59,8 @@ class RemoteEngine:
         """Let the process load the model; awaiting the result raises ConfigError, ModelError,
         SelfTestError or EngineDead.
         """
-        self._send(start)
+        if not self._loaded.done():  # else it could not even import
+            self._send(start)
         return self._loaded
 
     @property
