@@ -13,7 +13,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 from urllib.parse import urlsplit
 
@@ -67,7 +67,7 @@ class Endpoint:
             raise ChatError(f"{self.base}/models names no model", "name it with --model")
         return str(first["id"])
 
-    def stream(self, body: Mapping[str, Any]) -> Iterator[Piece]:
+    def stream(self, body: Mapping[str, Any]) -> Generator[Piece]:
         """The pieces of one answer, as they come; closing it early ends the request. Raises
         ChatError.
         """
