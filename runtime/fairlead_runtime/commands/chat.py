@@ -53,6 +53,7 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog="fairlead chat",
+        usage="fairlead chat [MODEL [settings] | --url URL [--model NAME]]",
         description="Chat with a model: with one that this command serves itself, or with a server "
         f"at --url. A key for the server is read from {KEY}.",
         epilog=HELP,

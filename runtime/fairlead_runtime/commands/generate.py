@@ -40,7 +40,9 @@ def main(argv: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = ArgumentParser(
-        prog="fairlead generate", description="Complete one prompt and print the text."
+        prog="fairlead generate",
+        usage="fairlead generate MODEL --prompt TEXT [--chat] [settings]",
+        description="Complete one prompt and print the text.",
     )
     parser.add_argument(
         "model", metavar="MODEL", help="demo:, owner/name, hf://owner/name, a path or file:///path"

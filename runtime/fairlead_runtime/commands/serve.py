@@ -70,6 +70,9 @@ def _leave_torch_out() -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="fairlead serve",
+        usage="fairlead serve MODEL [--port PORT] [settings]",
+        epilog="Begin with: fairlead serve demo:   Every setting, and when to change it: "
+        "docs/runtime.md",
         description="Serve a model over HTTP: OpenAI's API on --port, "
         "probes and metrics on --admin-port.",
     )

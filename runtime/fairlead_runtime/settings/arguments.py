@@ -38,8 +38,8 @@ class ArgumentParser(argparse.ArgumentParser):
         """As argparse does, but the first unknown flag is refused with our name for it."""
         self._given = list(sys.argv[1:] if args is None else args)
         # Before the rest: what is wrong with it is said in this form, too.
-        if (log_format := _value_of(LOG_FORMAT_FLAG, self._given)) in LOG_FORMATS:
-            use_format(log_format)
+        log_format = _value_of(LOG_FORMAT_FLAG, self._given)
+        use_format(log_format if log_format in LOG_FORMATS else "auto")
         options, unknown = super().parse_known_args(args, namespace)
         if any(map(_is_flag, unknown)):
             self._refuse_flags(unknown)
