@@ -15,6 +15,7 @@ class PseudoTerminal:
 
     def __init__(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
         self.text = ""
+        self._found = 0  # characters of it
         self._code: int | None = None
         self.pid, self._fd = pty.fork()
         if not self.pid:
@@ -23,12 +24,13 @@ class PseudoTerminal:
             finally:
                 os._exit(127)
 
-    def until(self, text: str, after: int = 0) -> None:
-        """Read until ``text`` comes, beyond the first ``after`` characters."""
+    def until(self, text: str) -> None:
+        """Read until ``text`` comes, behind what earlier calls have found."""
         end = time.monotonic() + WITHIN
-        while text not in self.text[after:]:
+        while text not in self.text[self._found :]:
             assert self._read(), f"it ended without {text!r}:\n{self.text}"
             assert time.monotonic() < end, f"no {text!r} comes:\n{self.text}"
+        self._found = self.text.index(text, self._found) + len(text)
 
     def type(self, keys: str) -> None:
         os.write(self._fd, keys.encode())

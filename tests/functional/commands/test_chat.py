@@ -3,6 +3,7 @@
 """
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -23,6 +24,7 @@ from support.pseudo_terminal import on_a_terminal
 MAIN = "import sys; from fairlead_runtime.commands.chat import main; sys.exit(main(sys.argv[1:]))"
 CHAT = (sys.executable, "-c", MAIN)
 KEY = "a-key"
+PROMPT = "> "  # until it is there, Ctrl-D is no key of the line that is read
 
 
 class OtherServer(BaseHTTPRequestHandler):
@@ -85,21 +87,22 @@ def url() -> Iterator[str]:
 
 
 def test_a_conversation_on_a_terminal(url: str) -> None:
+    exchanges = [
+        ("one\n", "you said one"),
+        ("two\n", "you said two"),
+        ("/help\n", "/reset"),
+        ("/rest\n", "/rest is not a command"),
+        ("/reset\n", "a new conversation"),
+        ("three\n", "you said three"),
+    ]
     with on_a_terminal(*CHAT, "--url", url, "--system", "be brief", FAIRLEAD_API_KEY=KEY) as chat:
         chat.until("Chat with parrot")
-        chat.type("one\n")
-        chat.until("you said one")
+        for keys, answer in exchanges:
+            chat.until(PROMPT)
+            chat.type(keys)
+            chat.until(answer)
         assert "\x1b[2mhm\x1b[0m" in chat.text, "reasoning is dimmed"
-        chat.type("two\n")
-        chat.until("you said two")
-        chat.type("/help\n")
-        chat.until("/reset")
-        chat.type("/rest\n")
-        chat.until("/rest is not a command")
-        chat.type("/reset\n")
-        chat.until("a new conversation")
-        chat.type("three\n")
-        chat.until("you said three")
+        chat.until(PROMPT)
         chat.type("\x04")
         assert chat.end() == 0
     roles = [[m["role"] for m in body["messages"]] for body in OtherServer.bodies]
@@ -111,16 +114,19 @@ def test_a_conversation_on_a_terminal(url: str) -> None:
 
 def test_an_interrupt_stops_the_answer_and_the_chat_goes_on(url: str) -> None:
     with on_a_terminal(*CHAT, "--url", f"{url}/v1/", FAIRLEAD_API_KEY=KEY) as chat:
-        chat.until("Chat with parrot")
+        chat.until(PROMPT)
         chat.type("slow\n")
         chat.until("la la")
         chat.type("\x03")
         chat.until("(stopped)")
         assert OtherServer.stopped.wait(60), "the server goes on"
+        chat.until(PROMPT)
         chat.type("break\n")
         chat.until("the engine is gone")
+        chat.until(PROMPT)
         chat.type("more\n")
         chat.until("you said more")
+        chat.until(PROMPT)
         chat.type("/quit\n")
         assert chat.end() == 0
     *_, last = OtherServer.bodies
@@ -138,7 +144,7 @@ def test_a_pipe_gets_the_answers_alone(url: str) -> None:
             capture_output=True,
             text=True,
             check=False,
-            env={"FAIRLEAD_API_KEY": key},
+            env={**os.environ, "FAIRLEAD_API_KEY": key},
         )
 
     done = piped(KEY)
