@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import httpx
@@ -108,7 +107,8 @@ def test_off_a_terminal_the_same_refusal_is_one_line_of_json() -> None:
 
 
 def test_a_server_speaks_text_names_its_addresses_and_ends_at_ctrl_c() -> None:
-    with on_a_terminal(*FAIRLEAD, "serve", "demo:", *ANY_PORT) as terminal:
+    flags = (*ANY_PORT, "--drain-grace=3600")
+    with on_a_terminal(*FAIRLEAD, "serve", "demo:", *flags) as terminal:
         terminal.until("Ctrl-C ends this server")
         ready = next(line for line in terminal.text.splitlines() if "Ready in" in line)
         url = next(word for word in ready.split() if word.endswith("/v1"))
@@ -118,10 +118,8 @@ def test_a_server_speaks_text_names_its_addresses_and_ends_at_ctrl_c() -> None:
         assert "\x1b[1mReady in" in terminal.text
         assert '{"' not in terminal.text
         assert len(terminal.text.splitlines()) <= 14
-        began = time.monotonic()
         terminal.type("\x03")
-        assert terminal.end() == 0
-        assert time.monotonic() - began < 4.5, "there was a grace"
+        assert terminal.end() == 0, "before any grace is over"
     assert "new requests are served" not in terminal.text
 
 
@@ -140,18 +138,24 @@ def test_neither_colours_nor_text_come_where_they_are_not_wanted() -> None:
     assert [json.loads(line)["level"] for line in lines]
 
 
+def patient_end() -> None:
+    """Let the HTTP process wait long for a step that hangs, before it ends the engine."""
+    from fairlead_runtime.processes import http_process
+
+    http_process.STOP_SECONDS = 3600.0
+
+
 def test_a_second_interrupt_ends_a_server_whose_step_hangs() -> None:
-    with serve("demo:", "--drain-grace=60", prepare=hanging_device) as server:
+    prepared = {"prepare": hanging_device, "prepare_http": patient_end}
+    with serve("demo:", "--drain-grace=3600", **prepared) as server:
         server.until_logged("serving")
         body = {"prompt": "a", "max_tokens": 9, "ignore_eos": True, "stream": True}
         with server.client() as client, client.stream("POST", "/v1/completions", json=body) as sent:
             next(sent.iter_lines())
             os.kill(server.pid, signal.SIGINT)
             server.until_logged("new requests are refused")
-            began = time.monotonic()
             os.kill(server.pid, signal.SIGINT)
             assert server.end() == 0
-            assert time.monotonic() - began < 4.0
     assert not any("new requests are served" in line for line in server.lines), "no grace"
 
 
