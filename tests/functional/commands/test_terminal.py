@@ -146,8 +146,8 @@ def patient_end() -> None:
 
 
 def test_a_second_interrupt_ends_a_server_whose_step_hangs() -> None:
-    prepared = {"prepare": hanging_device, "prepare_http": patient_end}
-    with serve("demo:", "--drain-grace=3600", **prepared) as server:
+    flag, prepare = "--drain-grace=3600", hanging_device
+    with serve("demo:", flag, prepare=prepare, prepare_http=patient_end) as server:
         server.until_logged("serving")
         body = {"prompt": "a", "max_tokens": 9, "ignore_eos": True, "stream": True}
         with server.client() as client, client.stream("POST", "/v1/completions", json=body) as sent:
