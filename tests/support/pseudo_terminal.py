@@ -3,6 +3,7 @@
 import os
 import pty
 import select
+import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,8 @@ class PseudoTerminal:
         self._code: int | None = None
         self.pid, self._fd = pty.fork()
         if not self.pid:
+            # A shell's background job, as this may be, ignores Ctrl-C; one on a terminal does not.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
             try:
                 os.execve(command[0], list(command), {**os.environ, "TERM": "xterm", **environ})
             finally:
