@@ -92,13 +92,6 @@ BUGS = (
         IN_A_CHAT,
     ),
     PackageBug(
-        "an answer that is stopped goes on in the server",
-        "fairlead_runtime.commands.chat:_Chat._exchange",
-        "            pieces.close()\n",
-        "            self._kept = pieces\n",
-        IN_A_CHAT,
-    ),
-    PackageBug(
         "LLM.chat renders no beginning of the answer",
         "fairlead_runtime.llm:LLM.chat",
         "add_generation_prompt=add_generation_prompt,",
