@@ -24,7 +24,15 @@ from fairlead_runtime.api.bodies.harmless_fields import HARMLESS
 from fairlead_runtime.api.bodies.refused_fields import REFUSED, Refused
 from fairlead_runtime.api.bodies.request_bodies import ChatBody, CompletionBody
 from fairlead_runtime.api.responses.bodies import _REFUSED, ResponseBody
-from fairlead_runtime.settings.engine_config import EngineConfig, base_type, choices_of, flag_of
+from fairlead_runtime.settings.engine_config import (
+    PROCESS,
+    SECTIONS,
+    EngineConfig,
+    base_type,
+    choices_of,
+    flag_of,
+    section_of,
+)
 from fairlead_runtime.settings.other_names import OTHER_NAMES, VLLM
 from fairlead_runtime.settings.supported import NOT_YET
 from fairlead_runtime.settings.vllm_names import FLAGS, SAME, SHORT
@@ -33,15 +41,6 @@ ROOT = Path(__file__).parents[1]
 VALUES = ROOT / "charts" / "fairlead" / "values.yaml"
 PEER_FIELDS = ROOT / "scripts" / "peer_fields.json"
 ALERTS = ROOT / "charts" / "fairlead" / "files" / "alerts.yaml"
-SECTIONS = {
-    "model": "Model",
-    "engine": "Engine",
-    "scheduler": "Scheduler",
-    "cache": "Cache",
-}
-PROCESS = "Process"  # of every other field
-
-
 LIMITS = {limit.field: limit for limit in NOT_YET}
 
 
@@ -68,11 +67,6 @@ def flags() -> str:
         lines += ["|---|---|---|---|---|---|"]
         lines += [flag_row(f) for f in every if section_of(f) == title]
     return "\n".join(lines).strip()
-
-
-def section_of(field: "dataclasses.Field[Any]") -> str:
-    part = (field.metadata["cr"] or "").partition(".")[0]
-    return SECTIONS.get(part, PROCESS)
 
 
 def flag_row(f: "dataclasses.Field[Any]") -> str:

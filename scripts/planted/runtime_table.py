@@ -1963,15 +1963,15 @@ BUGS = (
     PackageBug(
         "a drain begins again each time it is asked for",
         "fairlead_runtime.front.drain:Drain.begin",
-        "        if self._task is None:\n            _log",
-        "        if True:\n            _log",
+        "        if self._task is None:\n            if serving",
+        "        if True:\n            if serving",
         ("unit/api/test_drain.py",),
     ),
     PackageBug(
         "the grace is over at once",
         "fairlead_runtime.front.drain:Drain._run",
-        "        await asyncio.sleep(self._grace)\n",
-        "",
+        "                    await self._hurried.wait()\n",
+        "                    pass\n",
         ("unit/api/test_drain.py",),
     ),
     PackageBug(

@@ -14,9 +14,10 @@ import httpx
 from openai import AsyncOpenAI
 from starlette.types import ASGIApp
 
-from fairlead_runtime.api.ports.server import Listeners, listen, serve
+from fairlead_runtime.api.ports.server import serve
 from fairlead_runtime.api.state.state import NO_RULES, Backend, BodyRules, ServerState
 from fairlead_runtime.api.tools.formats import reply_format
+from fairlead_runtime.front.doors import Listeners, listen
 from fairlead_runtime.outputs import (
     BlockRun,
     BlockState,

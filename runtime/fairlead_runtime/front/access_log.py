@@ -19,7 +19,8 @@ from fairlead_runtime.front.limits import ClientDisconnected
 
 _SAFE_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 
-# Probes, and what the page to watch asks for: their good answers are logged at level debug.
+# Probes, and what the page to watch asks for: they are logged at level debug where the answer is
+# good, or that the server is not ready, which the log says by itself.
 QUIET = OPEN_PATHS | {"/metrics", "/debug/requests", "/debug/cache"}
 
 _log = logging.getLogger("fairlead.api")
@@ -75,7 +76,7 @@ class AccessLogMiddleware:
         }
         if (tenant := tenant_of(scope)) is not None:
             facts["tenant"] = tenant
-        quiet = route in QUIET and status == 200
+        quiet = route in QUIET and status in (200, 503)
         _log.log(logging.DEBUG if quiet else logging.INFO, "request", extra=facts)
 
 
