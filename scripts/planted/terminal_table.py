@@ -8,6 +8,20 @@ PLANNED = ("unit/operator/test_plan.py",)
 
 BUGS = (
     PackageBug(
+        "a chat has no key for the server that it starts",
+        "fairlead_runtime.commands.chat:_endpoint",
+        "Endpoint(url, key, local=True)",
+        "Endpoint(url, local=True)",
+        IN_A_CHAT,
+    ),
+    PackageBug(
+        "a server does not take the key of its environment",
+        "fairlead_runtime.front.doors:Doors.open",
+        "config.api_key_file or os.environ.get(preflight.KEY_VARIABLE)",
+        "config.api_key_file",
+        ("functional/api/test_serve.py",),
+    ),
+    PackageBug(
         "Ctrl-C has the grace of SIGTERM",
         "fairlead_runtime.api.ports.server:_signals",
         "            drain.skip_grace()\n",

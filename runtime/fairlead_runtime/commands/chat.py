@@ -25,7 +25,7 @@ HELP = """\
 /quit   end, as Ctrl-D does
 Ctrl-C  stop the answer"""
 # Of a server's settings, those that change what a chat shows.
-WITHOUT = SERVER_ONLY - {"reasoning_parser", "generation_config"}
+WITHOUT = SERVER_ONLY - {"reasoning_parser", "generation_config", "chat_template"}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -80,15 +80,16 @@ def _parser() -> ArgumentParser:
 
 def _endpoint(options: argparse.Namespace, running: contextlib.ExitStack) -> Endpoint:
     """The server at --url, or a new one that ends with ``running``."""
+    key = os.environ.get(KEY, "").strip()  # also that of a server of its own, which inherits it
     if options.url:
-        return Endpoint(options.url, os.environ.get(KEY, ""))
+        return Endpoint(options.url, key)
     flags = EngineConfig.from_namespace(options).to_args()
     server = running.enter_context(OwnServer(options.source or DEMO, flags))
     url = ""
     with _status() as show:
         for url in server.lines():
             show(url)
-    return Endpoint(url, local=True)
+    return Endpoint(url, key, local=True)
 
 
 @contextlib.contextmanager

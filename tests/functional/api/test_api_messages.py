@@ -651,6 +651,11 @@ SENT: list[tuple[dict[str, Any], int, str]] = [
     ({"tools": [{"name": "f"}]}, 400, "tools.0.input_schema"),
     ({"tools": [{"name": "a b", "input_schema": {}}]}, 400, "tools.0.name"),
     ({"tools": [{"input_schema": {}}]}, 400, "tools.0.name"),
+    (
+        {"tools": [WEATHER, {"name": "f", "input_schema": {"type": "objekt"}}]},
+        400,
+        "tools.1.input_schema",
+    ),
     ({"tools": [WEATHER, WEATHER]}, 400, "tools"),
     (
         {"tools": [WEATHER, {"type": "web_search_20250305", "name": "web_search"}]},

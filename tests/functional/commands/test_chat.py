@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -168,13 +169,16 @@ def test_an_address_that_is_wrong_is_named(address: str, message: str) -> None:
     assert error.value.hint
 
 
-def test_its_own_server_answers_and_ends_with_it() -> None:
+def test_its_own_server_answers_and_ends_with_it(tmp_path: Path) -> None:
+    template = tmp_path / "own.jinja"
+    template.write_text("{{ bos_token }}<|user|>What is Fairlead?<|end|><|assistant|>")
     done = subprocess.run(
-        [*CHAT, "demo:", "--temperature=0"],
-        input="What is Fairlead?\n",
+        [*CHAT, "demo:", "--temperature=0", f"--chat-template={template}"],
+        input="Hello\n",
         capture_output=True,
         text=True,
         check=False,
+        env={**os.environ, "FAIRLEAD_API_KEY": f" {KEY}\n"},
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("Fairlead serves language models on Kubernetes.")

@@ -106,7 +106,7 @@ _NOT_SERVED = {
         (
             *("/v1/responses/", "/v1/conversations", "/v1/conversations/", "/v1/files"),
             *("/v1/files/", "/v1/batches", "/v1/batches/", "/v1/assistants", "/v1/threads"),
-            *("/v1/messages/batches", "/v1/messages/batches/"),
+            *("/v1/threads/", "/v1/messages/batches", "/v1/messages/batches/"),
         ),
         _NO_STORE,
     ),
