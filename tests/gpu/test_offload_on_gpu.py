@@ -46,7 +46,7 @@ def storage(monkeypatch: pytest.MonkeyPatch, piece_units: int = 1) -> CacheStora
     unit = CacheStorage.unit_bytes(groups, HEADS, 16)
     monkeypatch.setattr("fairlead_runtime.sizing.offload_space.PIECE_BYTES", piece_units * unit)
     cache = CacheStorage(groups, HEADS, device=DEVICE, units=UNITS, host_units=HOST, block_size=16)
-    for part in (cache.keys, cache.values):
+    for part in cache.tensors:
         raw = part.view(torch.uint8)
         raw.copy_(torch.randint(0, 256, raw.shape, dtype=torch.uint8, device=DEVICE))
     return cache
@@ -84,7 +84,7 @@ def test_every_byte_comes_back_however_late_a_stream_is(
         copies = [(rng.randrange(UNITS), rng.randrange(UNITS))]
         cache.copy(Work(number, offload=offload, restore=restore, copies=copies))
         for unit in gone:  # a step writes there at once
-            cache.keys[:, unit] = number
+            cache.tensors[0][:, unit] = number
         host |= {to: device[unit] for unit, to in offload}
         for of, unit in restore:
             device[unit] = host.pop(of)
@@ -96,7 +96,7 @@ def test_every_byte_comes_back_however_late_a_stream_is(
 
 
 def bytes_of(cache: CacheStorage, unit: int) -> bytes:
-    parts = (cache.keys[:, unit], cache.values[:, unit])
+    parts = (cache.tensors[0][:, unit], cache.tensors[1][:, unit])
     raw: list[Any] = [part.contiguous().view(torch.uint8).cpu().numpy() for part in parts]
     return b"".join(part.tobytes() for part in raw)
 

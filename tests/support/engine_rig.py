@@ -33,14 +33,14 @@ from fairlead_runtime.device.step.graph_cache import GraphCache
 from fairlead_runtime.device.step.model_runner import ModelRunner
 from fairlead_runtime.engine.isolate import Executor
 from fairlead_runtime.grammar.guides import Guides
-from fairlead_runtime.models import families, rope, text_model
+from fairlead_runtime.models import families, rope
 from fairlead_runtime.request.logprobs import TokenLogprobs
 from fairlead_runtime.request.sequence import FinishReason, Request, SamplingParams, Sequence
 from fairlead_runtime.scheduling.plan import Finished, Limits, Result, Row, Work
 from fairlead_runtime.scheduling.scheduler import Scheduler, SchedulerStats
 from fairlead_runtime.settings.engine_config import EngineConfig
 from fairlead_runtime.sizing.graph_sizes import step_sizes
-from fairlead_runtime.sizing.groups import LayerGroup, group_layers
+from fairlead_runtime.sizing.groups import LayerGroup
 from support import flashinfer_standin, rank_pair, tiny, tiny_parts, triton_standin
 from support.fp8_reference import Fp8Cache
 from support.graph_standin import TapeRecorder
@@ -198,8 +198,7 @@ def paged(
 ) -> PagedModel:
     """A tiny model on our paged attention."""
     if family in tiny_parts.FAMILIES:
-        model = tiny_parts.build(family, **overrides)
-        text_model.drop_other_parts(model)
+        model = tiny_parts.build_text(family, **overrides)
     else:
         model = tiny.build(family, **overrides)
     dtype = torch.bfloat16 if bfloat16 else dtype
@@ -214,12 +213,12 @@ def attend_once(model: PagedModel, attention: AttentionBackend, ids: torch.Tenso
     vocabulary].
     """
     request = Request("a", tuple(ids.tolist()), SamplingParams(), max_tokens=1)
-    sequence, groups = Sequence(0, request, 0, ids.tolist()), group_layers(model.windows)
+    sequence, groups = Sequence(0, request, 0, ids.tolist()), model.groups
     blocks = -(-len(ids) // 4)
     tables = torch.randperm(blocks * len(groups)).view(len(groups), blocks)
     sequence.tables = tables.tolist()
     cache = CacheStorage(
-        groups, model.heads, units=tables.numel(), block_size=4, device=model.device
+        groups, model.cache_heads, units=tables.numel(), block_size=4, device=model.device
     )
     batch = BatchBuilder(groups, 4).build([Row(sequence, 0, len(ids), samples=True)])
     return model.forward(batch, cache, attention)
@@ -238,7 +237,8 @@ def choice_of(model: PagedModel, kernels: str) -> BackendChoice:
         except NotAvailableError as error:
             pytest.skip(str(error))
     auto = kernels in ("cpu", "int8") or kernels.startswith("ranks cpu")
-    return pick(model.heads, model.kinds, model.device, "auto" if auto else "torch")
+    kernels = "auto" if auto else "torch"
+    return pick(model.heads, model.kinds, model.device, kernels, mixed=model.mixed)
 
 
 def operations_of(model: PagedModel, kernels: str) -> LayerOperations | None:
@@ -267,7 +267,7 @@ def cache_of(
     """A cache of NaN, which the read of a slot that was not written yields. ``side``: as on a GPU,
     on streams that run in an order drawn from this seed.
     """
-    groups, heads = group_layers(model.windows), model.heads
+    groups, heads = model.groups, model.cache_heads
     sizes: dict[str, Any] = {"units": units, "block_size": block_size, "host_units": host_units}
     if side is None:
         cache = CacheStorage(groups, heads, device=model.device, **sizes)
@@ -275,8 +275,7 @@ def cache_of(
         piece = 3 * CacheStorage.unit_bytes(groups, heads, block_size)
         sizes |= {"choose": random.Random(side).randrange, "piece_bytes": piece}
         cache = DelayedCache(groups, heads, device=model.device, **sizes)
-    cache.keys.fill_(torch.nan)
-    cache.values.fill_(torch.nan)
+    cache.fill(torch.nan)
     return cache
 
 
@@ -325,7 +324,7 @@ class Rig:
             rank_pair.shard(self.model, ranks, QUANTIZED.get(kernels))
         self.fusion = fuse(self.model, operations_of(self.model, kernels), ranks)
         use_experts(self.model, kernels)
-        self.groups: tuple[LayerGroup, ...] = group_layers(self.model.windows)
+        self.groups: tuple[LayerGroup, ...] = self.model.groups
         self._references: dict[tuple[int, ...], tuple[int, list[int]]] = {}
         self._caches: list[GraphCache] = []
 
@@ -400,7 +399,7 @@ class Rig:
             model, decodes = self.model.model, steps()
             assert decodes is not None
             own = [x for x in vars(decodes).values() if isinstance(x, torch.Tensor)]
-            own += [*decodes.sampler.tensors, cache.keys, cache.values]
+            own += [*decodes.sampler.tensors, *cache.tensors]
             if isinstance(attention, TritonAttention):
                 own += triton_standin.kept(attention)
             return [*model.parameters(), *model.buffers(), *self.model.packed, *own]

@@ -29,10 +29,14 @@ FAMILIES = (
     "qwen3_moe",
     "mixtral",
     "gpt_oss",
+    "gemma3n_text",
 )
 # Buildable too: families of the table that are not in the full matrix of token equality, and
 # families that are not in the table.
-SIZED = ("gemma", "granite", "olmo2", "cohere", "cohere2", "starcoder2")
+SIZED = (
+    *("gemma", "granite", "olmo2", "cohere", "cohere2", "starcoder2"),
+    *("mimo_v2_flash", "gemma4_text", "gemma4_unified_text"),
+)
 UNLISTED = (
     "apertus",
     "arcee",
@@ -124,6 +128,21 @@ _SETTINGS: dict[str, dict[str, Any]] = {
         "final_logit_softcapping": 20.0,
     },
     "gemma3_text": {**_GEMMA, "layer_types": [_SLIDING, _SLIDING, _SLIDING, _FULL]},
+    # Of both kinds of layers that keep keys the last is not the first, and readers of both.
+    "gemma3n_text": {
+        "head_dim": 16,
+        "num_hidden_layers": 7,
+        "num_kv_shared_layers": 3,
+        "layer_types": [_SLIDING, _FULL, _SLIDING, _FULL, _SLIDING, _FULL, _SLIDING],
+        "sliding_window": WINDOW,
+        "intermediate_size": [128, 96, 128, 96, 64, 128, 96],
+        "activation_sparsity_pattern": [0.8, 0.0, 0.6, 0.0, 0.0, 0.8, 0.0],
+        "hidden_size_per_layer_input": 32,
+        "vocab_size_per_layer_input": VOCAB - 8,
+        "altup_num_inputs": 3,
+        "laurel_rank": 8,
+        "tie_word_embeddings": True,
+    },
     "phi3": {"original_max_position_embeddings": CONTEXT},
     "phi3_longrope": {"original_max_position_embeddings": 64, "rope_parameters": _LONGROPE},
     "llama_dynamic": {
@@ -132,6 +151,41 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     },
     "gpt2": {"n_inner": 128, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     "gpt_neox": {},
+    # Readers of both kinds; full layers have one wide key-value head, the others two.
+    "gemma4_text": {
+        "head_dim": 16,
+        "global_head_dim": 24,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "num_hidden_layers": 8,
+        "num_kv_shared_layers": 3,
+        "use_double_wide_mlp": True,
+        "layer_types": [_SLIDING, _FULL] * 4,
+        "sliding_window": WINDOW,
+        "hidden_size_per_layer_input": 16,
+        "vocab_size_per_layer_input": VOCAB,
+        "final_logit_softcapping": 20.0,
+    },
+    # Wider full layers, of which each keeps its own keys.
+    "gemma4_unified_text": {
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "num_hidden_layers": 5,
+        "layer_types": [_SLIDING, _SLIDING, _FULL, _SLIDING, _FULL],
+        "sliding_window": WINDOW,
+    },
+    # Units hold two windowed layers, or three full ones and an empty place.
+    "mimo_v2_flash": {
+        "num_hidden_layers": 7,
+        "num_key_value_heads": 1,
+        "head_dim": 24,
+        "v_head_dim": 16,
+        "sliding_window": WINDOW,
+        "layer_types": [_FULL, _SLIDING, _SLIDING, _FULL, _SLIDING, _SLIDING, _FULL],
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+    },
     "qwen3_moe": {**_MOE, "head_dim": 16, "moe_intermediate_size": 64, "norm_topk_prob": True},
     "mixtral": {**_MOE, "head_dim": 16},
     "gpt_oss": {

@@ -11,8 +11,18 @@ from typing import Any, cast
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForImageTextToText,
+    Gemma3nConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
+from fairlead_runtime.models import text_model
+from fairlead_runtime.sizing.family_table import PARTS
 from support import tiny
 
 _SIZES: dict[str, Any] = {**tiny._COMMON, "num_key_value_heads": 2}
@@ -38,6 +48,11 @@ _DEPTH: dict[str, Any] = {
     "patch_size": 16,
 }
 _SIGLIP = {**_TOWER, "model_type": "siglip_vision_model"}
+
+# Not those of the class, which take gigabytes.
+_SOUND = {
+    "audio_config": {"hidden_size": 32, "conf_num_hidden_layers": 1, "conf_num_attention_heads": 2}
+}
 
 # By family: the text's settings, the tower's, and the prefix of the text's tensors as published.
 _FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
@@ -76,9 +91,41 @@ _FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "cohere2_vision": (_COHERE2 | {"sliding_window": 20}, _SIGLIP, "model.language_model."),
     # Not in the table: tried, measured and judged by the self-test.
     "llava": ({"model_type": "llama"}, _SIGLIP, "language_model.model."),
+    # Its text is loaded alone.
+    "gemma3n": (
+        {"model_type": "gemma3n_text", **tiny._SETTINGS["gemma3n_text"]},
+        {"label_names": ["none"]},
+        "model.language_model.",
+    ),
+    "gemma4": (
+        {"model_type": "gemma4_text", **tiny._SETTINGS["gemma4_text"]}
+        | {"use_bidirectional_attention": "vision"},
+        {**_TOWER, "model_type": "gemma4_vision", "num_key_value_heads": 2, "head_dim": 16}
+        | {"position_embedding_size": 16},
+        "model.language_model.",
+    ),
+    "gemma4_unified": (
+        {"model_type": "gemma4_unified_text", **tiny._SETTINGS["gemma4_unified_text"]},
+        {"patch_size": 4, "mm_embed_dim": 32, "mm_posemb_size": 8, "output_proj_dims": 32},
+        "model.language_model.",
+    ),
 }
 FAMILIES = tuple(_FAMILIES)
 _OWN_TEXTS = ("model.text_model.", "model.language_model.")
+
+
+class Tower(PreTrainedModel):  # type: ignore[misc] # transformers' is untyped
+    """In the place of the tower of Gemma 3n's images, which timm builds: no text reads it."""
+
+    config_class = Gemma3nConfig.sub_configs["vision_config"]
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__(config)
+        self.linear = nn.Linear(8, 8)
+        self.post_init()
+
+
+AutoModel.register(Tower.config_class, Tower, exist_ok=True)
 
 
 def build(family: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
@@ -89,7 +136,11 @@ def build(family: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     text = {**_SIZES, **text, **overrides}
     tied = bool(text["tie_word_embeddings"])
     config = AutoConfig.for_model(
-        family, text_config=text, vision_config=vision, tie_word_embeddings=tied
+        family,
+        text_config=text,
+        vision_config=vision,
+        tie_word_embeddings=tied,
+        **(_SOUND if family == "gemma3n" else {}),
     )
     factory: Any = AutoModelForImageTextToText  # transformers' classes are untyped
     model = factory.from_config(config, dtype=torch.float32, attn_implementation="eager")
@@ -99,11 +150,29 @@ def build(family: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
             # Heads whose queries and keys are normalized attend to all alike.
             if name.endswith(("q_norm.weight", "k_norm.weight")) and family.startswith("qwen3"):
                 parameter.mul_(2.0)
-        scale = {"gemma3": 1 / math.sqrt(tiny.HIDDEN), "qwen3_vl": 0.5, "qwen3_vl_moe": 0.5}
-        model.get_input_embeddings().weight.mul_(scale.get(family, 1.0))
+        gemma = 1 / math.sqrt(tiny.HIDDEN)
+        scale = gemma if family.startswith("gemma") else 0.5 if family.startswith("qwen3") else 1.0
+        model.get_input_embeddings().weight.mul_(scale)
     model.generation_config.pad_token_id = 0
     model.eval()
     return cast("PreTrainedModel", model)
+
+
+def build_text(family: str, **overrides: Any) -> PreTrainedModel:
+    """What is loaded of the whole model: its text."""
+    whole = build(family, **overrides)
+    if family not in PARTS or not PARTS[family].alone:
+        text_model.drop_other_parts(whole)
+        return whole
+    settings = json.loads(whole.config.to_json_string(use_diff=False))
+    config = text_model.config_to_load(Path(), settings)
+    config._attn_implementation = "eager"
+    with torch.device("meta"):
+        text: Any = text_model.class_to_load(config)(config)
+    setattr(text, text.base_model_prefix, whole.get_decoder())
+    text.set_output_embeddings(whole.get_output_embeddings())
+    text.generation_config.pad_token_id = 0
+    return cast("PreTrainedModel", text.eval())
 
 
 def save(family: str, folder: Path, **overrides: Any) -> Path:
@@ -113,11 +182,24 @@ def save(family: str, folder: Path, **overrides: Any) -> Path:
     tensors = {_published(family, name): x for name, x in model.state_dict().items()}
     if model.config.tie_word_embeddings:
         tensors = {name: x for name, x in tensors.items() if not name.endswith("lm_head.weight")}
+    if family == "gemma3n":
+        tensors |= _unread_keys(model.get_decoder(), tensors)
     if family == "qwen3_vl_moe":
         experts = ("experts.gate_up_proj", "experts.down_proj")
         tensors = {n: x.transpose(1, 2) if n.endswith(experts) else x for n, x in tensors.items()}
     save_file({n: x.contiguous() for n, x in tensors.items()}, folder / "model.safetensors")
     return folder
+
+
+def _unread_keys(text: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What the published files also have of layers that keep no keys: those of the first layer."""
+    first = "model.language_model.layers.0.self_attn."
+    return {
+        name.replace(".0.", f".{index}."): x + 1
+        for index, layer in enumerate(text.layers)
+        for name, x in tensors.items()
+        if layer.self_attn.is_kv_shared_layer and name.startswith((f"{first}k_", f"{first}v_"))
+    }
 
 
 def flatten(folder: Path) -> None:

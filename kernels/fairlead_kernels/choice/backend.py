@@ -27,6 +27,7 @@ from fairlead_kernels.proofs.triton_proof import prove_operations
 # The oldest GPUs, by their compute capability, that flashinfer's kernels run on in each type.
 OLDEST_GPU = {torch.float16: (7, 5), torch.bfloat16: (8, 0)}
 PORTABLE = "plain torch on {}, portable kernels"
+MIXED = "its layers differ in their heads, which other kernels do not know"
 FP8_GPU = (8, 9)  # the oldest that multiply 8-bit floats
 
 
@@ -52,12 +53,14 @@ def pick(
     *,
     deterministic: bool = False,
     block_size: int = BLOCK_SIZE,
+    mixed: bool = False,
 ) -> BackendChoice:
     """The kernels for a model with these heads and kinds of layers on this device, in whose cache
     ``block_size`` tokens are a block: with ``auto`` the first that can serve it, ``cpu`` those in
     C++, ``flashinfer`` its attention, with ``torch`` plain torch, which runs on every device. On
     GPUs ``auto`` takes attention by flashinfer, else in Triton, else in torch; layers have
-    operations of their own, in Triton or else in torch, beside each of them.
+    operations of their own, in Triton or else in torch, beside each of them. Layers that differ in
+    their heads (``mixed``; ``heads`` are the widest layer's) have plain torch alone.
 
     With ``deterministic`` a token's results are the same bits whatever else is in its step, by
     kernels of ours alone.
@@ -65,9 +68,13 @@ def pick(
     Raises NotAvailableError with the reason when ``cpu`` or ``flashinfer`` is asked for and cannot
     serve the model, or when ``deterministic`` is and no kernels can.
     """
+    if mixed and (deterministic or kernels in ("cpu", "flashinfer")):
+        raise NotAvailableError(MIXED)
     if deterministic:
         return fixed_kernels(heads, kinds, device, kernels)
-    reason = ""
+    reason = f"; {MIXED}" if mixed else ""
+    if mixed:
+        kernels = "torch"
     if kernels == "cpu" or (kernels == "auto" and device.type == "cpu"):
         try:
             c_operations = cpu_operations(device.type, heads.dtype, fp8_cache=heads.fp8_cache)

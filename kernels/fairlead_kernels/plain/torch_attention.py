@@ -65,7 +65,8 @@ class Scratch:
 
 class TorchAttention:
     """``AttentionBackend`` in plain torch. The module says how it works, ``reference`` what it
-    computes.
+    computes. ``heads``: of the model's largest layer; ``run`` takes each layer's from its tensors,
+    so one object serves layers of several sizes.
     """
 
     name = "torch"
@@ -90,7 +91,7 @@ class TorchAttention:
         spec: LayerSpec,
     ) -> torch.Tensor:
         spec.check_window(plan.window)
-        out = query.new_empty(query.shape[0], self.heads.query, self.heads.value_dim)
+        out = query.new_empty(*query.shape[:2], value_cache.shape[3])
         for decodes in plan.decodes:
             self._run_decodes(decodes, query, key_cache, value_cache, spec, out)
         for prefill in plan.prefills:
@@ -115,21 +116,22 @@ class TorchAttention:
         spec: LayerSpec,
         out: torch.Tensor,
     ) -> None:
-        h, n, length = self.heads, piece.tokens.shape[0], piece.keys.length
+        n, length = piece.tokens.shape[0], piece.keys.length
         key, value = self._read(piece.keys, key_cache, value_cache, query.dtype)
+        heads, kv = query.shape[1], key.shape[1]
         # The queries that share a key head take the place of positions, so no key is repeated.
-        q = query.index_select(0, piece.tokens).view(n, h.kv, h.per_kv, h.dim)
-        k = key.view(n, length, h.kv, h.dim).transpose(1, 2)
-        v = value.view(n, length, h.kv, h.value_dim).transpose(1, 2)
+        q = query.index_select(0, piece.tokens).view(n, kv, heads // kv, -1)
+        k = key.view(n, length, kv, -1).transpose(1, 2)
+        v = value.view(n, length, kv, -1).transpose(1, 2)
         mask = None if piece.mask is None else piece.mask.to(query.dtype)
         if spec.softcap is None and spec.sinks is None:
             attended = F.scaled_dot_product_attention(
                 q, k.to(q.dtype), v.to(q.dtype), attn_mask=mask, scale=spec.scale
             )
         else:
-            sinks = None if spec.sinks is None else spec.sinks.view(1, h.kv, h.per_kv, 1)
+            sinks = None if spec.sinks is None else spec.sinks.view(1, kv, heads // kv, 1)
             attended = _explicit(q, k.to(q.dtype), v.to(q.dtype), mask, spec, sinks)
-        out.index_copy_(0, piece.tokens, attended.reshape(n, h.query, h.value_dim))
+        out.index_copy_(0, piece.tokens, attended.reshape(n, heads, -1))
 
     def _run_prefill(
         self,
@@ -140,18 +142,20 @@ class TorchAttention:
         spec: LayerSpec,
         out: torch.Tensor,
     ) -> None:
-        h, count = self.heads, piece.end - piece.begin
+        count = piece.end - piece.begin
         key, value = self._read(piece.keys, key_cache, value_cache, query.dtype)
-        q = query[piece.begin : piece.end].view(count, h.kv, h.per_kv, h.dim).permute(1, 2, 0, 3)
-        k = key.to(q.dtype).transpose(0, 1)[:, None].expand(-1, h.per_kv, -1, -1)
-        v = value.to(q.dtype).transpose(0, 1)[:, None].expand(-1, h.per_kv, -1, -1)
-        target = out[piece.begin : piece.end].view(count, h.kv, -1, h.value_dim).permute(1, 2, 0, 3)
+        kv = key.shape[1]
+        per_kv = query.shape[1] // kv
+        q = query[piece.begin : piece.end].view(count, kv, per_kv, -1).permute(1, 2, 0, 3)
+        k = key.to(q.dtype).transpose(0, 1)[:, None].expand(-1, per_kv, -1, -1)
+        v = value.to(q.dtype).transpose(0, 1)[:, None].expand(-1, per_kv, -1, -1)
+        target = out[piece.begin : piece.end].view(count, kv, per_kv, -1).permute(1, 2, 0, 3)
         fused = spec.softcap is None and spec.sinks is None
         if fused and piece.plain_causal:
             target.copy_(F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=spec.scale))
             return
-        sinks = None if spec.sinks is None else spec.sinks.view(h.kv, h.per_kv, 1, 1)
-        high = strips.STRIP if fused else strips.scored_strip(h.query, key.shape[0])
+        sinks = None if spec.sinks is None else spec.sinks.view(kv, per_kv, 1, 1)
+        high = strips.STRIP if fused else strips.scored_strip(kv * per_kv, key.shape[0])
         for strip in piece.strips(high):
             mask = strip.mask(q.dtype, q.device)
             queries, visible = slice(strip.begin, strip.end), slice(strip.low, strip.high)

@@ -37,7 +37,6 @@ from fairlead_runtime.scheduling.plan import Limits
 from fairlead_runtime.scheduling.scheduler import Scheduler
 from fairlead_runtime.serving.intake import Intake
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
-from fairlead_runtime.sizing.groups import group_layers
 from fairlead_runtime.sizing.report import MemoryReport, memory_report
 from fairlead_runtime.sizing.terms import DeviceFacts, decode_state
 
@@ -143,7 +142,7 @@ def _with_engine(
     process = {"process": process_bytes} if device.kind == "cpu" else {}
     choice = DecodePlan.choose(config, model, loaded_rank.attention, sharded=ranks is not None)
     resident, host_batch = choice.state_on_device, profiled["batch"]
-    groups = group_layers(model.windows)
+    groups = model.groups
     state_bytes = decode_state(inspected.shape, config, groups) if resident else 0
     graphs = choice.measure(loaded.max_model_len) if resident else 0
     measured = {**profiled, **process, "batch": host_batch + state_bytes, "graphs": graphs}

@@ -77,7 +77,7 @@ def _check_kernels(config: EngineConfig, device: DeviceFacts, inspected: Inspect
     fp8_cache = config.fp8_cache
     if config.kernels == "flashinfer":
         kv_heads = ceil_div(shape.kv_heads, ranks)
-        dims = shape.head_dim, shape.head_dim
+        dims = shape.head_dim, shape.value_dim
         heads = Heads(shape.heads // ranks, kv_heads, *dims, dtype, fp8_cache)
         try:
             flashinfer_for(heads, torch.device(device.kind))
@@ -91,7 +91,7 @@ def _check_kernels(config: EngineConfig, device: DeviceFacts, inspected: Inspect
     if config.quantization != "none":
         _check_quantization(config, device, inspected)
     if config.deterministic:
-        kv_heads, dims = shape.kv_heads, (shape.head_dim, shape.head_dim)
+        kv_heads, dims = shape.kv_heads, (shape.head_dim, shape.value_dim)
         heads = Heads(shape.heads, kv_heads, *dims, dtype, fp8_cache)
         try:
             check_fixed(heads, torch.device(device.kind), config.kernels)

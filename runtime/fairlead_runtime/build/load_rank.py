@@ -26,7 +26,6 @@ from fairlead_runtime.device.warmup.profiling import Profile
 from fairlead_runtime.models import loading
 from fairlead_runtime.models.loading import LoadedModel
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
-from fairlead_runtime.sizing.groups import group_layers
 from fairlead_runtime.sizing.terms import DeviceFacts, gib
 
 log = logging.getLogger("fairlead.build")
@@ -189,11 +188,11 @@ def _keeps_nothing(attention: AttentionBackend, model: PagedModel) -> AttentionB
 
 
 def _storage(model: PagedModel, units: int, block_size: int, host_units: int) -> CacheStorage:
-    groups = group_layers(model.windows)
+    groups = model.groups
     try:
         return CacheStorage(
             groups,
-            model.heads,
+            model.cache_heads,
             units=units,
             block_size=block_size,
             device=model.device,

@@ -67,7 +67,7 @@ def resolve(
     sequence.
     """
     config = check_stored(
-        config, shape.quantized, dtype, device.kind, experts=shape.experts > 0
+        config, shape.quantized, dtype, device.kind, unfused=shape.unfused
     ).clamped()
     plan = plan_memory(shape, config, device, measured)
 

@@ -15,7 +15,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from fairlead_runtime.models import text_model
-from fairlead_runtime.models.model_error import ModelError
+from fairlead_runtime.models.model_error import ModelError, first_line
 from fairlead_runtime.sizing.config_json import CAUSAL_TEXT, of_the_maker
 from fairlead_runtime.sizing.families.refusals import (
     BIDIRECTIONAL,
@@ -68,6 +68,8 @@ def check(config: PretrainedConfig) -> tuple[int | None, ...]:
     # A family that is served has none.
     if getattr(text, "kv_lora_rank", None):
         raise unsupported(name, LATENT)
+    if text.is_heterogeneous and kind not in FAMILIES:
+        raise unsupported(name, "its layers have settings of their own (per_layer_config)")
     model_class, text_class = text_model.class_of(config), text_model.text_class_of(config)
     if model_class is None or text_class is None:
         kind = "no class of text with images" if text is not config else "no causal language model"
@@ -78,6 +80,27 @@ def check(config: PretrainedConfig) -> tuple[int | None, ...]:
         if name not in FAMILIES and not code._can_set_attn_implementation():  # noqa: SLF001 - there is no public method
             raise unsupported(name, OLD)
     return _windows(text, text_class)
+
+
+def sources_of(config: PretrainedConfig) -> tuple[int, ...]:
+    """By layer of this text the one whose keys it reads, its own where it keeps them. Raises
+    ModelError.
+    """
+    name, layers = str(config.model_type), range(int(config.num_hidden_layers))
+    try:
+        modes = getattr(config, "kv_sharing_modes", None) or [None] * len(layers)
+    except ValueError as error:
+        raise unsupported(name, first_line(error)) from error
+    stored: dict[str, int] = {}
+    sources: list[int] = []
+    for layer, mode in zip(layers, modes, strict=True):
+        kind = config.layer_types[layer] if mode else ""
+        if mode not in (None, "store", "reuse") or (mode == "reuse" and kind not in stored):
+            raise unsupported(name, f"layer {layer} shares keys in a way of its own, {mode!r}")
+        if mode == "store":
+            stored[kind] = layer
+        sources.append(stored[kind] if mode == "reuse" else layer)
+    return tuple(sources)
 
 
 def _windows(config: PretrainedConfig, model_class: Any) -> tuple[int | None, ...]:

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import transformers
 from transformers import (
-    AutoConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -188,7 +187,7 @@ def _read_weights(
 ) -> PreTrainedModel:
     path, stored = inspected.files.path, stored_format(inspected.config_json)
     try:
-        settings = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        settings = text_model.config_to_load(path, inspected.config_json)
         factory = text_model.class_to_load(settings)
         with _progress_on_terminals_only():
             model, info = factory.from_pretrained(

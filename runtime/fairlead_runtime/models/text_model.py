@@ -6,18 +6,23 @@ own code and names, so that transformers maps the names of published tensors, ol
 """
 
 import re
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 from transformers import (
+    CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_MAPPING,
+    AutoConfig,
     PretrainedConfig,
     PreTrainedModel,
 )
 
-from fairlead_runtime.sizing.config_json import TEXT
+from fairlead_runtime.sizing.config_json import CAUSAL_TEXT, TEXT
+from fairlead_runtime.sizing.family_table import PARTS
 
 
 def text_of(config: PretrainedConfig) -> PretrainedConfig:
@@ -39,6 +44,22 @@ def class_of(config: PretrainedConfig) -> Any:
     if not has_parts(config):
         return _only(MODEL_FOR_CAUSAL_LM_MAPPING, config)
     return _only(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, config)
+
+
+def config_to_load(folder: Path, config: Mapping[str, Any]) -> PretrainedConfig:
+    """The configuration that weights are loaded with: that of the ``folder``, whose config.json is
+    ``config``, or of its text where the code of the whole cannot do without its other parts
+    (``Parts.alone``): what describes those is not read.
+    """
+    name = str(config.get("model_type"))
+    parts = PARTS.get(name)
+    if parts is None or not parts.alone:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    text, whole = dict(config[TEXT]), CONFIG_MAPPING[name]
+    tied = config.get("tie_word_embeddings")
+    text["tie_word_embeddings"] = whole.tie_word_embeddings if tied is None else tied
+    factory: Any = CONFIG_MAPPING[parts.text]  # transformers' classes are untyped
+    return factory.from_dict(text)
 
 
 def text_class_of(config: PretrainedConfig) -> Any:
@@ -83,6 +104,8 @@ def drop_other_parts(model: PreTrainedModel) -> None:
         for name, _ in list(parent.named_parameters(recurse=False)):
             setattr(parent, name, None)
     text = text_of(model.config)
+    if getattr(text, "use_bidirectional_attention", None) in CAUSAL_TEXT:
+        text.use_bidirectional_attention = None  # text has causal masks, without those of images
     for key in model.config.sub_configs:
         if getattr(model.config, key, None) is not text:
             setattr(model.config, key, None)  # transformers warns of a part that it does not find

@@ -43,7 +43,8 @@ def shape_of(config: Mapping[str, Any], weights: Mapping[str, Header]) -> ModelS
         stored = published(config)
         if stored is not None:
             sizes = [plain for size in sizes if (plain := stored.plain(*size)) is not None]
-        shape = ModelShape.from_tensors(config, settings, windows, sizes)
+        sources = families.sources_of(text)
+        shape = ModelShape.from_tensors(config, settings, windows, sources, sizes)
     except ShapeError as error:
         raise unsupported_shape(error) from error
     if len(windows) != shape.layers:

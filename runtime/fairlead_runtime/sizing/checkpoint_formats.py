@@ -51,11 +51,11 @@ def as_stored(config: EngineConfig, quantized: Stored) -> EngineConfig:
 
 
 def check_stored(
-    config: EngineConfig, quantized: Stored, dtype: str, device: str, *, experts: bool
+    config: EngineConfig, quantized: Stored, dtype: str, device: str, *, unfused: str
 ) -> EngineConfig:
     """``as_stored``, checked as ``check_supported`` does: what a checkpoint brings is refused where
     the setting would be. Raises ConfigError, too, for int8 in float16 or with an fp8 cache on a
-    CPU, and for rounding a model with ``experts``, whose layers are not fused.
+    CPU, and for rounding a model with ``unfused`` layers: what these have, "" for none.
     """
     stored = as_stored(config, quantized)
     if stored.quantization == "int4" and not quantized:
@@ -77,8 +77,8 @@ def check_stored(
     if stored.fp8_cache and (stored.quantization, device) == ("int8", "cpu"):
         problem = "fp8 is not supported with int8 weights on cpu: the C++ kernels lack it"
         raise ConfigError("cache_dtype", problem, "use auto")
-    if not quantized and stored.quantization != "none" and experts:
-        problem = f"{stored.quantization} weights of experts are not supported"
+    if not quantized and stored.quantization != "none" and unfused:
+        problem = f"{stored.quantization} weights of {unfused} are not supported"
         raise ConfigError("quantization", problem, "use none")
     return stored
 

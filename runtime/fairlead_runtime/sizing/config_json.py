@@ -12,7 +12,7 @@ from typing import Any
 
 from fairlead_runtime.sizing.families.judged import SIZED
 from fairlead_runtime.sizing.families.makers import nearest, working_of
-from fairlead_runtime.sizing.families.refusals import INNER, NO_TEXT, NO_WHOLE, REFUSED
+from fairlead_runtime.sizing.families.refusals import INNER, NO_TEXT, NO_WHOLE, OWN_INPUTS, REFUSED
 from fairlead_runtime.sizing.family_table import (
     FAMILIES,
     JUDGED,
@@ -203,6 +203,8 @@ def _family_of_text(name: str, config: Mapping[str, Any]) -> tuple[Family, Mappi
         raise _refused(f"{TEXT}.model_type", kind, f"the text of {name!r} is {parts.text!r}")
     if parts is not None and kind in parts.never:
         raise _refused(f"{TEXT}.model_type", kind, f"{name!r} reads the text's rms_norm_eps")
+    if family.layer_inputs and (parts is None or kind != parts.text):
+        raise _refused(f"{TEXT}.model_type", kind, OWN_INPUTS)
     if parts is None:
         raise UnknownFamilyError(name)
     # The head is the whole's, which has no bias.
@@ -250,7 +252,7 @@ class ConfigReader:
 
     def __init__(self, config: Mapping[str, Any], family: Family) -> None:
         self._config = config
-        self._family = family
+        self.family = family
         self.heads = self.integer("num_attention_heads")
         kv_heads, head_dim = (
             (self.optional(k) for k in ("num_key_value_heads", "head_dim"))
@@ -262,16 +264,28 @@ class ConfigReader:
         self.head_dim = head_dim or max(1, self.integer("hidden_size") // self.heads)
 
     def get(self, name: str) -> Any:
-        for key in (self._family.aliases.get(name, name), name):
+        for key in (self.family.aliases.get(name, name), name):
             if key in self._config:
                 return self._config[key]
-        return self._family.defaults.get(name)
+        return self.family.defaults.get(name)
 
     def optional(self, name: str, low: int = 1) -> int | None:
         return None if self.get(name) is None else self.integer(name, low)
 
+    def of_layer(self, name: str, index: int) -> int | None:
+        """A setting that may be a list with an entry per layer."""
+        value, layers = self.get(name), self.integer("num_hidden_layers")
+        if not isinstance(value, list | tuple):
+            return self.optional(name)
+        if len(value) != layers:
+            raise ShapeError(name, f"must be a number, or a list of {layers}, one per layer")
+        return self.checked(name, value[index])
+
     def integer(self, name: str, low: int = 1) -> int:
-        value, high = self.get(name), LARGEST.get(name, LARGEST_OTHER)
+        return self.checked(name, self.get(name), low)
+
+    def checked(self, name: str, value: object, low: int = 1) -> int:
+        high = LARGEST.get(name, LARGEST_OTHER)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
             raise ShapeError(
                 name, f"must be a whole number from {low} to {high}, not {str(value)[:40]}"
@@ -325,7 +339,7 @@ def check_traits(s: ConfigReader) -> None:
         raise ShapeError(
             "use_bidirectional_attention", "such a model encodes text and does not generate any"
         )
-    if s.get("per_layer_config"):
+    if s.get("per_layer_config") and not s.family.full_dim:
         raise ShapeError("per_layer_config", "layers of different sizes are not supported")
 
 

@@ -7,7 +7,7 @@ Counts nothing; ``parameters`` does.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -33,16 +33,40 @@ class Family:
     qk_norm_if: str = ""  # the setting that switches qk_norm on; "" for always
     positions: bool = False  # learned position embeddings
     experts: str = ""  # the setting that gives one expert's width; "" for a dense model
+    experts_if: str = ""  # the setting that switches them on, each layer's beside its MLP
     expert_bias: bool = False
     mxfp4: bool = False  # its experts are also published in MXFP4, under names of their own
     sinks: bool = False  # one attention sink per head
+    windowed_sinks: bool = False  # the same in layers with a window alone
+    value_dim: str = ""  # the setting that gives a value's width; "": it is a key's
+    windowed_kv_times: int = 1  # layers with a window have so many times the key-value heads
+    # The settings that give a full layer's width of a head and, where ``full_if`` is on, its
+    # key-value heads, if it has others than layers with a window; there values are keys' products,
+    # too. ``per_layer_config`` may give both for each layer instead.
+    full_dim: str = ""
+    full_kv_heads: str = ""
+    full_if: str = ""
     window: str = ""  # "": never; "all": one window in every layer; "types": as layer_types say
     window_if: str = ""  # the setting that switches windows on
     # Default of layer_types: layers n, 2n, ... are full, the others slide.
     full_every: int | str = 0
+    last_full: bool = False  # whatever layer_types say
     window_from: str = ""  # default of layer_types: this layer and all above it slide
-    shardable: bool = True  # transformers' plan for ranks has its layers: device/ranks/shards.py
+    window_before: str = ""  # the setting that counts the window without the query's own token
     fuses: bool = True  # False: its layers are known to be no ones that fused layers compute
+    # The setting that counts the last layers, which keep no keys: each reads those of the last
+    # layer of its kind before them.
+    shared: str = ""
+    wide_readers: str = ""  # the setting that doubles the MLP of these layers
+    # The setting that gives the width of the input that each layer has of its own, from a table of
+    # ``vocab_size_per_layer_input`` rows and from the embedding.
+    layer_inputs: str = ""
+    # The setting that counts the residual streams of which each layer reads one and corrects all
+    # (AltUp, arXiv:2301.13310), and that of the rank of a product beside attention (LAuReL,
+    # arXiv:2411.07501).
+    streams: str = ""
+    laurel: str = ""
+    shardable: bool = True  # transformers' plan for ranks has its layers: device/ranks/shards.py
     # Default of layer_types where no period says it: whether this layer, of so many, is full.
     full_rule: Callable[[int, int], bool] | None = None
     # Another default: layers slide where this list has 0, without it layers n, 2n, ... do.
@@ -129,6 +153,32 @@ _ATTENTION_BIAS: dict[str, Any] = {"qkv_bias": "attention_bias", "out_bias": "at
 # The same for the tables in families/.
 defaults, ATTENTION_BIAS = _defaults, _ATTENTION_BIAS
 
+_GEMMA4 = Family(
+    _defaults(262144, 2304, 9216, 30, 8, 131072, num_key_value_heads=4, sliding_window=512)
+    | {"tie_word_embeddings": True, "head_dim": 256, "global_head_dim": 512}
+    | {"attention_k_eq_v": False, "num_kv_shared_layers": 0, "use_double_wide_mlp": False}
+    | {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144}
+    | {"enable_moe_block": False},
+    aliases={"num_local_experts": "num_experts", "num_experts_per_tok": "top_k_experts"},
+    fuses=False,
+    shardable=False,
+    qkv_bias="attention_bias",
+    out_bias="attention_bias",
+    norms=4,
+    qk_norm="head",
+    experts="moe_intermediate_size",
+    experts_if="enable_moe_block",
+    full_dim="global_head_dim",
+    full_kv_heads="num_global_key_value_heads",
+    full_if="attention_k_eq_v",
+    window="types",
+    full_every=6,
+    last_full=True,
+    shared="num_kv_shared_layers",
+    wide_readers="use_double_wide_mlp",
+    layer_inputs="hidden_size_per_layer_input",
+)
+
 # One entry per model_type: the defaults of transformers 5.23's configuration class and what its
 # layers hold.
 FAMILIES: Mapping[str, Family] = {
@@ -170,6 +220,23 @@ FAMILIES: Mapping[str, Family] = {
         full_every=2,
         **_ATTENTION_BIAS,
     ),
+    "mimo_v2_flash": Family(
+        _defaults(152576, 4096, 16384, 48, 64, 131072, num_key_value_heads=4, sliding_window=129)
+        | {"head_dim": 192, "v_head_dim": 128, "moe_intermediate_size": 2048}
+        | {"num_local_experts": 256, "num_experts_per_tok": 8},
+        aliases={"num_local_experts": "n_routed_experts"},
+        shardable=False,
+        qkv_bias="attention_bias",
+        experts="moe_intermediate_size",
+        mlp_types=True,
+        dense_first=1,
+        windowed_sinks=True,
+        value_dim="v_head_dim",
+        windowed_kv_times=2,
+        window="types",
+        full_rule=lambda index, _: index == 0 or (index + 1) % 6 == 0,
+        window_before="sliding_window_size",
+    ),
     "gemma": Family(
         _defaults(256000, 3072, 24576, 28, 16, 8192, num_key_value_heads=16) | _GEMMA,
         **_ATTENTION_BIAS,
@@ -190,6 +257,33 @@ FAMILIES: Mapping[str, Family] = {
         window="types",
         full_every="sliding_window_pattern",
         **_ATTENTION_BIAS,
+    ),
+    "gemma3n_text": Family(
+        _defaults(262400, 2048, 16384, 35, 8, 32768, num_key_value_heads=2)
+        | _GEMMA
+        | {"sliding_window": 512, "final_logit_softcapping": 30.0, "num_kv_shared_layers": 15}
+        | {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144}
+        | {"altup_num_inputs": 4, "laurel_rank": 64},
+        fuses=False,
+        shardable=False,  # an MLP keeps the largest of all gates of a token, and a rank has some
+        norms=7,
+        qk_norm="head",
+        mlp_copies=4,
+        window="types",
+        full_every=5,
+        shared="num_kv_shared_layers",
+        layer_inputs="hidden_size_per_layer_input",
+        streams="altup_num_inputs",
+        laurel="laurel_rank",
+        **_ATTENTION_BIAS,
+    ),
+    "gemma4_text": _GEMMA4,
+    "gemma4_unified_text": replace(
+        _GEMMA4,
+        defaults={**_GEMMA4.defaults, "max_position_embeddings": 262144, "sliding_window": 1024},
+        layer_inputs="",
+        experts="",
+        experts_if="",
     ),
     "phi3": Family(
         _defaults(32064, 3072, 8192, 32, 32, 4096), shardable=False, mlp_copies=4, window="all"
@@ -307,6 +401,9 @@ class Parts:
     # which the whole's own code reads a setting that they lack.
     any_text: bool = False
     never: frozenset[str] = frozenset()
+    # Whether the whole's own code needs its other parts for text, too: the text is loaded as the
+    # model of its own that it is.
+    alone: bool = False
 
 
 _NO_RMS = frozenset(
@@ -318,6 +415,9 @@ _NO_RMS = frozenset(
 # By the model_type of the whole.
 PARTS: Mapping[str, Parts] = {
     "gemma3": Parts("gemma3_text"),
+    "gemma3n": Parts("gemma3n_text", alone=True),
+    "gemma4": Parts("gemma4_text"),
+    "gemma4_unified": Parts("gemma4_unified_text"),
     "mistral3": Parts("mistral", any_text=True, never=_NO_RMS),
     "qwen2_vl": Parts("qwen2_vl_text", tied=False, either=True, flat=True),
     "qwen2_5_vl": Parts("qwen2_5_vl_text", tied=False, either=True, flat=True),

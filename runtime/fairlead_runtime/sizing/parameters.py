@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from fairlead_runtime.sizing.config_json import ConfigReader, ShapeError
 from fairlead_runtime.sizing.family_table import Family
+from fairlead_runtime.sizing.layer_heads import LayerHeads
 
 # Elements that indices and weights take for each token and chosen expert.
 ROUTING_ELEMENTS = 16
@@ -55,11 +56,80 @@ def _rows(inputs: int, outputs: int, *, bias: bool = False) -> ParameterCount:
     return ParameterCount(inputs * outputs, outputs, outputs if bias else 0, inputs * outputs)
 
 
-def count_layer(s: ConfigReader, family: Family, index: int) -> tuple[ParameterCount, int, int]:
-    """Parameters of one layer, the elements its MLP keeps per token, and its MLP's inner width."""
+def count_layer(
+    s: ConfigReader, family: Family, index: int, heads: LayerHeads, *, windowed: bool
+) -> tuple[ParameterCount, int, int]:
+    """Parameters of one layer with these heads, the elements its MLP keeps per token, and its MLP's
+    inner width.
+    """
     mlp, width, inner = _mlp(s, family, index)
-    norms = _norms(s, family) * count_norm(s, family)
-    return _attention(s, family) + mlp + ParameterCount(rest=norms), width, inner
+    if family.experts_if and has_experts(s, family):
+        beside, more = _experts_beside(s, family)
+        mlp, width = mlp + beside, width + more
+    norms = ParameterCount(rest=_norms(s, family) * count_norm(s, family))
+    keeps = index < layers_with_keys(s, family)
+    attention = _attention(s, family, heads, keeps=keeps)
+    if family.sinks or (family.windowed_sinks and windowed):
+        attention += ParameterCount(rest=heads.query)
+    return attention + mlp + norms + _beside(s, family), width, inner
+
+
+def layers_with_keys(s: ConfigReader, family: Family) -> int:
+    """The first layers, which keep keys of their own."""
+    layers = s.integer("num_hidden_layers")
+    shared = s.integer(family.shared, low=0) if family.shared else 0
+    if shared >= layers:
+        raise ShapeError(family.shared, f"must be less than the {layers} layers")
+    return layers - shared
+
+
+def _count_layer_inputs(s: ConfigReader, family: Family) -> int:
+    """Parameters outside the layers that make the input that each layer has of its own: a table, a
+    projection of the embedding, its norm.
+    """
+    if not family.layer_inputs:
+        return 0
+    width = s.integer(family.layer_inputs, low=0)
+    if not width:
+        return 0
+    rows = s.integer("vocab_size_per_layer_input") + s.integer("hidden_size")
+    return rows * width * s.integer("num_hidden_layers") + width
+
+
+def _count_streams(s: ConfigReader, family: Family) -> int:
+    """Parameters outside the layers that make further residual streams of the embedding, and one
+    hidden state of all.
+    """
+    if not family.streams:
+        return 0
+    streams, active = s.integer(family.streams), s.get("altup_active_idx")
+    if active is not None and not s.integer("altup_active_idx", low=0) < streams:
+        raise ShapeError("altup_active_idx", f"must be less than {family.streams}, {streams}")
+    layers, sparse = s.integer("num_hidden_layers"), s.get("activation_sparsity_pattern")
+    if sparse is not None and not (
+        isinstance(sparse, list | tuple)
+        and len(sparse) == layers
+        and all(isinstance(share, int | float) and 0 <= share < 1 for share in sparse)
+    ):
+        problem = f"must be a list of {layers} shares from 0 to less than 1, one per layer"
+        raise ShapeError("activation_sparsity_pattern", problem)
+    return 2 * (streams - 1) * s.integer("hidden_size") ** 2
+
+
+def _beside(s: ConfigReader, family: Family) -> ParameterCount:
+    """What a layer has beside attention, MLP and norms: products by which its own input comes in,
+    with a norm, and one beside attention; the coefficients of its streams.
+    """
+    hidden, count = s.integer("hidden_size"), ParameterCount()
+    for setting, normed in ((family.layer_inputs, hidden), (family.laurel, 0)):
+        inner = s.integer(setting, low=0) if setting else 0
+        if inner:
+            count += ParameterCount(2 * hidden * inner, hidden + inner, normed)
+    if family.streams:
+        streams = s.integer(family.streams)
+        coefficients = ParameterCount(streams**2 + streams**3, streams + streams**2)
+        count += coefficients + ParameterCount(hidden * streams, streams)
+    return count
 
 
 def count_norm(s: ConfigReader, family: Family) -> int:
@@ -69,7 +139,9 @@ def count_norm(s: ConfigReader, family: Family) -> int:
 
 
 def count_outside(s: ConfigReader, family: Family, *, tied: bool) -> int:
-    """Parameters outside the layers: embeddings, the head, positions and the last norm."""
+    """Parameters outside the layers: embeddings, the head, positions, the last norm, and what makes
+    inputs of layers and residual streams.
+    """
     hidden, vocab = s.integer("hidden_size"), s.integer("vocab_size")
     wide = (s.optional(family.embedding_width) if family.embedding_width else None) or hidden
     # Narrower embeddings are widened before the layers and narrowed after them.
@@ -77,6 +149,7 @@ def count_outside(s: ConfigReader, family: Family, *, tied: bool) -> int:
     count += vocab if s.flag_or_constant(family.head_bias) else 0
     if family.positions:
         count += (s.integer("max_position_embeddings") + family.position_offset) * hidden
+    count += _count_layer_inputs(s, family) + _count_streams(s, family)
     return count + (count_norm(s, family) if s.flag_or_constant(family.final_norm) else 0)
 
 
@@ -91,29 +164,49 @@ def has_flat_norm(s: ConfigReader, family: Family) -> bool:
     return family.qk_norm == "flat" and (not family.qk_norm_if or s.flag(family.qk_norm_if))
 
 
-def _attention(s: ConfigReader, family: Family) -> ParameterCount:
-    hidden, q, kv = s.integer("hidden_size"), s.heads * s.head_dim, s.kv_heads * s.head_dim
+def _attention(
+    s: ConfigReader, family: Family, heads: LayerHeads, *, keeps: bool
+) -> ParameterCount:
+    hidden, q, kv = s.integer("hidden_size"), heads.query * heads.dim, heads.kv * heads.dim
     bias = s.flag_or_constant(family.qkv_bias)
-    keys = _columns(hidden, 2 * kv, bias=bias)
+    made = heads.kv * heads.dim if heads.one_product else heads.width
+    keys = _columns(hidden, made, bias=bias) if keeps else ParameterCount()
     count = _columns(hidden, q, bias=bias) + replace(keys, sharded=0, kv=keys.sharded)
-    count += _rows(q, hidden, bias=s.flag_or_constant(family.out_bias))
+    attended = heads.query * heads.value_dim
+    count += _rows(attended, hidden, bias=s.flag_or_constant(family.out_bias))
     if family.qk_norm and (not family.qk_norm_if or s.flag(family.qk_norm_if)):
-        weights = 2 * s.head_dim if family.qk_norm == "head" else q + kv
+        normed = (heads.dim, heads.dim) if family.qk_norm == "head" else (q, kv)
+        weights = sum(normed) if keeps else normed[0]
         count += ParameterCount(rest=weights * (2 if family.qk_norm_bias else 1))
     if family.out_gate:
         count += _columns(hidden, q)
-    count += ParameterCount(rest=hidden if family.inner_norms else 0)
-    return count + ParameterCount(rest=s.heads * (family.sinks + family.out_gate_bias))
+    rest = heads.query * family.out_gate_bias + (hidden if family.inner_norms else 0)
+    return count + ParameterCount(rest=rest)
+
+
+def has_experts(s: ConfigReader, family: Family) -> bool:
+    """Whether its layers have experts."""
+    return bool(family.experts) and (not family.experts_if or s.flag(family.experts_if))
 
 
 def _mlp(s: ConfigReader, family: Family, index: int) -> tuple[ParameterCount, int, int]:
     hidden = s.integer("hidden_size")
     if not _sparse(s, family, index):
         setting = family.dense_width if family.experts else "intermediate_size"
-        inner = s.optional(setting) or s.optional("intermediate_size") or 4 * hidden
+        inner = s.of_layer(setting, index) or s.optional("intermediate_size") or 4 * hidden
+        if index >= layers_with_keys(s, family) and s.flag_or_constant(
+            family.wide_readers or False
+        ):
+            inner *= 2
         rest = family.activation_parameters + (inner if family.inner_norms else 0)
         count = _dense(s, family, inner) + ParameterCount(rest=rest)
         return count, family.mlp_copies * inner, inner
+    return *_experts(s, family), s.integer(family.experts)
+
+
+def _experts(s: ConfigReader, family: Family) -> tuple[ParameterCount, int]:
+    """Parameters of one layer's experts and their router, and the elements they keep per token."""
+    hidden = s.integer("hidden_size")
     inner, experts, chosen = (
         s.integer(k) for k in (family.experts, "num_local_experts", "num_experts_per_tok")
     )
@@ -132,7 +225,7 @@ def _mlp(s: ConfigReader, family: Family, index: int) -> tuple[ParameterCount, i
         count += _dense(s, family, shared) + gate
         # What the chosen experts gave is kept beside it.
         width = max(width, family.mlp_copies * shared) + hidden
-    return count, width, inner
+    return count, width
 
 
 def _dense(s: ConfigReader, family: Family, inner: int) -> ParameterCount:
@@ -151,8 +244,17 @@ def _shared_width(s: ConfigReader, family: Family) -> int:
     return count * (s.optional(width, low=0) or 0) if count else 0
 
 
+def _experts_beside(s: ConfigReader, family: Family) -> tuple[ParameterCount, int]:
+    """The same where they stand beside the MLP: with norms of the MLP's result, of what experts
+    take and of what they give, a factor for each element that the router takes and for each expert.
+    """
+    count, width = _experts(s, family)
+    hidden = s.integer("hidden_size")
+    return count + ParameterCount(rest=4 * hidden + s.integer("num_local_experts")), width
+
+
 def _sparse(s: ConfigReader, family: Family, index: int) -> bool:
-    if not family.experts:
+    if not family.experts or family.experts_if:
         return False
     kinds = s.get("mlp_layer_types") if family.mlp_types else None
     if kinds is not None:

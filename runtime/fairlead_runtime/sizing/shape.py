@@ -24,12 +24,16 @@ from fairlead_runtime.sizing.config_json import (
     longest_text,
 )
 from fairlead_runtime.sizing.family_table import FAMILIES, UNKNOWN_DENSE, UNKNOWN_EXPERTS, Family
+from fairlead_runtime.sizing.groups import LayerGroup, group_layers
+from fairlead_runtime.sizing.layer_heads import LayerHeads, check_types, is_mixed, widest
 from fairlead_runtime.sizing.parameters import (
     ParameterCount,
     count_layer,
     count_outside,
     first_mixture,
+    has_experts,
     has_flat_norm,
+    layers_with_keys,
 )
 from fairlead_runtime.sizing.stored import (
     KEY,
@@ -40,27 +44,41 @@ from fairlead_runtime.sizing.stored import (
     refusal,
 )
 
+FULL = "full_attention"
 MOST_PARAMETERS = 1 << 50  # their bytes are numbers that a status takes
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
     """Sizes of one model. All counts are elements; ``windows`` has one entry per layer, None for
-    full attention.
+    full attention, and ``sources`` the layer whose keys it reads, its own where it keeps them.
     """
 
     model_type: str
     layers: int
     windows: tuple[int | None, ...]
+    sources: tuple[int, ...]
     heads: int
     kv_heads: int
     head_dim: int
+    value_dim: int
+    # Of each layer: elements of one token's key and value. Of layers that differ in their heads
+    # (``mixed``) the four sizes before are those of the widest.
+    kv_widths: tuple[int, ...]
+    mixed: bool
+    rotary_width: int  # elements of a token's rotary tables, which each kind of layers has
     hidden: int
-    mlp_width: int  # elements the widest MLP keeps per token, all its chosen experts together
+    # Elements of each token that lie beside a layer: further residual streams, inputs of layers,
+    # keys and values that later layers read.
+    beside_width: int
+    # Elements the widest MLP keeps per token, all its chosen experts together, or what takes more
+    # where an MLP is not running.
+    mlp_width: int
     # Elements that a layer in the C++ kernels keeps of each token of a slab for attention or the
     # MLP; 0 where it is not known that they compute its layers.
     slab_width: int
     logit_copies: int  # tensors of vocabulary width alive at once
+    unfused: str  # what its layers have that fused ones are known to lack; ""
     explicit_scores: bool  # attention with a cap or sinks, which fused kernels for CPUs lack
     vocab: int
     max_len: int  # tokens that it reads, with those that scaled rotary embeddings add
@@ -86,8 +104,18 @@ class ModelShape:
 
     @property
     def kv_width(self) -> int:
-        """Elements of one layer's key, or value, of one token."""
-        return self.kv_heads * self.head_dim
+        """Elements of one layer's key of one token, or of its value where that is wider."""
+        return self.kv_heads * max(self.head_dim, self.value_dim)
+
+    @property
+    def kept_width(self) -> int:
+        """Elements of one token's keys and values in all layers that keep theirs."""
+        return sum(self.kv_widths[layer] for layer in {*self.sources})
+
+    @property
+    def groups(self) -> tuple[LayerGroup, ...]:
+        """The groups of layers that share block tables."""
+        return group_layers(self.windows, self.kv_widths, self.sources)
 
     @property
     def held(self) -> Stored:
@@ -105,42 +133,61 @@ class ModelShape:
         try:
             family, text = family_of(config)
         except UnknownFamilyError:
-            _quantized(config, UNKNOWN_DENSE)  # a pod would refuse it as well
+            _quantized(config, UNKNOWN_DENSE, "")  # a pod would refuse it as well
             raise
         s = ConfigReader(text, family)
         check_traits(s)
-        stored = _quantized(config, family)
         layers, hidden, vocab = (
             s.integer(k) for k in ("num_hidden_layers", "hidden_size", "vocab_size")
         )
+        windows = _windows(s, family, layers)
+        windowed = [window is not None for window in windows]
+        heads = [LayerHeads.of(s, family, i, windowed=on) for i, on in enumerate(windowed)]
+        check_types(heads, windowed)
+        experts = has_experts(s, family)
+        unfused = _unfused(family, heads, experts=experts)
+        stored = _quantized(config, family, unfused)
         tied = s.flag("tie_word_embeddings")
         if stored.format == "mxfp4":
             _check_blocks({"hidden_size": hidden, family.experts: s.integer(family.experts)})
-        counts = [count_layer(s, family, i) for i in range(layers)]
+        counts = [count_layer(s, family, i, heads[i], windowed=windowed[i]) for i in range(layers)]
         body = sum((c for c, _, _ in counts), ParameterCount())
-        q, inners = s.heads * s.head_dim, [inner for _, _, inner in counts]
+        most, inners = widest(heads), [inner for _, _, inner in counts]
+        q = most.query * most.dim
         parameters = body.matrices + body.rest + count_outside(s, family, tied=tied)
         if parameters > MOST_PARAMETERS:
             raise ShapeError(
                 "hidden_size", f"{parameters:.1e} parameters are more than any model's"
             )
+        sources = _sources(windows, layers_with_keys(s, family), family.shared)
+        keys = sum(heads[layer].width for layer in _held(windows, sources))
+        beside, inside = _widths(s, family, layers, keys)
         return cls(
             model_type=str(config["model_type"]),
             layers=layers,
-            windows=_windows(s, family, layers),
-            heads=s.heads,
-            kv_heads=s.kv_heads,
-            head_dim=s.head_dim,
+            windows=windows,
+            sources=sources,
+            heads=most.query,
+            kv_heads=most.kv,
+            head_dim=most.dim,
+            value_dim=most.value_dim,
+            kv_widths=tuple(layer.width for layer in heads),
+            mixed=is_mixed(heads),
+            rotary_width=2 * sum(dict(zip(windows, (h.dim for h in heads), strict=True)).values()),
             hidden=hidden,
-            mlp_width=max(width for _, width, _ in counts),
-            slab_width=_slab_width(s, family, max(inners)),
+            beside_width=beside,
+            mlp_width=max(inside, *(width for _, width, _ in counts)),
+            slab_width=0 if unfused else _slab_width(s, family, max(inners)),
             logit_copies=2 if s.get("final_logit_softcapping") is not None else family.logit_copies,
-            explicit_scores=family.sinks or s.get("attn_logit_softcapping") is not None,
+            unfused=unfused,
+            explicit_scores=family.sinks
+            or family.windowed_sinks
+            or s.get("attn_logit_softcapping") is not None,
             vocab=vocab,
             max_len=longest_text(s, rotary=not family.positions),
             tied=tied,
-            experts=s.integer("num_local_experts") if family.experts else 0,
-            experts_per_token=s.integer("num_experts_per_tok") if family.experts else 0,
+            experts=s.integer("num_local_experts") if experts else 0,
+            experts_per_token=s.integer("num_experts_per_tok") if experts else 0,
             dtype=dtype_of(text) or stored.dtype,
             quantized=stored.format,
             parameters=parameters,
@@ -162,6 +209,7 @@ class ModelShape:
         config: Mapping[str, Any],
         settings: Mapping[str, Any],
         windows: Sequence[int | None],
+        sources: Sequence[int],
         tensors: Iterable[tuple[str, tuple[int, ...]]],
     ) -> "ModelShape":
         """The shape of a model whose family is not in the table: sizes from the usual settings,
@@ -173,8 +221,9 @@ class ModelShape:
         bounds.
         """
         experts_setting = next((k for k in EXPERTS if settings.get(k)), "")
+        unfused = "experts" if experts_setting else ""
         family = UNKNOWN_EXPERTS if experts_setting else UNKNOWN_DENSE
-        stored = _quantized(config, family)
+        stored = _quantized(config, family, unfused)
         s = ConfigReader(settings, family)
         check_traits(s)
         layers, hidden, vocab = (
@@ -194,14 +243,21 @@ class ModelShape:
             model_type=str(config.get("model_type")),
             layers=layers,
             windows=tuple(windows),
+            sources=tuple(sources),
             heads=s.heads,
             kv_heads=s.kv_heads,
             head_dim=s.head_dim,
+            value_dim=s.head_dim,
+            kv_widths=(2 * s.kv_heads * s.head_dim,) * layers,
+            mixed=False,
+            rotary_width=2 * s.head_dim * len({*windows}),
             hidden=hidden,
+            beside_width=0,
             slab_width=0,
             # No attention measured so far keeps more than ten times its queries.
             mlp_width=max(width + chosen * (width + 5 * hidden), 10 * s.heads * s.head_dim),
             logit_copies=UNKNOWN_DENSE.logit_copies,
+            unfused=unfused,
             explicit_scores=True,
             vocab=vocab,
             max_len=longest_text(s),
@@ -234,8 +290,41 @@ def _largest_layer(matrices: Iterable[tuple[str, tuple[int, ...]]]) -> int:
     return max(layers.values(), default=0)
 
 
+def _unfused(family: Family, heads: Sequence[LayerHeads], *, experts: bool) -> str:
+    if experts:
+        return "experts"
+    if is_mixed(heads) or heads[0].value_dim != heads[0].dim:
+        return "layers with heads of several sizes"
+    if family.fuses:
+        return ""
+    return "layers with inputs of their own" if family.layer_inputs else "layers of this family"
+
+
+def _held(windows: Sequence[int | None], sources: Sequence[int]) -> Iterable[int]:
+    """Layers whose keys and values transformers' code holds until a pass ends: where layers read
+    those of others, the last of each kind that keeps its own.
+    """
+    own = {window: layer for layer, window in enumerate(windows) if sources[layer] == layer}
+    return own.values() if len({*sources}) < len(sources) else ()
+
+
+def _widths(s: ConfigReader, family: Family, layers: int, keys: int) -> tuple[int, int]:
+    """Elements of each token that lie beside a layer, with ``keys`` that later layers may read, and
+    the most of them at other times than an MLP's; measured, see the profiling run.
+    """
+    hidden = s.integer("hidden_size")
+    width = s.integer(family.layer_inputs, low=0) if family.layer_inputs else 0
+    inputs = width * layers
+    streams = s.integer(family.streams) if family.streams else 0
+    # Of all streams: those of the embedding, of the layer's input and as it predicts them.
+    beside = keys + inputs + (3 * streams + 4) * hidden * bool(streams) + streams**2
+    # All of them corrected, with the change of each. The inputs of layers are made before them, and
+    # normalized in float32.
+    return beside, max((2 * streams + 2) * hidden * bool(streams), 6 * inputs + hidden - beside)
+
+
 def _slab_width(s: ConfigReader, family: Family, inner: int) -> int:
-    if family.experts or has_flat_norm(s, family) or not family.fuses:
+    if has_flat_norm(s, family):
         return 0
     # Queries, keys, values and what attention returns; gate and up, or the digits of what the
     # activation returns, beside that.
@@ -243,7 +332,7 @@ def _slab_width(s: ConfigReader, family: Family, inner: int) -> int:
     return max(attention, 3 * inner if family.gated else 3 * inner // 2)
 
 
-def _quantized(config: Mapping[str, Any], family: Family) -> Published:
+def _quantized(config: Mapping[str, Any], family: Family, unfused: str) -> Published:
     stored = published(config)
     if has_parts(config) and (stored is not None or (config.get(TEXT) or {}).get(KEY)):
         raise QuantizedError(KEY, "quantized models of several parts are not supported")
@@ -253,8 +342,8 @@ def _quantized(config: Mapping[str, Any], family: Family) -> Published:
             name = str(config.get("model_type"))[:100]
             served = f"experts of {works} are served, those of {name!r} are not"
             raise refusal("quant_method", "mxfp4", served)
-    elif stored is not None and family.experts:
-        raise QuantizedError(KEY, "quantized experts are not supported")
+    elif stored is not None and unfused:
+        raise QuantizedError(KEY, f"quantized {unfused} are not supported")
     return stored or Published("")
 
 
@@ -269,20 +358,42 @@ def _check_blocks(widths: Mapping[str, int]) -> None:
 def _windows(s: ConfigReader, family: Family, layers: int) -> tuple[int | None, ...]:
     """One entry per layer: with W, position p sees the keys p-W+1..p; with None, all of 0..p."""
     on = bool(family.window) and (not family.window_if or s.flag(family.window_if))
-    window = s.optional("sliding_window") if on else None
+    # Which layers share keys is told by their kinds, which only a window tells apart here.
+    read = s.integer if family.shared else s.optional
+    window = read("sliding_window") if on else None
+    if on and family.window_before and s.get(family.window_before) is not None:
+        window = s.integer(family.window_before) + 1
     if window is None or family.window == "all":
         return (window,) * layers
     types = s.get("layer_types")
     if types is None:
-        return tuple(window if _slides(s, family, i, layers) else None for i in range(layers))
+        types = [
+            "sliding_attention" if _slides(s, family, i, layers) else FULL for i in range(layers)
+        ]
     if not isinstance(types, list | tuple) or len(types) != layers:
         raise ShapeError("layer_types", f"must be a list of {layers} names, one per layer")
     for kind in types:
-        if kind not in ("full_attention", "sliding_attention"):
+        if kind not in (FULL, "sliding_attention"):
             raise ShapeError(
                 "layer_types", f"{str(kind)[:40]!r} is neither full_attention nor sliding_attention"
             )
-    return tuple(window if kind == "sliding_attention" else None for kind in types)
+    kinds = [*types[:-1], FULL] if family.last_full else types
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _sources(windows: Sequence[int | None], kept: int, setting: str) -> tuple[int, ...]:
+    """By layer the one whose keys it reads, where the first ``kept`` keep theirs: of the others
+    each reads those of the last one of its kind.
+    """
+    last = {window: layer for layer, window in enumerate(windows[:kept])}
+    if missing := set(windows) - last.keys():
+        raise ShapeError(
+            setting,
+            f"no layer before the last {len(windows) - kept} has "
+            + ("full attention" if None in missing else "a window")
+            + ", whose keys a later one would read",
+        )
+    return (*range(kept), *(last[window] for window in windows[kept:]))
 
 
 def _slides(s: ConfigReader, family: Family, index: int, layers: int) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from fairlead_runtime.settings.engine_config import EngineConfig
 from fairlead_runtime.sizing.arithmetic import ceil_div
 from fairlead_runtime.sizing.graph_sizes import padding_bound
-from fairlead_runtime.sizing.groups import LayerGroup, group_layers
+from fairlead_runtime.sizing.groups import LayerGroup
 from fairlead_runtime.sizing.load_peak import loading_bytes
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.terms import (
@@ -126,7 +126,7 @@ def solve(
 
     ``measured`` replaces computed terms by name, in bytes; the process keeps at least PROCESS.
     """
-    groups, longest = group_layers(shape.windows), max_model_len(shape, config)
+    groups, longest = shape.groups, max_model_len(shape, config)
     loading = loading_bytes(shape, config, device.kind)
     unit = unit_bytes(shape, config, groups)
     block = unit * len(groups)
@@ -158,7 +158,7 @@ def solve(
         total=device.total_bytes,
         budget=budget,
         weights_bytes=weights(shape, config, 1, device.kind),
-        kv_bytes_per_token=2 * shape.layers * shape.kv_width * cache_bytes_of(shape, config),
+        kv_bytes_per_token=shape.kept_width * cache_bytes_of(shape, config),
         block_size=config.block_size,
         block_bytes=block,
         unit_bytes=unit,

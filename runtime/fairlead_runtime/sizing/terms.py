@@ -15,7 +15,7 @@ from fairlead_runtime.settings.engine_config import EngineConfig
 from fairlead_runtime.sizing.arithmetic import ceil_div
 from fairlead_runtime.sizing.config_json import DTYPE_BYTES
 from fairlead_runtime.sizing.graph_sizes import graph_bytes, may_capture, plan_bytes
-from fairlead_runtime.sizing.groups import LayerGroup, group_layers, layers_per_unit
+from fairlead_runtime.sizing.groups import LayerGroup
 from fairlead_runtime.sizing.offload_space import Staging, units_of
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.traffic import Traffic
@@ -82,10 +82,10 @@ def terms_of(
     # Alive at once: the residual and its norm (in float32), the rotary tables (models with windows
     # have two), and the larger of attention's projections before and after the rotary embedding and
     # the widest MLP.
-    rotary = 2 * shape.head_dim * len(set(shape.windows))
+    rotary = shape.rotary_width
     # Experts also keep copies of the hidden states, which are not split.
     inside = shape.mlp_width if shape.experts else ceil_div(shape.mlp_width, tp)
-    width = 4 * shape.hidden + rotary + max(3 * queries + 4 * keys, inside)
+    width = 4 * shape.hidden + shape.beside_width + rotary + max(3 * queries + 4 * keys, inside)
     if shape.experts and not cpu and config.kernels != "torch" and element < 4:
         width += shape.hidden  # layers fused around experts keep the residual in float32
     # The C++ kernels compute layers without experts in float32. They have no fp8 cache.
@@ -168,10 +168,19 @@ def list_room(vocabulary: int) -> int:
 
 
 def unit_bytes(shape: ModelShape, config: EngineConfig, groups: Sequence[LayerGroup]) -> int:
-    """Bytes that one accelerator holds of ``block_size`` tokens in the layers of one group."""
+    """Bytes that one accelerator holds of ``block_size`` tokens in the layers of one group: those
+    of the widest, so a unit serves every group.
+    """
+    token = max(sum(_kv_width(shape, config, layer) for layer in g.layers) for g in groups)
+    return token * config.block_size * cache_bytes_of(shape, config)
+
+
+def _kv_width(shape: ModelShape, config: EngineConfig, layer: int) -> int:
+    """Elements of one token's key and value that an accelerator keeps of this layer."""
+    if shape.mixed:
+        return shape.kv_widths[layer]
     heads = ceil_div(shape.kv_heads, config.tensor_parallel)
-    token = 2 * heads * shape.head_dim * cache_bytes_of(shape, config)
-    return layers_per_unit(groups) * config.block_size * token
+    return heads * (shape.head_dim + shape.value_dim)
 
 
 def offload_units(shape: ModelShape, config: EngineConfig, groups: Sequence[LayerGroup]) -> int:
@@ -189,7 +198,7 @@ def host_terms(
     ``process`` reserves. ``bookkeeping`` comes to it once the number of blocks is known.
     """
     process, shared = PROCESS * config.tensor_parallel, int(config.shared_memory * GIB)
-    groups = group_layers(shape.windows)
+    groups = shape.groups
     if may_capture(config, kind):
         process += plan_bytes(config, len(groups))
     int4 = kind == "cuda" and config.quantization == "int4"
@@ -279,11 +288,11 @@ def packs_on_cpu(shape: ModelShape, config: EngineConfig) -> bool:
 
 def fuses_on_cpu(shape: ModelShape, config: EngineConfig) -> bool:
     """Whether a CPU's kernels compute its layers, where they are built and these fit."""
-    return _runs_on_cpu(shape, config) and not shape.experts
+    return _runs_on_cpu(shape, config) and not shape.unfused
 
 
 def _runs_on_cpu(shape: ModelShape, config: EngineConfig) -> bool:
-    plain = config.kernels != "torch" and not config.fp8_cache
+    plain = config.kernels != "torch" and not config.fp8_cache and not shape.mixed
     return plain and dtype_of(shape, config) != "float16"
 
 
@@ -337,8 +346,8 @@ def _layer_shares(shape: ModelShape, tp: int) -> tuple[int, int]:
     """Elements and output rows that one of ``tp`` ranks has of the layers' matrices: its share of
     most rows, those of its keys and values, and all of the two matrices that give hidden states.
     """
-    layers, sharing = len(shape.windows), min(tp, shape.kv_heads)
-    keys, hidden_rows = 2 * shape.kv_width * layers, 2 * shape.hidden * layers
+    sharing, hidden_rows = min(tp, shape.kv_heads), 2 * shape.hidden * shape.layers
+    keys = shape.kept_width
     matrices = ceil_div(shape.layer_matrices - keys * shape.hidden, tp)
     channels = ceil_div(shape.layer_channels - keys - hidden_rows, tp)
     shared = ceil_div(keys, sharing)
@@ -385,7 +394,9 @@ def _attention(
     longest = max_model_len(shape, config)
     chunk = min(config.max_batch_tokens, longest)
     heads = ceil_div(shape.heads, config.tensor_parallel)
-    kv_width = ceil_div(shape.kv_heads, config.tensor_parallel) * shape.head_dim
+    kv_width = ceil_div(shape.kv_heads, config.tensor_parallel) * max(
+        shape.head_dim, shape.value_dim
+    )
     # Keys and values with their slots and positions; those of an fp8 cache as they are, and wide.
     wide = element + (1 if config.fp8_cache else 0)
     gathered = longest * (2 * kv_width * wide + 16 * len(groups))

@@ -13,6 +13,7 @@ from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
 from fairlead_runtime.sizing.arithmetic import ceil_div
 from fairlead_runtime.sizing.checkpoint_formats import as_stored
 from fairlead_runtime.sizing.fixes import advise, find_fixes, resource_field
+from fairlead_runtime.sizing.layer_heads import refuse_mixed
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.solve import CPU_CACHE, MemoryPlan, solve
 from fairlead_runtime.sizing.tensor_parallel import refuse
@@ -29,7 +30,8 @@ def plan_memory(
 
     ``measured`` replaces computed terms by name, in bytes (after a profiling run). Raises
     ConfigError when ``max_model_len`` exceeds the model's own, when the accelerators cannot share
-    the model, or when ``quantization`` names another format than the checkpoint's.
+    the model, when ``quantization`` names another format than the checkpoint's, or for what is not
+    served where layers differ in their heads.
     """
     check_against(shape, config)
     config = as_stored(config, shape.quantized)
@@ -51,7 +53,9 @@ def check_against(shape: ModelShape, config: EngineConfig) -> None:
             f"set at most {shape.max_len} or leave it unset",
         )
     refuse(shape, config.tensor_parallel)
-    as_stored(config, shape.quantized)
+    config = as_stored(config, shape.quantized)
+    if shape.mixed:
+        refuse_mixed(config)
 
 
 def _widened(shape: ModelShape, config: EngineConfig, memory: MemoryPlan) -> str:

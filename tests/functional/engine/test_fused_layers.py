@@ -57,6 +57,9 @@ REFUSED: dict[str, str] = {
     **dict.fromkeys(("apertus", "qwen3_moe", "mixtral", "granitemoe"), OTHER_MLP),
     **dict.fromkeys(("qwen2_moe", "phimoe"), OTHER_MLP),
     "olmoe": "it computes with OlmoeRMSNorm",
+    **dict.fromkeys(
+        ("mimo_v2_flash", "gemma4_text", "gemma4_unified_text"), "its layers differ in their heads"
+    ),
 }
 # Those that operations of GPUs fuse around their MLP.
 AROUND_MLP = {family for family, reason in REFUSED.items() if reason == OTHER_MLP}
@@ -77,7 +80,7 @@ def kernels_of(model: PagedModel, kernels: str) -> tuple[Any, LayerOperations]:
     if kernels == "triton":
         return flashinfer_standin.attention(model.heads, model.kinds), gpu_operations(kernels)
     try:
-        choice = pick(model.heads, model.kinds, model.device, "cpu")
+        choice = pick(model.heads, model.kinds, model.device, "cpu", mixed=model.mixed)
     except NotAvailableError as error:
         pytest.skip(str(error))
     assert choice.operations is not None
@@ -459,7 +462,7 @@ def test_between_the_products_of_a_layer_on_a_gpu_there_are_four_kernels_and_not
 
     monkeypatch.setattr(FusedRun, "compute", watched)
     ids = torch.arange(5)
-    model.run(ids, ids, profiling._PassWithoutAttention(ids, 5, model.heads))
+    model.run(ids, ids, profiling._PassWithoutAttention(ids, 5, model.layer_heads))
     assert kernels.seen == names * 3
     made = [x for x in calls.seen if x not in {"view", "flatten", "unsqueeze", "select"}]
     empty = {"empty", "empty_like", "new_empty"}

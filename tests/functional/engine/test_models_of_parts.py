@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText
 
 from fairlead_runtime.llm import LLM
 from fairlead_runtime.models import architecture, loading, text_model
@@ -93,7 +93,8 @@ def test_the_text_of_published_files_is_the_whole_models(family: str, folder: An
 def test_greedy_text_equals_that_of_the_whole_model(family: str) -> None:
     """Of ``rig``'s reference, which the test above compares with the whole model."""
     engine = rig(family, "cpu")
-    assert engine.fusion.fused == (0 if family == "qwen3_vl_moe" else engine.fusion.layers)
+    unfused = family in ("qwen3_vl_moe", "gemma3n", "gemma4", "gemma4_unified")
+    assert engine.fusion.fused == (0 if unfused else engine.fusion.layers)
     check_greedy_texts(engine, seed_of(family))
 
 
@@ -110,7 +111,25 @@ def test_flat_settings_of_an_older_checkpoint_are_the_same_model(
     loading.load(flat)
 
 
-@pytest.mark.parametrize("family", ["gemma3", "llava"])
+def test_the_head_of_a_text_that_is_loaded_alone_is_the_wholes(tmp_path: Path) -> None:
+    path = tiny_parts.save("gemma3n", tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    config["text_config"]["tie_word_embeddings"] = False
+    for whole in (True, None):
+        (path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": whole}))
+        model: Any = loading.load(path).model
+        assert model.lm_head.weight is model.get_input_embeddings().weight
+
+
+def test_a_text_that_is_loaded_alone_ends_where_the_whole_does(tmp_path: Path) -> None:
+    path = tiny_parts.save("gemma3n", tmp_path)
+    (path / "generation_config.json").unlink()
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "eos_token_id": [5, 77]}))
+    assert loading.load(path).eos_ids >= {5, 77}
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gemma3n", "llava"])
 def test_a_model_of_parts_is_served_from_its_files_within_its_plan(
     family: str, folder: Any
 ) -> None:
@@ -126,6 +145,30 @@ def test_a_model_of_parts_is_served_from_its_files_within_its_plan(
     # The tables of the rotary embeddings are not in the files.
     padding = rows_beyond_the_plan(tiny.VOCAB) * tiny.HIDDEN * 4
     assert 0 <= weights["measuredBytes"] - (weights["plannedBytes"] - padding) < 1024
+
+
+@pytest.mark.parametrize("family", ["gemma4", "gemma4_unified"])
+def test_a_model_whose_layers_differ_in_their_heads_is_served_from_its_files_within_its_plan(
+    family: str, folder: Any
+) -> None:
+    path = folder(family)
+    prompt = prompts(seed_of(family), (41,), 0)[0]
+    with LLM(str(path), num_blocks=64, cpu_offload_space=0.01) as llm:
+        params = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
+        [result] = llm.generate([{"prompt_token_ids": list(prompt)}], params)
+        report = llm.built_engine.memory.as_dict()
+    want = rig(family).reference(prompt, NEW)
+    assert list(result.outputs[0].token_ids)[: len(want)] == want
+    terms = {term["name"]: term for term in report["terms"]}
+    for name in ("kv", "offload"):
+        assert terms[name]["measuredBytes"] == terms[name]["plannedBytes"] > 0
+    # Tables of rotary embeddings and factors of layers are not parameters.
+    weights = terms["weights"]
+    assert 0 <= weights["measuredBytes"] - weights["plannedBytes"] < 1024
+    loaded = loading.load(path)
+    assert report["kvBytesPerToken"] == 4 * sum(
+        loaded.shape.kv_widths[layer] for layer in {*loaded.shape.sources}
+    )
 
 
 @pytest.mark.parametrize("stored", [False, True], ids=["no head stored", "a head stored"])
@@ -154,7 +197,7 @@ def test_the_head_that_the_files_have_is_planned_and_held(
     (path / "config.json").write_text(json.dumps(config))
     planned, shape = ModelShape.from_config(config), loading.inspect(path).shape
     assert shape.tied is not stored
-    if not stored and transformers_unties(config):
+    if not stored and transformers_unties(path, config):
         with pytest.raises(ModelError, match="lm_head"):
             loading.load(path)
         return
@@ -163,10 +206,10 @@ def test_the_head_that_the_files_have_is_planned_and_held(
     assert planned.parameters >= shape.parameters or (stored and planned.tied)
 
 
-def transformers_unties(config: dict[str, Any]) -> bool:
-    whole = CONFIG_MAPPING[config["model_type"]].from_dict(config)
+def transformers_unties(path: Path, config: dict[str, Any]) -> bool:
+    loaded = text_model.config_to_load(path, config)
     with torch.device("meta"):
-        return not text_model.class_to_load(whole)(whole).all_tied_weights_keys
+        return not text_model.class_to_load(loaded)(loaded).all_tied_weights_keys
 
 
 def test_no_byte_of_another_part_is_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -197,7 +240,6 @@ def test_the_families_of_the_table_are_the_ones_tested_here() -> None:
     [
         (family, {"model_type": family, "text_config": {"model_type": text}})
         for family, text in [
-            *(("gemma4", "gemma4_text"), ("gemma4_unified", "gemma4_unified_text")),
             *(("qwen3_5", "qwen3_5_text"), ("qwen3_5_moe", "qwen3_5_moe_text")),
             *(("llama4", "llama4_text"), ("kimi_k25", "deepseek_v3"), ("lfm2_vl", "lfm2")),
             *(("minicpmv4_6", "qwen3_5_text"), ("paligemma", "gemma"), ("voxtral", "llama")),

@@ -17,7 +17,6 @@ from fairlead_runtime.device.warmup import profiling
 from fairlead_runtime.models import architecture, families, rope, text_model
 from fairlead_runtime.models.headers import Header, TensorEntry
 from fairlead_runtime.settings.engine_config import EngineConfig
-from fairlead_runtime.sizing.groups import group_layers
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.terms import GIB, DeviceFacts
 from fairlead_runtime.sizing.verdict import plan_memory
@@ -41,12 +40,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 64},
     "gemma2": {"head_dim": 64},
     "gemma3_text": {"head_dim": 64},
+    "gemma3n_text": {"head_dim": 64, "num_hidden_layers": 4, "num_kv_shared_layers": 2}
+    | {"layer_types": ["sliding_attention", "full_attention"] * 2}
+    | {"vocab_size_per_layer_input": 4000, "hidden_size_per_layer_input": 32},
     "phi3": {},
     "gpt2": {"n_embd": 256, "n_layer": 2, "n_head": 4, "n_positions": LENGTH},
     "gpt_neox": {},
     "qwen3_moe": {"num_local_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 384},
     "mixtral": {"num_local_experts": 4},
     "gpt_oss": {"num_local_experts": 4, "head_dim": 64},
+    "gemma4_text": {"head_dim": 64, "global_head_dim": 128, "sliding_window": 64}
+    | {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4}
+    | {"num_kv_shared_layers": 1, "use_double_wide_mlp": True}
+    | {"vocab_size_per_layer_input": 8000, "hidden_size_per_layer_input": 32},
+    "mimo_v2_flash": {"n_routed_experts": 8, "head_dim": 96, "v_head_dim": 64}
+    | {"num_experts_per_tok": 4, "moe_intermediate_size": 384, "sliding_window": 64},
 }
 # Models of several parts whose text is no model of its own, and one that is not in the table.
 TEXTS_OF_THEIR_OWN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "llava")
@@ -77,7 +85,7 @@ def test_planned_terms_are_within_a_fifth_of_measured_ones(
     rope.pin(model, LENGTH)
     measured = profiling.profile(
         paged,
-        pick(paged.heads, paged.kinds, paged.device, "torch").attention,
+        pick(paged.heads, paged.kinds, paged.device, "torch", mixed=paged.mixed).attention,
         max_batch_tokens=256,
         max_requests=64,
         max_model_len=LENGTH,
@@ -88,8 +96,8 @@ def test_planned_terms_are_within_a_fifth_of_measured_ones(
     )
     shape = ModelShape.from_config(json.loads(config.to_json_string()) | {"dtype": dtype})
     plan = plan_memory(shape, limits, DeviceFacts("cpu", 8 * GIB))
-    groups, planned = group_layers(paged.windows), plan.terms
-    assert plan.unit_bytes == CacheStorage.unit_bytes(groups, paged.heads, plan.block_size)
+    groups, planned = paged.groups, plan.terms
+    assert plan.unit_bytes == CacheStorage.unit_bytes(groups, paged.cache_heads, plan.block_size)
     assert planned["weights"] == sum(weights.values())
     for term in ("activations", "logits"):
         assert 1.0 <= planned[term] / measured[term] <= 1.2, term

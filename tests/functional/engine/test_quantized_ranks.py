@@ -20,7 +20,6 @@ from fairlead_runtime.models import loading
 from fairlead_runtime.scheduling.scheduler import Scheduler
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
 from fairlead_runtime.sizing.checkpoint_formats import as_stored
-from fairlead_runtime.sizing.groups import group_layers
 from fairlead_runtime.sizing.terms import weights
 from functional.engine.test_plan_and_start import Pod
 from support import humming_standin, rank_pair, tiny
@@ -38,7 +37,7 @@ def pod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pod:
 
 def texts_of(served: selftest.ServedModel) -> dict[str, list[int]]:
     """Of three prompts that share a beginning, on both ranks."""
-    groups, pair = group_layers(served.model.windows), rank_pair.pair()
+    groups, pair = served.model.groups, rank_pair.pair()
     limits = SETTING.limits(len(groups))
     amounts = {"units": limits.num_blocks * len(groups), "block_size": 4, "host_units": 0}
     pair.allocate(**amounts)

@@ -28,7 +28,8 @@ from support import tiny
 from support.engine_rig import check_greedy_texts, prompts, rig
 from support.kernel_sets import rows_beyond_the_plan
 
-EVERY = (*tiny.SIZED, *tiny.UNLISTED)
+# The place of a family is the seed of its prompts.
+EVERY = (*tiny.SIZED[:6], *tiny.UNLISTED, *tiny.SIZED[6:])
 # Their layers have the forms of families in the table.
 LIKE_THE_LISTED = ("ernie4_5", "glm", "helium", "ministral", "olmo3", "seed_oss", "smollm3")
 
@@ -46,10 +47,29 @@ def test_greedy_text_equals_transformers_and_the_self_test_passes(family: str) -
     model = engine.model
     assert (
         selftest.run(
-            model, pick(model.heads, model.kinds, model.device, "torch").attention, 512
+            model,
+            pick(model.heads, model.kinds, model.device, "torch", mixed=model.mixed).attention,
+            512,
         ).delta
         < 1e-4
     )
+
+
+BESIDE = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {**BESIDE, "moe_intermediate_size": 64},
+        {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
+        {"attention_k_eq_v": False, "num_kv_shared_layers": 4},
+        {"use_bidirectional_attention": "vision", "num_global_key_value_heads": 2},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_every_form_of_gemma_4_gives_transformers_text(settings: dict[str, Any]) -> None:
+    check_greedy_texts(rig("gemma4_text", **settings), 3)
 
 
 @pytest.mark.parametrize("family", tiny.UNLISTED)

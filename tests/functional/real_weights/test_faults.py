@@ -168,8 +168,9 @@ def scale_the_embeddings(model: PagedModel) -> None:
     """By the root of their width, as Gemma's are; Gemma's twice."""
     embeddings: Any = model.model.get_input_embeddings()
     head: Any = model.model.get_output_embeddings()
-    tied = head.weight.data_ptr() == embeddings.weight.data_ptr()
-    if tied:
+    # A rounded head has a matrix of its own.
+    rounded = not isinstance(head.weight, torch.Tensor)
+    if not rounded and head.weight.data_ptr() == embeddings.weight.data_ptr():
         head.weight = torch.nn.Parameter(head.weight.data.clone(), requires_grad=False)
     embeddings.weight.data.mul_(math.sqrt(embeddings.weight.shape[1]))
 

@@ -49,7 +49,7 @@ def device_of(engine: Rig, runner: Any) -> Device:
     model, steps, cache = engine.model, runner._decodes, runner._cache
     own = [x for x in vars(steps).values() if isinstance(x, torch.Tensor)]
     weights = [*model.model.parameters(), *model.model.buffers(), *model.packed]
-    return Device([*weights, cache.keys, cache.values, *steps.sampler.tensors, *own])
+    return Device([*weights, *cache.tensors, *steps.sampler.tensors, *own])
 
 
 def launches(kernels: str, family: str = "llama") -> dict[str, list[int]]:

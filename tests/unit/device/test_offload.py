@@ -57,7 +57,7 @@ def storage(
 
 def stamp(cache: CacheStorage, unit: int, generator: random.Random) -> None:
     """A step writes the unit."""
-    for part in (cache.keys, cache.values):
+    for part in cache.tensors:
         raw = part.view(torch.uint8)[:, unit]
         seed = torch.Generator().manual_seed(generator.randrange(1 << 30))
         raw.copy_(torch.randint(0, 256, raw.shape, dtype=torch.uint8, generator=seed))
@@ -65,8 +65,7 @@ def stamp(cache: CacheStorage, unit: int, generator: random.Random) -> None:
 
 def contents(cache: CacheStorage, unit: int) -> tuple[bytes, bytes]:
     keys, values = (
-        part[:, unit].contiguous().view(torch.uint8).numpy().tobytes()
-        for part in (cache.keys, cache.values)
+        part[:, unit].contiguous().view(torch.uint8).numpy().tobytes() for part in cache.tensors
     )
     return keys, values
 

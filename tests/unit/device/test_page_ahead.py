@@ -126,7 +126,7 @@ def test_a_large_cache_is_mapped_and_given_back() -> None:
     cache = storage(blocks)
     pages = cache._pages
     assert pages is not None
-    keys = weakref.ref(cache.keys.untyped_storage())
+    keys = weakref.ref(cache.tensors[0].untyped_storage())
     running = []
     with cache.step(()):
         running.append(pages._running)

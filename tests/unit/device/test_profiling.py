@@ -9,7 +9,6 @@ from fairlead_runtime.device.model.paged_model import PagedModel
 from fairlead_runtime.device.warmup import profiling
 from fairlead_runtime.device.warmup.profiling import profile
 from fairlead_runtime.models import families
-from fairlead_runtime.sizing.groups import group_layers
 from support import flashinfer_standin, tiny, triton_standin
 
 
@@ -86,7 +85,7 @@ def test_each_group_of_layers_keeps_masks_of_its_own() -> None:
         kinds = ["sliding_attention", "full_attention"][:layers]
         plain = tiny.build("gemma2", num_hidden_layers=layers, layer_types=kinds)
         built = PagedModel(plain, families.check(plain.config))
-        groups = group_layers(built.windows)
+        groups = built.groups
         return len(groups), measured(built, 64, 8)["attention"]
 
     (one, alone), (two, both) = attention(1), attention(2)

@@ -6,10 +6,11 @@ import hashlib
 import random
 import sys
 import tracemalloc
+from collections import Counter
 from functools import partial
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -26,7 +27,7 @@ from fairlead_runtime.cache.prefix import (
     root,
 )
 from fairlead_runtime.request.sequence import Request, SamplingParams, Sequence
-from fairlead_runtime.sizing.groups import NULL, LayerGroup, group_layers, layers_per_unit
+from fairlead_runtime.sizing.groups import NULL, LayerGroup, group_layers, unit_width
 from support.full import LONG_FORM
 
 
@@ -57,7 +58,82 @@ def test_layers_become_few_groups_of_equal_size_with_little_waste(
     assert sorted(layer for g in groups for layer in g.layers) == list(range(len(windows)))
     assert all(windows[layer] == g.window for g in groups for layer in g.layers)
     assert [g.index for g in groups] == list(range(len(groups)))
-    assert 8 * layers_per_unit(groups) * len(groups) <= 9 * len(windows)
+    assert 8 * unit_width(groups) * len(groups) <= 9 * len(windows)
+
+
+# Ten times a full layer of width 1 and five of a window, of width 2; MiMo-V2-Flash; widths of which
+# none is a multiple of another; one full layer that is wider than all others together; one width of
+# two sizes of windows.
+@pytest.mark.parametrize(
+    ("layers", "sizes", "unit"),
+    [
+        ([(None, 1)] * 10 + [(8, 2)] * 5, [10, 5], 10),
+        ([(None, 5), *[(8, 10)] * 5] * 8, [8] * 6, 80),
+        ([(None, 3), (8, 2), (8, 2)], [1, 2], 4),
+        ([(None, 7), (8, 5), (8, 5), (8, 5), (8, 5)], [1, 2, 2], 10),
+        ([(None, 100), *[(8, 1)] * 9], [1, 9], 100),
+        ([(8, 4), (16, 4)] * 3, [3, 3], 12),
+    ],
+)
+def test_layers_of_several_widths_become_groups_that_take_equal_units(
+    layers: list[tuple[int | None, int]], sizes: list[int], unit: int
+) -> None:
+    groups = group_layers(*zip(*layers, strict=True))
+    assert [len(g.layers) for g in groups] == sizes
+    assert unit_width(groups) == unit
+    assert sorted(layer for g in groups for layer in g.layers) == list(range(len(layers)))
+    assert all(layers[i] == (g.window, g.width) for g in groups for i in g.layers)
+
+
+WINDOWS, WIDTHS = st.sampled_from([None, 8, 64]), st.sampled_from([2, 3, 5, 64])
+
+
+@given(st.lists(st.tuples(WINDOWS, WIDTHS), min_size=1))
+def test_groups_waste_an_eighth_or_as_little_as_any_unit_does(
+    layers: list[tuple[int | None, int]],
+) -> None:
+    groups = group_layers(*zip(*layers, strict=True))
+    unit, kept = unit_width(groups), sum(width for _, width in layers)
+    taken = unit * len(groups)
+    assert all(len(g.layers) * g.width <= unit for g in groups)
+    if 8 * taken > 9 * kept:
+        counts = Counter(layers)
+        widest = max(width for _, width in counts)
+        for other in range(widest, kept + 1):
+            assert taken <= other * sum(-(-n // (other // w)) for (_, w), n in counts.items())
+
+
+def test_layers_without_keys_have_no_slot_and_read_that_of_their_source() -> None:
+    # Gemma 3n E4B: of 35 layers, every fifth full, the last 15 read layers 18 and 19.
+    windows = ([512] * 4 + [None]) * 7
+    sources = [*range(20), *(19 if window is None else 18 for window in windows[20:])]
+    groups = group_layers(windows, sources=sources)
+    assert [len(g.layers) for g in groups] == [4] * 5
+    assert sorted(layer for g in groups for layer in g.layers) == list(range(20))
+    read: dict[int, list[int]] = {g.layers[slot]: [] for g in groups for _, slot in g.readers}
+    for group in groups:
+        for reader, slot in group.readers:
+            assert windows[reader] == group.window
+            read[group.layers[slot]].append(reader)
+    assert read == {18: [n for n in range(20, 35) if n % 5 != 4], 19: [24, 29, 34]}
+
+
+@pytest.mark.parametrize(
+    ("windows", "sources", "problem"),
+    [
+        ([None, None], [0, 2], "keeps none"),
+        ([None, None], [1, 1], "keeps none"),
+        ([None, None, None], [0, 0, 1], "keeps none"),
+        ([None, None], [0, -1], "keeps none"),
+        ([8, None], [0, 0], "with window None, reads the keys of layer 0, with window 8"),
+        ([None, 8], [0, 0], "with window 8"),
+    ],
+)
+def test_keys_that_are_not_there_cannot_be_read(
+    windows: list[int | None], sources: list[int], problem: str
+) -> None:
+    with pytest.raises(ValueError, match=problem):
+        group_layers(windows, sources=sources)
 
 
 @pytest.mark.parametrize("windows", [[], [0], [None, -3]])

@@ -17,7 +17,6 @@ from fairlead_runtime.build.resolve import resolve
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig, flag_of
 from fairlead_runtime.settings.supported import is_supported
 from fairlead_runtime.sizing import fixes, verdict
-from fairlead_runtime.sizing.groups import group_layers
 from fairlead_runtime.sizing.report import memory_report
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.solve import CPU_CACHE, MemoryPlan, sequence_units, solve
@@ -90,7 +89,7 @@ def test_the_solved_cache_fills_the_budget_and_never_exceeds_it(
     most = CPU_CACHE // config.tensor_parallel
     capped = device.kind == "cpu" and plan.terms["kv"] + plan.block_bytes > most
     queue = plan.traffic.waiting_bytes
-    kept = Bookkeeping.of(shape, config, len(group_layers(shape.windows)), queue)
+    kept = Bookkeeping.of(shape, config, len(shape.groups), queue)
     more = kept.size(plan.num_blocks + 1) - kept.size(plan.num_blocks)
     one_more = plan.block_bytes + (more if device.kind == "cpu" else 0)
     assert capped or plan.used + one_more > plan.budget
@@ -172,7 +171,7 @@ def test_every_fix_that_a_message_names_satisfies_the_equation_and_is_supported(
 def test_full_length_sequences_hold_what_windows_leave(
     shape: ModelShape, length: int, block: int
 ) -> None:
-    groups = group_layers(shape.windows)
+    groups = shape.groups
     held = 0
     for position in range(max(0, length - 2 * block), length):
         last = position // block
@@ -530,3 +529,47 @@ def test_the_offload_space_holds_units_of_its_groups() -> None:
     plan = plan_memory(GEMMA2, config, DeviceFacts("cuda", 80 * GIB))
     assert plan.block_bytes == 2 * plan.unit_bytes
     assert plan.offload_units == GIB // plan.unit_bytes
+
+
+MIMO = ModelShape.from_config(
+    {
+        "model_type": "mimo_v2_flash",
+        "hidden_size": 512,
+        "moe_intermediate_size": 256,
+        "n_routed_experts": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 1,
+        "dtype": "bfloat16",
+    }
+)
+
+
+def test_a_unit_of_layers_of_several_sizes_has_the_bytes_of_the_widest_group() -> None:
+    """9 full layers of 320 elements a token and 39 with a window, of 640."""
+    plan = plan_memory(MIMO, EngineConfig(block_size=16), DeviceFacts("cuda", 80 * GIB))
+    assert [len(group.layers) for group in MIMO.groups] == [9, 8, 8, 8, 8, 7]
+    assert plan.unit_bytes == 8 * 640 * 16 * 2
+    assert plan.block_bytes == 6 * plan.unit_bytes
+    assert plan.kv_bytes_per_token == (9 * 320 + 39 * 640) * 2
+    assert plan.terms["kv"] == plan.num_blocks * plan.block_bytes
+    wasted = 1 - plan.kv_bytes_per_token * 16 / plan.block_bytes
+    assert 0 < wasted < 1 / 9
+
+
+@pytest.mark.parametrize(
+    ("asked", "field"),
+    [
+        ({"deterministic": True}, "deterministic"),
+        ({"kernels": "cpu"}, "kernels"),
+        ({"kernels": "flashinfer"}, "kernels"),
+        ({"tensor_parallel": 2}, "tensor_parallel"),
+    ],
+)
+@pytest.mark.parametrize("shardable", [True, False])
+def test_what_layers_of_several_sizes_are_not_served_with_is_refused_by_its_name(
+    asked: dict[str, Any], field: str, shardable: bool
+) -> None:
+    shape = replace(MIMO, shardable=shardable)
+    with pytest.raises(ConfigError, match="differ in their heads") as refused:
+        plan_memory(shape, EngineConfig(**asked), DeviceFacts("cpu", 80 * GIB))
+    assert refused.value.field == field

@@ -160,11 +160,11 @@ def test_other_families_in_the_format_are_refused_with_the_one_that_is_served(na
 
 def test_a_family_that_is_not_in_the_table_is_refused_in_the_format_by_the_plan_too() -> None:
     """A pod that downloads it would refuse it."""
-    config = {"model_type": "olmoe", "quantization_config": mxfp4_settings()}
-    with pytest.raises(QuantizedError, match="those of 'olmoe' are not"):
+    config = {"model_type": "new_moe", "quantization_config": mxfp4_settings()}
+    with pytest.raises(QuantizedError, match="those of 'new_moe' are not"):
         ModelShape.from_config(config)
     with pytest.raises(UnknownFamilyError):
-        ModelShape.from_config({"model_type": "olmoe"})
+        ModelShape.from_config({"model_type": "new_moe"})
 
 
 @pytest.mark.parametrize("name", ["hidden_size", "intermediate_size"])
@@ -176,13 +176,15 @@ def test_a_width_that_is_no_whole_number_of_blocks_is_refused_by_name(name: str)
 @pytest.mark.parametrize("setting", ["int8", "fp8", "int4"])
 def test_rounding_a_checkpoint_in_the_format_is_refused_by_name(setting: Any) -> None:
     with pytest.raises(ConfigError) as refused:
-        check_stored(EngineConfig(quantization=setting), "mxfp4", "bfloat16", "cuda", experts=True)
+        check_stored(
+            EngineConfig(quantization=setting), "mxfp4", "bfloat16", "cuda", unfused="experts"
+        )
     assert str(refused.value) == (
         f"--quantization: {setting}, but the checkpoint's weights are mxfp4 already (config.json: "
         "quantization_config) (use none, or the unquantized checkpoint)"
     )
     none = EngineConfig()
-    assert check_stored(none, "mxfp4", "bfloat16", "cuda", experts=True) == none
+    assert check_stored(none, "mxfp4", "bfloat16", "cuda", unfused="experts") == none
 
 
 def test_ranks_are_refused_as_for_plain_experts() -> None:

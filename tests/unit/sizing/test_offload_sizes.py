@@ -12,7 +12,6 @@ from fairlead_kernels.interface.attention import Heads
 from fairlead_runtime.build.resolve import resolve
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
 from fairlead_runtime.sizing.arithmetic import ceil_div
-from fairlead_runtime.sizing.groups import group_layers
 from fairlead_runtime.sizing.offload_space import PIECE_BYTES, PIECES, Staging
 from fairlead_runtime.sizing.report import memory_report
 from fairlead_runtime.sizing.shape import ModelShape
@@ -59,7 +58,7 @@ def test_what_is_allocated_is_what_is_planned(
     plan = solve(shape, config, GPU, {})
     heads = Heads(8 // ranks, ceil_div(2, ranks), 96, 96, torch.bfloat16, fp8_cache=dtype == "fp8")
     cache = DelayedCache(
-        group_layers(shape.windows),
+        shape.groups,
         heads,
         units=2,
         block_size=config.block_size,

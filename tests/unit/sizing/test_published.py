@@ -261,7 +261,7 @@ def test_the_order_of_what_attention_returns_is_as_wide_as_its_heads_are() -> No
 
 def test_int4_is_no_format_to_round_to() -> None:
     with pytest.raises(ConfigError) as refused:
-        check_stored(EngineConfig(quantization="int4"), "", "bfloat16", "cuda", experts=False)
+        check_stored(EngineConfig(quantization="int4"), "", "bfloat16", "cuda", unfused="")
     assert str(refused.value) == (
         "--quantization: int4: weights are not rounded to it at load, which takes a calibration "
         "(use none, or a GPTQ or AWQ checkpoint)"
@@ -271,11 +271,11 @@ def test_int4_is_no_format_to_round_to() -> None:
 @pytest.mark.parametrize(("dtype", "device"), [("bfloat16", "cpu"), ("float32", "cuda")])
 def test_int4_is_refused_on_cpus_and_in_float32_with_the_reason(dtype: str, device: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        check_stored(EngineConfig(), "int4", dtype, device, experts=False)
+        check_stored(EngineConfig(), "int4", dtype, device, unfused="")
     assert f"int4 is not supported in {dtype} on {device} yet: products with" in str(refused.value)
     assert "the checkpoint's weights are int4" in str(refused.value)
     for works in ("bfloat16", "float16"):
-        check_stored(EngineConfig(), "int4", works, "cuda", experts=False)
+        check_stored(EngineConfig(), "int4", works, "cuda", unfused="")
 
 
 def test_quantized_experts_are_refused() -> None:
@@ -296,7 +296,7 @@ def test_a_setting_that_disagrees_with_the_checkpoint_is_refused_with_the_ones_t
 
 
 def test_a_format_is_refused_where_its_setting_would_be() -> None:
-    check = partial(check_stored, experts=False)
+    check = partial(check_stored, unfused="")
     assert check(EngineConfig(), "fp8", "bfloat16", "cuda").quantization == "fp8"
     with pytest.raises(ConfigError) as refused:
         check(EngineConfig(), "fp8", "bfloat16", "cpu")
@@ -310,9 +310,9 @@ def test_a_format_is_refused_where_its_setting_would_be() -> None:
 
 def test_rounding_a_model_with_experts_is_refused_before_it_loads() -> None:
     plain = EngineConfig()
-    assert check_stored(plain, "", "float32", "cpu", experts=True) == plain
+    assert check_stored(plain, "", "float32", "cpu", unfused="experts") == plain
     with pytest.raises(ConfigError, match="--quantization: int8 weights of experts are not"):
-        check_stored(EngineConfig(quantization="int8"), "", "float32", "cpu", experts=True)
+        check_stored(EngineConfig(quantization="int8"), "", "float32", "cpu", unfused="experts")
 
 
 def test_stored_tensors_count_as_the_matrices_that_they_stand_for() -> None:

@@ -3,6 +3,7 @@ parameter.
 """
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,9 @@ from fairlead_runtime.models import families, text_model
 from fairlead_runtime.sizing.config_json import ShapeError, UnknownFamilyError
 from fairlead_runtime.sizing.family_table import FAMILIES, JUDGED, PARTS, TEXTS
 from fairlead_runtime.sizing.shape import ModelShape
+from support import tiny_parts
+
+assert tiny_parts.FAMILIES  # it registers what stands for a tower that timm builds
 
 SMALL = {
     "vocab_size": 97,
@@ -29,6 +33,9 @@ SMALL = {
     "pad_token_id": None,
 }
 MOE = {"num_local_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+# What a family needs with so few layers.
+FEW_LAYERS: dict[str, dict[str, Any]] = {"gemma3n_text": {"num_kv_shared_layers": 2}}
+_KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 SWITCHES = {
     "llama": (
         {"attention_bias": True, "mlp_bias": True},
@@ -59,6 +66,13 @@ SWITCHES = {
     "gemma": ({"attention_bias": True}, {"tie_word_embeddings": False}),
     "gemma2": ({"sliding_window": 8}, {"layer_types": ["full_attention"] * 7}),
     "gemma3_text": ({"sliding_window_pattern": 3}, {"attention_bias": True, "head_dim": 12}),
+    "gemma3n_text": (
+        {"num_kv_shared_layers": 0, "attention_bias": True, "tie_word_embeddings": False},
+        {"num_kv_shared_layers": 4, "layer_types": [*_KINDS, *_KINDS, "full_attention"]},
+        {"intermediate_size": [80, 64, 80, 64, 96, 80, 48], "altup_num_inputs": 1},
+        {"hidden_size_per_layer_input": 24, "vocab_size_per_layer_input": 89, "laurel_rank": 8},
+        {"sliding_window": 8, "altup_num_inputs": 6, "final_logit_softcapping": 20.0},
+    ),
     "phi3": ({"sliding_window": 20}, {"tie_word_embeddings": True, "num_key_value_heads": None}),
     "olmo2": ({"attention_bias": True}, {"num_key_value_heads": None}),
     "cohere": ({"use_qk_norm": True}, {"attention_bias": True, "tie_word_embeddings": False}),
@@ -69,6 +83,60 @@ SWITCHES = {
     "starcoder2": ({"use_bias": False}, {"sliding_window": 10, "tie_word_embeddings": False}),
     "gpt2": ({"n_inner": 50}, {"tie_word_embeddings": False}),
     "gpt_neox": ({"attention_bias": False}, {"tie_word_embeddings": True}),
+    "mimo_v2_flash": (
+        {"v_head_dim": 5, "head_dim": 9, "attention_bias": True},
+        {"sliding_window_size": 32, "mlp_layer_types": ["sparse", "dense"] * 3 + ["sparse"]},
+        {"layer_types": ["full_attention"] * 7, "v_head_dim": 12},
+        {"layer_types": ["sliding_attention"] * 7, "tie_word_embeddings": True},
+    ),
+    **dict.fromkeys(
+        ("gemma4_text", "gemma4_unified_text"),
+        (
+            {"global_head_dim": 24, "head_dim": 16, "attention_bias": True},
+            {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "sliding_window": 8},
+            {"num_global_key_value_heads": 3, "tie_word_embeddings": False},
+            {"num_kv_shared_layers": 3, "use_double_wide_mlp": True, "attention_k_eq_v": True}
+            | {"layer_types": ["full_attention", "sliding_attention"] * 3 + ["full_attention"]},
+            {"layer_types": ["sliding_attention"] * 7, "final_logit_softcapping": 30.0},
+            {"per_layer_config": {key: {"head_dim": 64} for key in ("5", "06")}},
+            {"per_layer_config": {"6": {"head_dim": 8, "num_key_value_heads": 1}}}
+            | {"layer_types": ["sliding_attention"] * 7},
+            {"hidden_size_per_layer_input": 0},
+            {"hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 31},
+            {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2}
+            | {"moe_intermediate_size": 24},
+        ),
+    ),
+}
+# Of a family whose layers cannot have SMALL's.
+OWN_SMALL = {"mimo_v2_flash": {"num_key_value_heads": 3}}
+GEMMA_3N: dict[str, Any] = {
+    "model_type": "gemma3n_text",
+    "head_dim": 256,
+    "hidden_size": 2048,
+    "hidden_size_per_layer_input": 256,
+    "laurel_rank": 64,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "sliding_window": 512,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 262400,
+    "vocab_size_per_layer_input": 262144,
+}
+GEMMA_3N_E2B = GEMMA_3N | {
+    "activation_sparsity_pattern": [0.95] * 10 + [0.0] * 20,
+    "intermediate_size": [8192] * 30,
+    "layer_types": [*["sliding_attention"] * 4, "full_attention"] * 6,
+    "num_hidden_layers": 30,
+    "num_kv_shared_layers": 10,
+}
+GEMMA_3N_E4B = GEMMA_3N | {
+    "activation_sparsity_pattern": [0.95] * 10 + [0.0] * 25,
+    "intermediate_size": [16384] * 35,
+    "layer_types": [*["sliding_attention"] * 4, "full_attention"] * 7,
+    "num_hidden_layers": 35,
+    "num_kv_shared_layers": 15,
 }
 # The public checkpoints' own config.json, cut to what decides sizes.
 REAL: dict[str, tuple[dict[str, Any], int]] = {
@@ -107,6 +175,8 @@ REAL: dict[str, tuple[dict[str, Any], int]] = {
     ),
     "gemma-2-2b": ({"model_type": "gemma2", "torch_dtype": "float32"}, 2_614_341_888),
     "gpt2": ({"model_type": "gpt2"}, 124_439_808),
+    "gemma-3n-E2B-it, its text": (GEMMA_3N_E2B, 4_435_182_688),
+    "gemma-3n-E4B-it, its text": (GEMMA_3N_E4B, 6_835_235_568),
     "gpt-oss-20b": (
         {
             "model_type": "gpt_oss",
@@ -167,30 +237,49 @@ def windows_of(model: torch.nn.Module, layers: int) -> tuple[int | None, ...]:
 
 def compare(config: dict[str, Any], shape: ModelShape) -> None:
     resolved, model = build(config)
+    resolved.allow_global_per_layer_attribute_access = True
     heads = resolved.num_attention_heads
     kv_heads = getattr(resolved, "num_key_value_heads", None) or heads
     head_dim = getattr(resolved, "head_dim", None) or resolved.hidden_size // heads
     matrices = [p for n, p in model.named_parameters() if is_layer_matrix(n, p)]
     assert shape.parameters == sum(p.numel() for p in model.parameters())
     assert shape.layer_matrices == sum(p.numel() for p in matrices)
-    assert (shape.layers, shape.heads, shape.kv_heads, shape.head_dim) == (
-        resolved.num_hidden_layers,
-        heads,
-        kv_heads,
-        head_dim,
-    )
+    widths = widths_of(model, shape.sources)
+    if widths is None:
+        widths = (2 * kv_heads * head_dim,) * resolved.num_hidden_layers
+    assert shape.kv_widths == widths
+    assert shape.mixed or len({*widths}) == 1
+    assert shape.kv_heads * (shape.head_dim + shape.value_dim) == max(widths)
+    assert (shape.layers, shape.heads) == (resolved.num_hidden_layers, heads)
+    assert shape.mixed or shape.head_dim == head_dim
     assert (shape.hidden, shape.vocab, shape.max_len) == (
         resolved.hidden_size,
         resolved.vocab_size,
         resolved.max_position_embeddings,
     )
     assert shape.windows == windows_of(model, shape.layers)
+    assert shape.sources == families.sources_of(resolved)
     assert shape.tied == bool(resolved.tie_word_embeddings)
+
+
+def widths_of(model: torch.nn.Module, sources: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Outputs of each layer's projections of keys and of values, where they have a matrix each, or
+    one for both; a layer that has none reads those of another.
+    """
+    rows = {n: x.shape[0] for n, x in model.named_parameters()}
+    widths = []
+    for source in sources:
+        place = f"model.layers.{source}.self_attn."
+        keys = rows.get(f"{place}k_proj.weight")
+        if keys is None:
+            return None
+        widths.append(keys + rows.get(f"{place}v_proj.weight", keys))
+    return tuple(widths)
 
 
 def is_layer_matrix(name: str, parameter: torch.Tensor) -> bool:
     inside = ".layers." in name or ".h." in name
-    router = name.endswith(("mlp.gate.weight", "mlp.router.weight"))
+    router = name.endswith(("mlp.gate.weight", "mlp.router.weight", ".router.proj.weight"))
     # Cohere's per-head norm is two-dimensional, but not a matrix product.
     head_norm = "_norm.weight" in name
     return (
@@ -202,7 +291,9 @@ def is_layer_matrix(name: str, parameter: torch.Tensor) -> bool:
     )
 
 
-CASES = [(family, change) for family in sorted(FAMILIES) for change in ({}, *SWITCHES[family])]
+CASES = [
+    (family, change) for family in sorted(FAMILIES) for change in ({}, *SWITCHES.get(family, ()))
+]
 
 
 @pytest.mark.parametrize(
@@ -210,10 +301,13 @@ CASES = [(family, change) for family in sorted(FAMILIES) for change in ({}, *SWI
 )
 def test_every_family_and_switch_equals_transformers(family: str, change: dict[str, Any]) -> None:
     names = FAMILIES[family].aliases
-    own = {names.get(k, k): v for k, v in SMALL.items() if k not in change}
+    small = SMALL | FEW_LAYERS.get(family, {})
+    own = {names.get(k, k): v for k, v in small.items() if k not in change}
     if family in ("gpt2", "gpt_neox"):
         del own["num_key_value_heads"]
-    config = {"model_type": family} | own | (MOE if FAMILIES[family].experts else {}) | change
+    own |= OWN_SMALL.get(family, {})
+    has_experts = FAMILIES[family].experts and not FAMILIES[family].experts_if
+    config = {"model_type": family} | own | (MOE if has_experts else {}) | change
     compare(config, ModelShape.from_config(config))
 
 
@@ -234,7 +328,7 @@ def test_a_saved_config_without_its_defaults_has_the_same_shape(
         names.get("num_hidden_layers", "num_hidden_layers"),
     )
     small = {hidden: 384, layers: 7}  # 384: a multiple of every family's default number of heads
-    config = {"model_type": family} | small | change
+    config = {"model_type": family} | small | FEW_LAYERS.get(family, {}) | change
     saved, _ = build(config)
     shortest = json.loads(json.dumps(saved.to_diff_dict(), default=str))
     assert ModelShape.from_config(shortest) == ModelShape.from_config(config)
@@ -249,6 +343,47 @@ def test_public_checkpoints_have_their_published_size(name: str) -> None:
     shape = ModelShape.from_config(config)
     assert shape.parameters == parameters
     compare(config, shape)
+
+
+def test_gemma_3ns_text_and_other_parts_are_the_published_checkpoints() -> None:
+    """The checkpoints also store keys that no layer of theirs reads, and have the same towers."""
+    towers = []
+    for config, whole in ((GEMMA_3N_E2B, 5_439_438_272), (GEMMA_3N_E4B, 7_849_978_192)):
+        shape = ModelShape.from_config(
+            {"model_type": "gemma3n", "text_config": config, "torch_dtype": "bfloat16"}
+        )
+        assert shape == replace(ModelShape.from_config(config), model_type="gemma3n")
+        unread = (shape.layers - len({*shape.sources})) * (2 * shape.kv_width * shape.hidden + 256)
+        towers.append(whole - shape.parameters - unread)
+    assert towers[0] == towers[1]
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"num_kv_shared_layers": 7}, "num_kv_shared_layers"),
+        ({"num_kv_shared_layers": -1}, "num_kv_shared_layers"),
+        ({"num_kv_shared_layers": True}, "num_kv_shared_layers"),
+        # The one full layer is among those that read.
+        ({"num_kv_shared_layers": 3}, "num_kv_shared_layers"),
+        ({"num_kv_shared_layers": 1, "layer_types": ["full_attention"] * 6 + _KINDS[:1]}, "a wind"),
+        ({"intermediate_size": [80] * 6}, "intermediate_size"),
+        ({"intermediate_size": [80] * 6 + [0]}, "intermediate_size"),
+        ({"activation_sparsity_pattern": [0.5] * 6}, "activation_sparsity_pattern"),
+        ({"activation_sparsity_pattern": 0.5}, "activation_sparsity_pattern"),
+        ({"activation_sparsity_pattern": [0.5] * 6 + [1.0]}, "activation_sparsity_pattern"),
+        ({"sliding_window": None}, "sliding_window"),
+        ({"altup_num_inputs": 0}, "altup_num_inputs"),
+        ({"altup_active_idx": 4}, "altup_active_idx"),
+        ({"laurel_rank": "64"}, "laurel_rank"),
+        ({"hidden_size_per_layer_input": None}, "hidden_size_per_layer_input"),
+    ],
+    ids=str,
+)
+def test_what_no_gemma_3n_has_is_refused_by_its_field(change: dict[str, Any], field: str) -> None:
+    small = {"model_type": "gemma3n_text", **SMALL, "num_kv_shared_layers": 2}
+    with pytest.raises(ShapeError, match=field):
+        ModelShape.from_config(small | change)
 
 
 TEXT = {**SMALL, "hidden_size": 48, "num_attention_heads": 6}
@@ -276,7 +411,9 @@ def build_whole(config: dict[str, Any], *, tied: bool) -> tuple[Any, torch.nn.Mo
 def test_the_text_of_a_model_of_several_parts_equals_transformers(
     family: str, change: dict[str, Any]
 ) -> None:
-    text = {"model_type": PARTS[family].text, "tie_word_embeddings": False, **TEXT, **change}
+    kind = PARTS[family].text
+    text = {"model_type": kind, "tie_word_embeddings": False, **TEXT, **change}
+    text |= FEW_LAYERS.get(kind, {})
     tied = bool(text["tie_word_embeddings"])
     config = {"model_type": family, "text_config": text, "tie_word_embeddings": tied}
     if family == "aya_vision":  # the sizes that its class has for images do not divide
@@ -287,11 +424,12 @@ def test_the_text_of_a_model_of_several_parts_equals_transformers(
 
 
 OWN_INNER = ("gpt2", "gpt_bigcode", "opt")  # transformers has another name for the MLP's width
+OWN_INPUTS = {name for name, family in FAMILIES.items() if family.layer_inputs}
 FOREIGN = [
     (whole, kind)
     for whole, parts in sorted(PARTS.items())
     for kind in sorted({*FAMILIES, *TEXTS, *JUDGED} - parts.never)
-    if parts.any_text and kind != parts.text
+    if parts.any_text and kind != parts.text and kind not in OWN_INPUTS
 ]
 
 
@@ -329,6 +467,15 @@ def test_the_head_of_a_whole_has_no_bias_of_its_text() -> None:
     assert alone.parameters - ModelShape.from_config(whole).parameters == TEXT["vocab_size"]
 
 
+@pytest.mark.parametrize("family", ["mistral3", "llava"])
+@pytest.mark.parametrize("kind", sorted(OWN_INPUTS))
+def test_a_text_with_inputs_of_layers_is_served_of_its_own_whole_alone(
+    family: str, kind: str
+) -> None:
+    with pytest.raises(ShapeError, match=rf"{kind}.*made of ids"):
+        ModelShape.from_config({"model_type": family, "text_config": {"model_type": kind}})
+
+
 def compare_text(config: dict[str, Any], shape: ModelShape) -> int:
     """The parameters of the whole."""
     resolved, model = build_whole(config, tied=shape.tied)
@@ -338,9 +485,11 @@ def compare_text(config: dict[str, Any], shape: ModelShape) -> int:
     matrices = [p for n, p in model.named_parameters() if is_layer_matrix(n, p)]
     assert shape.layer_matrices == sum(p.numel() for p in matrices)
     text = resolved.get_text_config()
+    text.allow_global_per_layer_attribute_access = True
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     assert (shape.layers, shape.heads) == (text.num_hidden_layers, text.num_attention_heads)
-    assert (shape.kv_heads, shape.head_dim) == (text.num_key_value_heads, head_dim)
+    if not shape.mixed:
+        assert (shape.kv_heads, shape.head_dim) == (text.num_key_value_heads, head_dim)
     assert (shape.vocab, shape.max_len) == (text.vocab_size, text.max_position_embeddings)
     assert shape.windows == families.check(resolved)
     return total

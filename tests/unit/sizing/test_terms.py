@@ -10,7 +10,6 @@ from fairlead_runtime.settings.engine_config import EngineConfig
 from fairlead_runtime.sizing import tensor_parallel as ranks
 from fairlead_runtime.sizing import terms
 from fairlead_runtime.sizing.arithmetic import ceil_div
-from fairlead_runtime.sizing.groups import group_layers
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.terms import (
     GIB,
@@ -41,7 +40,7 @@ FP8_CACHE = replace(CONFIG, cache_dtype="fp8")
 
 
 def planned(device: DeviceFacts, config: EngineConfig = CONFIG) -> dict[str, int]:
-    return terms_of(SHAPE, config, device, group_layers(SHAPE.windows))
+    return terms_of(SHAPE, config, device, SHAPE.groups)
 
 
 def test_the_weights_of_a_gpu_split_their_matrices_only() -> None:
@@ -66,7 +65,7 @@ def test_ranks_get_whole_groups_and_bytes_of_int4_columns() -> None:
 def test_what_sampling_keeps_on_a_gpu_is_planned_for_ranks_too() -> None:
     """Its unit for padding is a rank's own."""
     two = replace(CONFIG, tensor_parallel=2)
-    groups = group_layers(SHAPE.windows)
+    groups = SHAPE.groups
     one, half = (unit_bytes(SHAPE, config, groups) for config in (CONFIG, two))
     assert half == one // 2
     assert planned(GPU)["batch"] - planned(GPU, two)["batch"] == one - half
@@ -91,7 +90,7 @@ def test_ranks_on_a_cpu_share_what_the_pod_has_and_each_is_a_process() -> None:
 
 def test_host_memory_has_the_pinned_plans_of_captured_steps() -> None:
     """Those of 1, 2, 4, ..., 64 rows, 8 MiB each, in each layer group."""
-    plans = len(group_layers(SHAPE.windows)) * 7 * (8 << 20)
+    plans = len(SHAPE.groups) * 7 * (8 << 20)
     assert host_terms(SHAPE, CONFIG, "cuda")["process"] == GIB + plans
     for other in ({"cuda_graphs": "off"}, {"max_cached_graphs": 0}):
         assert host_terms(SHAPE, replace(CONFIG, **other), "cuda")["process"] == GIB
@@ -157,7 +156,7 @@ def test_of_a_slab_the_kernels_of_a_cpu_keep_more_than_of_the_other_tokens_of_a_
 
 
 def test_layers_that_a_cpus_kernels_may_not_know_are_planned_without_slabs() -> None:
-    unknown, groups = replace(SHAPE, slab_width=0), group_layers(SHAPE.windows)
+    unknown, groups = replace(SHAPE, slab_width=0), SHAPE.groups
     large = replace(CONFIG, max_batch_tokens=16 * 512)
     whole = terms_of(unknown, large, CPU, groups)["activations"]
     assert whole == 16 * terms_of(unknown, CONFIG, CPU, groups)["activations"]

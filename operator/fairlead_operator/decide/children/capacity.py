@@ -53,8 +53,7 @@ def plan_of(config: Mapping[str, Any], deployment: InferenceDeployment) -> Memor
     try:
         shape = ModelShape.from_config(config)
         dtype = dtype_of(shape, deployment.engine)
-        experts = shape.experts > 0
-        check_stored(deployment.engine, shape.quantized, dtype, device.kind, experts=experts)
+        check_stored(deployment.engine, shape.quantized, dtype, device.kind, unfused=shape.unfused)
         return plan_memory(shape, deployment.engine, device)
     except UnknownFamilyError as error:
         raise PlanError("FamilyUnknown", str(error)) from None

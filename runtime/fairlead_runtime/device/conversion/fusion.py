@@ -184,6 +184,8 @@ def fuse(
     """
     if operations is None:
         return Fusion(0, len(model.windows))
+    if model.mixed:
+        return Fusion(0, len(model.windows), "its layers differ in their heads")
     fusion, runs = _fuse_layers(model, operations, ranks, repack)
     step = _ScratchPass(model.heads, model.device)
     model_operations: CpuOperations | None = operations.model_operations
@@ -323,6 +325,10 @@ def _fused(
     """
 
     def packed() -> tuple[FusedLayer, Recording, Rope]:
+        if model.sources[index] != index or model.sources.count(index) > 1:
+            raise DoesNotFitError(
+                "it reads the keys of another layer, or another one reads its keys"
+            )
         recording, rope = recording_of(recorded)
         structure = recognize(recording)
         if _shares(recorded.layer, owners):

@@ -33,6 +33,7 @@ from fairlead_runtime.device.conversion.replacement import Replacement, by_rows
 from fairlead_runtime.device.conversion.rounding import Noise
 from fairlead_runtime.device.model.paged_attention import ForwardPass
 from fairlead_runtime.device.model.paged_model import PagedModel
+from fairlead_runtime.sizing.terms import PANEL
 
 SMALLEST = 2048  # weights; the call of a smaller product costs more than it gains
 
@@ -186,6 +187,8 @@ def _packed(
         matrix = matrix_of(ModuleCall(module, x, want), x)
         if matrix is None or isinstance(matrix.stored, Quantized):
             raise DoesNotFitError("it does not multiply by its matrix")
+        if len(matrix.stored) < PANEL:
+            raise DoesNotFitError("most of its packed rows would be padding")
         factor = 1.0 if embedded is None else _factor(embedded, matrix.stored)
         noise = Noise.of(want, lambda changes: module(changes.of(x, x.shape[-1])[None])[0])
         product = _Product(

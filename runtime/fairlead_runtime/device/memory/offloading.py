@@ -10,6 +10,7 @@ No call waits for the device. docs/design/0013 says which order protects what.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -20,11 +21,11 @@ from fairlead_runtime.device.memory.streams import Event, Streams
 from fairlead_runtime.sizing.offload_space import Staging
 
 Pairs = Sequence[tuple[int, int]]
-KeyValue = tuple[torch.Tensor, torch.Tensor]  # of keys and of values
+Tensors = tuple[torch.Tensor, ...]  # keys and values, or both in one
 
 
 class _Units(NamedTuple):
-    """The place of host units of keys or of values: from the byte ``begin`` on, ``size`` each."""
+    """The place of host units of one tensor: from the byte ``begin`` on, ``size`` each."""
 
     begin: int
     size: int
@@ -36,13 +37,13 @@ class _Piece:
     they may be written again.
     """
 
-    tensors: KeyValue
+    tensors: Tensors
     free: Event = None
 
 
 class Offload:
-    """Copies between ``cache``, keys and values [slots, units, ...] dense on one device, and
-    ``host_units`` > 0 units of host memory.
+    """Copies between ``cache``, tensors [slots, units, ...] dense on one device, and ``host_units``
+    > 0 units of host memory.
 
     What is queued on the lane of the steps behind a call sees the cache as if its copies were done,
     and may write to every unit that they read. Raises OSError or RuntimeError (torch) when memory
@@ -50,7 +51,7 @@ class Offload:
     """
 
     def __init__(
-        self, cache: KeyValue, host_units: int, streams: Streams, pinning: Pinning | None
+        self, cache: Tensors, host_units: int, streams: Streams, pinning: Pinning | None
     ) -> None:
         self._cache = cache
         self._device = cache[0].device
@@ -69,7 +70,8 @@ class Offload:
         self._memory = HostMemory(host_units * sum(sizes), pinning)
         self.not_pinned = self._memory.refused
         self.host_nbytes = self._memory.nbytes
-        self._host = _Units(0, sizes[0]), _Units(host_units * sizes[0], sizes[1])
+        begins = accumulate((host_units * size for size in sizes[:-1]), initial=0)
+        self._host = [_Units(*place) for place in zip(begins, sizes, strict=True)]
 
     def offload(self, pairs: Pairs) -> None:
         """Queue the copies of units to host units: (unit, host unit)."""
@@ -118,8 +120,8 @@ class Offload:
             scatter_blocks(staged[: len(units)], units, cache)
 
     def _cross(self, runs: Sequence["_Run"], piece: _Piece, *, leaves: bool) -> None:
-        """Queue a transfer of keys and one of values for each run of host units and their places in
-        the piece; more where a run lies in several segments of host memory.
+        """Queue a transfer of each tensor for each run of host units and their places in the
+        piece; more where a run lies in several segments of host memory.
         """
         for units, staged in zip(self._host, piece.tensors, strict=True):
             flat = staged.view(-1)
@@ -135,21 +137,20 @@ class Offload:
 
 
 class OffloadAtOnce:
-    """Offloading on a CPU, where host memory is one more tensor [slots, units, ...] for keys and
-    for values: copies are made when they are asked for, and pass nowhere.
+    """Offloading on a CPU, where host memory is one more tensor [slots, units, ...] for each:
+    copies are made when they are asked for, and pass nowhere.
     """
 
     staging_nbytes = 0
     not_pinned = ""
 
-    def __init__(self, cache: KeyValue, host_units: int) -> None:
+    def __init__(self, cache: Tensors, host_units: int) -> None:
         self._cache = cache
-        keys, values = (
+        self._host = tuple(
             torch.zeros((tensor.shape[0], host_units, *tensor.shape[2:]), dtype=tensor.dtype)
             for tensor in cache
         )
-        self._host: KeyValue = keys, values
-        self.host_nbytes = keys.nbytes + values.nbytes
+        self.host_nbytes = sum(tensor.nbytes for tensor in self._host)
 
     def offload(self, pairs: Pairs) -> None:
         """Copy units to host units: (unit, host unit)."""

@@ -3,12 +3,21 @@ memory.
 
 Owns storage and the order of its copies. A *unit* is ``block_size`` tokens in the layers of one
 group; layer i, the s-th of group g, keeps its share of a unit in storage slot s, found through
-group g's tables. Callers name units by id; the scheduler knows which one is free, shared or cached.
+group g's tables; a layer without keys of its own reads another one's. Callers name units by id; the
+scheduler knows which one is free, shared or cached.
+
+Layers with heads of several sizes have no slots in common. There a unit is ``block_size`` places of
+a token, each as wide as the widest group needs, and a group lays its layers out in a place:
+
+    place of a full group      [ keys 0 | values 0 | keys 6 | values 6 | unused ]
+    place of a window group    [ keys 1     | values 1     | keys 2 | values 2  ]
+
+So a layer's tokens lie one stride apart in all units, as they do in a tensor of its own.
 """
 
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -22,12 +31,15 @@ from fairlead_runtime.device.memory.offloading import Offload, OffloadAtOnce
 from fairlead_runtime.device.memory.page_mapping import page_mapper
 from fairlead_runtime.device.memory.streams import Streams, cuda_streams
 from fairlead_runtime.scheduling.plan import Row, Work
-from fairlead_runtime.sizing.groups import LayerGroup, layers_per_unit
+from fairlead_runtime.sizing.groups import LayerGroup
 
 
 class CacheStorage:
-    """Keys and values: ``keys`` [slots, units, block_size, kv heads, dim], ``values`` likewise with
-    value_dim, both in the type that ``heads`` names.
+    """The units of one cache. ``heads``: of every layer, or one for each layer of the model.
+
+    With heads of one size, ``tensors`` are keys [slots, units, block_size, kv heads, dim] and
+    values, likewise with value_dim; else one [1, units, block_size, width]. All are in the type
+    that ``heads`` names.
 
     ``host_units`` > 0 adds as many units of host memory for offloading. On CUDA it is pinned, and
     copies cross beside the steps, on ``streams``: CUDA's, or those that are given on another
@@ -39,7 +51,7 @@ class CacheStorage:
     def __init__(
         self,
         groups: Sequence[LayerGroup],
-        heads: Heads,
+        heads: Heads | Sequence[Heads],
         *,
         units: int,
         block_size: int,
@@ -48,41 +60,65 @@ class CacheStorage:
         streams: Streams | None = None,
     ) -> None:
         self.groups = tuple(groups)
-        self.heads = heads
         self.units = units
         self.block_size = block_size
         self.device = device
-        slots = layers_per_unit(groups)
-        shape = (slots, units, block_size, heads.kv)
-        self.keys = _zeros((*shape, heads.dim), heads.cache_dtype, device)
-        self.values = _zeros((*shape, heads.value_dim), heads.cache_dtype, device)
+        of_layers = _of_layers(groups, heads)
+        cache_dtype = next(iter(of_layers.values())).cache_dtype
+        # By layer: keys, values and the group's index.
+        self._layers: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
+        self.tensors: tuple[torch.Tensor, ...]
+        if len({*of_layers.values()}) == 1:
+            one = of_layers[groups[0].layers[0]]
+            shape = (max(len(group.layers) for group in groups), units, block_size, one.kv)
+            keys = _zeros((*shape, one.dim), cache_dtype, device)
+            values = _zeros((*shape, one.value_dim), cache_dtype, device)
+            self.tensors = keys, values
+            for group in groups:
+                for slot, layer in enumerate(group.layers):
+                    self._layers[layer] = keys[slot], values[slot], group.index
+        else:
+            width = max(sum(_width(of_layers[i]) for i in group.layers) for group in groups)
+            places = _zeros((1, units, block_size, width), cache_dtype, device)
+            self.tensors = (places,)
+            for group in groups:
+                self._layers |= _laid_out(places[0], group, of_layers)
+        self.unit_nbytes = sum(x[:, :1].nbytes for x in self.tensors)
         on_cuda = device.type == "cuda"
         self._streams = cuda_streams(device) if on_cuda and host_units else streams
         self._offload: Offload | OffloadAtOnce | None = None
-        keys_values = self.keys, self.values
         if host_units and self._streams is not None:
             pinning = CudaPinning(device) if on_cuda else None
-            self._offload = Offload(keys_values, host_units, self._streams, pinning)
+            self._offload = Offload(self.tensors, host_units, self._streams, pinning)
         elif host_units:
-            self._offload = OffloadAtOnce(keys_values, host_units)
-        self._pages = page_mapper(keys_values)
+            self._offload = OffloadAtOnce(self.tensors, host_units)
+        self._pages = page_mapper(self.tensors)
         if self._pages is not None:
             weakref.finalize(self, self._pages.close)
-        self._places = {
-            layer: (group.index, slot)
-            for group in groups
-            for slot, layer in enumerate(group.layers)
-        }
+        for group in groups:
+            for reader, slot in group.readers:
+                self._layers[reader] = self._layers[group.layers[slot]]
+        self._readers = frozenset(layer for group in groups for layer, _ in group.readers)
+
+    def keeps(self, layer: int) -> bool:
+        """Whether the layer writes keys of its own; else it reads another one's."""
+        return layer not in self._readers
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """One layer's keys and values [units, block_size, kv heads, dim] and its group's index."""
-        group, slot = self._places[index]
-        return self.keys[slot], self.values[slot], group
+        """The keys and values [units, block_size, kv heads, dim] that one layer reads, and their
+        group's index.
+        """
+        return self._layers[index]
+
+    def fill(self, value: float) -> None:
+        """Put one number everywhere."""
+        for tensor in self.tensors:
+            tensor.fill_(value)
 
     @property
     def nbytes(self) -> int:
         """Device bytes."""
-        return self.keys.nbytes + self.values.nbytes
+        return sum(tensor.nbytes for tensor in self.tensors)
 
     @property
     def host_nbytes(self) -> int:
@@ -100,10 +136,15 @@ class CacheStorage:
         return "" if self._offload is None else self._offload.not_pinned
 
     @staticmethod
-    def unit_bytes(groups: Sequence[LayerGroup], heads: Heads, block_size: int) -> int:
-        """Bytes of one unit, keys and values together."""
-        width = heads.kv * (heads.dim + heads.value_dim) * heads.cache_dtype.itemsize
-        return layers_per_unit(groups) * block_size * width
+    def unit_bytes(
+        groups: Sequence[LayerGroup], heads: Heads | Sequence[Heads], block_size: int
+    ) -> int:
+        """Bytes of one unit, keys and values together: as many as the widest group needs."""
+        of_layers = _of_layers(groups, heads)
+        return block_size * max(
+            sum(_width(of_layers[i]) * of_layers[i].cache_dtype.itemsize for i in group.layers)
+            for group in groups
+        )
 
     @contextmanager
     def step(self, rows: Sequence[Row]) -> Iterator[None]:
@@ -139,8 +180,34 @@ class CacheStorage:
                 self._streams.steps.run(copies)
 
     def _copy_on_write(self, pairs: Sequence[tuple[int, int]]) -> None:
-        copy_blocks(self.keys, self.keys, pairs, dim=1)
-        copy_blocks(self.values, self.values, pairs, dim=1)
+        for tensor in self.tensors:
+            copy_blocks(tensor, tensor, pairs, dim=1)
+
+
+def _of_layers(groups: Sequence[LayerGroup], heads: Heads | Sequence[Heads]) -> dict[int, Heads]:
+    """The heads of every layer that is in a group."""
+    layers = [layer for group in groups for layer in group.layers]
+    return {i: heads if isinstance(heads, Heads) else heads[i] for i in layers}
+
+
+def _width(heads: Heads) -> int:
+    """Elements of one token's key and value."""
+    return heads.kv * (heads.dim + heads.value_dim)
+
+
+def _laid_out(
+    places: torch.Tensor, group: LayerGroup, heads: Mapping[int, Heads]
+) -> dict[int, tuple[torch.Tensor, torch.Tensor, int]]:
+    """A group's layers in the places [units, block_size, width] of tokens, one beside the other."""
+    layers, at = {}, 0
+    for layer in group.layers:
+        h, parts = heads[layer], []
+        for dim in (h.dim, h.value_dim):
+            part = places[..., at : at + h.kv * dim]
+            parts.append(part.view(*part.shape[:-1], h.kv, dim))
+            at += h.kv * dim
+        layers[layer] = parts[0], parts[1], group.index
+    return layers
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

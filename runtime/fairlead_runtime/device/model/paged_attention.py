@@ -55,13 +55,14 @@ class AttentionCall:
 
 
 class CachedLayer(NamedTuple):
-    """One layer's caches [blocks, block_size, kv heads, dim] and the slots int64 [T] of the step's
-    tokens.
+    """The caches [blocks, block_size, kv heads, dim] of one layer and the slots int64 [T] of the
+    step's tokens. ``keeps``: it writes them; else an earlier layer has.
     """
 
     keys: Tensor
     values: Tensor
     slots: Tensor
+    keeps: bool = True
 
 
 class CachedPass(ABC):
@@ -83,7 +84,8 @@ class CachedPass(ABC):
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
     ) -> Tensor:
         cached = self.cached(layer)
-        write(cached.keys, cached.values, cached.slots, key, value)
+        if cached.keeps:
+            write(cached.keys, cached.values, cached.slots, key, value)
         return self.attend_cached(layer, query, call)
 
 
@@ -164,7 +166,7 @@ class GroupedPass(CachedPass):
 
     def cached(self, layer: int) -> CachedLayer:
         keys, values, group = self.cache.layer(layer)
-        return CachedLayer(keys, values, self.groups[group][1])
+        return CachedLayer(keys, values, self.groups[group][1], self.cache.keeps(layer))
 
     def attend_cached(self, layer: int, query: Tensor, call: AttentionCall) -> Tensor:
         keys, values, group = self.cache.layer(layer)

@@ -9,7 +9,7 @@ for the device, they run on ours (``experts``).
 """
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
@@ -36,17 +36,19 @@ from fairlead_runtime.device.model.paged_attention import (
 )
 from fairlead_runtime.models import families, rope
 from fairlead_runtime.models.loading import LoadedModel
-from fairlead_runtime.sizing.groups import group_layers
+from fairlead_runtime.sizing.groups import LayerGroup, check_sources, group_layers
 
 
 class ProbePass:
     """A pass over one short sequence without a cache, which records the arguments of each layer,
-    and under PROBE_NAME the rule of its mask, None where its code makes that another way.
+    and under PROBE_NAME the rule of its mask, None where its code makes that another way. ``keys``:
+    keys and values of each layer, in the order of the pass.
     """
 
     def __init__(self, keep: Tensor) -> None:
         self.keep = keep
         self.heads: dict[int, Heads] = {}
+        self.keys: dict[int, tuple[Tensor, Tensor]] = {}
         self.calls: dict[int, AttentionCall] = {}
         self.rules: dict[int, MaskRule | None] = {}
 
@@ -55,8 +57,20 @@ class ProbePass:
     ) -> Tensor:
         heads = Heads(query.shape[1], key.shape[1], key.shape[2], value.shape[2], key.dtype)
         self.heads[layer] = heads
+        self.keys[layer] = key, value
         self.calls[layer] = call
         return causal_attention(query, key, value, call.scale)
+
+
+def sources_of(keys: Mapping[int, tuple[Tensor, Tensor]]) -> tuple[int, ...]:
+    """By layer the first that has the very same keys and values: the one that made them."""
+    # Of tensors that are all held, no two begin at one address.
+    makers: dict[tuple[int, int], int] = {}
+    sources = {
+        layer: makers.setdefault((k.data_ptr(), v.data_ptr()), layer)
+        for layer, (k, v) in keys.items()
+    }
+    return tuple(source for _, source in sorted(sources.items()))
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
@@ -92,11 +106,12 @@ class PagedModel:
     """A transformers causal language model that runs packed rows on our cache.
 
     Takes ownership of the model: sets its attention, and installs a hook if the model cannot select
-    the rows of its logits itself. ``windows`` has an entry per layer; ``calls`` the attention
-    arguments of each layer, ``rules`` those of its mask. ``device``: where it computes, if not
-    where its weights are (``shards.computed_on``). ``fp8_cache``: its cache keeps 8-bit floats.
-    Raises ModelError when the layers differ in size or in number from ``windows``. ``fusion.fuse``
-    may replace layers afterwards.
+    the rows of its logits itself. By layer: ``windows``; ``sources``, the layer whose keys it
+    reads; ``calls``, the arguments of its attention; ``rules``, those of its mask; ``layer_heads``.
+    ``heads`` are those of the layer that keeps most, of all layers unless they are ``mixed``.
+    ``device``: where it computes, if not where its weights are (``shards.computed_on``).
+    ``fp8_cache``: its cache keeps 8-bit floats. Raises ModelError when the layers differ in number
+    from ``windows``. ``fusion.fuse`` may replace layers afterwards.
     """
 
     def __init__(
@@ -173,10 +188,31 @@ class PagedModel:
                 f"{len(probe.heads)} of its {len(self.windows)} layers use transformers' attention "
                 "interface",
             )
-        if len(set(probe.heads.values())) != 1:
-            raise families.unsupported(name, "its layers differ in their number or size of heads")
         self.calls, self.rules = probe.calls, probe.rules
-        return replace(probe.heads[0], fp8_cache=self._fp8_cache)
+        self.sources = sources_of(probe.keys)
+        try:
+            check_sources(self.windows, self.sources)
+        except ValueError as error:
+            raise families.unsupported(name, str(error)) from error
+        heads = [replace(probe.heads[i], fp8_cache=self._fp8_cache) for i in sorted(probe.heads)]
+        self.layer_heads = tuple(heads)
+        return max(heads, key=_width)
+
+    @property
+    def mixed(self) -> bool:
+        """Whether its layers differ in their heads."""
+        return len({*self.layer_heads}) > 1
+
+    @property
+    def cache_heads(self) -> Heads | Sequence[Heads]:
+        """The heads of every layer, or each layer's, as CacheStorage takes them."""
+        return self.layer_heads if self.mixed else self.heads
+
+    @property
+    def groups(self) -> tuple[LayerGroup, ...]:
+        """The groups of layers that share block tables."""
+        widths = [_width(heads) for heads in self.layer_heads]
+        return group_layers(self.windows, widths, self.sources)
 
     @property
     def kinds(self) -> GroupKinds:
@@ -184,8 +220,11 @@ class PagedModel:
         call it otherwise than the model's own.
         """
         return tuple(
-            frozenset(spec_of(self.calls[layer], group.window).kind for layer in group.layers)
-            for group in group_layers(self.windows)
+            frozenset(
+                spec_of(self.calls[layer], group.window).kind
+                for layer in (*group.layers, *(reader for reader, _ in group.readers))
+            )
+            for group in self.groups
         )
 
     @property
@@ -276,13 +315,22 @@ def prepare(
     rope.pin(loaded.model, loaded.max_model_len)
     model = PagedModel(loaded.model, windows, device, fp8_cache=fp8_cache)
     shape, heads = loaded.shape, model.heads
-    expected = (shape.windows, shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim)
-    if expected != (windows, heads.query, heads.kv, heads.dim, heads.value_dim):
-        name = str(loaded.config.model_type)
-        raise families.unsupported(
-            name, "its config.json describes other layers than transformers builds from it"
-        )
+    sizes = (shape.heads, shape.kv_heads, shape.head_dim, shape.value_dim)
+    widths = tuple(_width(layer) for layer in model.layer_heads)
+    expected = (shape.windows, shape.sources, shape.kv_widths, shape.mixed)
+    if expected != (windows, model.sources, widths, model.mixed) or (
+        sizes != (heads.query, heads.kv, heads.dim, heads.value_dim)
+    ):
+        reason = "its config.json describes other layers than transformers builds from it"
+        if model.mixed and not shape.mixed:
+            reason = "its layers differ in the number or size of their heads"
+        raise families.unsupported(str(loaded.config.model_type), reason)
     return model
+
+
+def _width(heads: Heads) -> int:
+    """Elements of one token's key and value."""
+    return heads.kv * (heads.dim + heads.value_dim)
 
 
 def _nothing(*_: object) -> None:

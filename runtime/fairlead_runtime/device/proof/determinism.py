@@ -20,7 +20,7 @@ from fairlead_runtime.models.model_error import CanaryError
 from fairlead_runtime.request.sequence import Request, SamplingParams, Sequence
 from fairlead_runtime.scheduling.plan import Row
 from fairlead_runtime.settings.engine_config import ConfigError
-from fairlead_runtime.sizing.groups import LayerGroup, group_layers
+from fairlead_runtime.sizing.groups import LayerGroup
 
 BLOCK_SIZE = 16
 LENGTH = 150
@@ -100,7 +100,7 @@ class _Steps:
         self, model: PagedModel, attention: AttentionBackend, length: int, longest: int
     ) -> None:
         self._model, self._attention = model, attention
-        self._groups = group_layers(model.windows)
+        self._groups = model.groups
         generator = np.random.default_rng(0)
 
         def rows(shapes: tuple[tuple[int, int], ...]) -> list[tuple[Sequence, int, int]]:
@@ -165,4 +165,4 @@ def _cache(
     for sequence, count in zip(sequences, counts, strict=True):
         sequence.tables = [[free.pop() for _ in range(count)] for _ in groups]
     size, device = BLOCK_SIZE, model.device
-    return CacheStorage(groups, model.heads, units=units, block_size=size, device=device)
+    return CacheStorage(groups, model.cache_heads, units=units, block_size=size, device=device)

@@ -34,7 +34,7 @@ def replay_error(
     """
     generator = torch.Generator().manual_seed(0)
     units = units_of(cache.groups)
-    for tensor in (*cache.keys, *cache.values):
+    for tensor in (slot for slots in cache.tensors for slot in slots):
         units_data = tensor[:units]
         units_data.copy_(torch.randn(units_data.shape, generator=generator))
     longest = min(BLOCKS * cache.block_size, max_model_len)

@@ -50,7 +50,6 @@ from fairlead_runtime.scheduling.plan import Row, Work
 from fairlead_runtime.settings.engine_config import ConfigError
 from fairlead_runtime.sizing.config_json import EXPERTS
 from fairlead_runtime.sizing.family_table import FAMILIES
-from fairlead_runtime.sizing.groups import group_layers
 from fairlead_runtime.sizing.terms import packaged
 
 Value = TypeVar("Value")
@@ -486,7 +485,7 @@ def _pick(
 ) -> BackendChoice:
     facts = shards.heads_of(model.heads, ranks), model.kinds, model.device, kernels
     try:
-        return pick(*facts, deterministic=deterministic, block_size=block_size)
+        return pick(*facts, deterministic=deterministic, block_size=block_size, mixed=model.mixed)
     except NotAvailableError as error:
         if deterministic:
             raise ConfigError("deterministic", str(error), determinism.FIX) from error
@@ -747,12 +746,11 @@ def _paged_logits(
     """Per prompt, by position: the logits of each row's last token. Each step starts one prompt.
     One entry more is a fork of the first prompt, which computes its last token again.
     """
-    groups = group_layers(model.windows)
+    groups = model.groups
     blocks = (1 + sum(-(-len(p) // BLOCK_SIZE) for p in prompts)) * len(groups)
-    heads = replace(model.heads, fp8_cache=fp8_cache)
+    heads = [replace(layer, fp8_cache=fp8_cache) for layer in model.layer_heads]
     cache = CacheStorage(groups, heads, units=blocks, block_size=BLOCK_SIZE, device=model.device)
-    cache.keys.fill_(torch.nan)
-    cache.values.fill_(torch.nan)
+    cache.fill(torch.nan)
     free = np.random.default_rng(1).permutation(blocks).tolist()
     sequences: list[Sequence] = []
     for i, prompt in enumerate(prompts):

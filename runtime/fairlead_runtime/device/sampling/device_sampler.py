@@ -86,8 +86,7 @@ class RowSampler:
             padding_unit=cache.units - 1,
             device=device,
         )
-        unit = cache.unit_bytes(cache.groups, cache.heads, cache.block_size)
-        return cls(table, max(sequences, max_rows), width, device, unit)
+        return cls(table, max(sequences, max_rows), width, device, cache.unit_nbytes)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

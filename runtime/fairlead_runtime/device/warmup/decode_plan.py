@@ -27,7 +27,6 @@ from fairlead_runtime.device.step.graph_cache import GraphCache, Recorder
 from fairlead_runtime.models.model_error import first_line
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
 from fairlead_runtime.sizing.graph_sizes import WAYS, step_sizes
-from fairlead_runtime.sizing.groups import group_layers
 
 log = logging.getLogger("fairlead.decodes")
 
@@ -96,10 +95,10 @@ class DecodePlan:
         """
         if self.graphs_off_because or self.attention is None:
             return 0
-        groups = group_layers(self.model.windows)
+        groups = self.model.groups
         cache = CacheStorage(
             groups,
-            self.model.heads,
+            self.model.cache_heads,
             units=units_of(groups) + 1,
             block_size=self.config.block_size,
             device=self.model.device,

@@ -43,7 +43,7 @@ from fairlead_runtime.device.model.paged_model import PagedModel
 from fairlead_runtime.device.sampling.host_sampler import SamplingBatch, sample
 from fairlead_runtime.request.sequence import Request, SamplingParams, Sequence
 from fairlead_runtime.scheduling.plan import Row
-from fairlead_runtime.sizing.groups import LayerGroup, group_layers
+from fairlead_runtime.sizing.groups import LayerGroup
 from fairlead_runtime.sizing.terms import KEPT_MASKS, ROW_SAMPLING_BYTES, sampler_rows
 
 CPU_TOKENS = 256
@@ -140,20 +140,23 @@ def _of_all_rows(sampling: int, rows: int, max_rows: int, model: PagedModel) -> 
 class _PassWithoutAttention(CachedPass):
     """A forward pass whose attention returns zeros: it takes the memory of everything else."""
 
-    def __init__(self, keep: torch.Tensor, tokens: int, heads: Heads) -> None:
+    def __init__(self, keep: torch.Tensor, tokens: int, heads: tuple[Heads, ...]) -> None:
         self.keep = keep
-        self._value_dim = heads.value_dim
-        keys, values = (
-            torch.empty(1, tokens, heads.kv, dim, dtype=heads.cache_dtype, device=keep.device)
-            for dim in (heads.dim, heads.value_dim)
-        )
-        self._cached = CachedLayer(keys, values, torch.arange(tokens, device=keep.device))
+        self._heads = heads
+        slots = torch.arange(tokens, device=keep.device)
+        self._cached: dict[Heads, CachedLayer] = {}
+        for h in {*heads}:
+            keys, values = (
+                torch.empty(1, tokens, h.kv, dim, dtype=h.cache_dtype, device=keep.device)
+                for dim in (h.dim, h.value_dim)
+            )
+            self._cached[h] = CachedLayer(keys, values, slots)
 
-    def cached(self, _layer: int) -> CachedLayer:
-        return self._cached
+    def cached(self, layer: int) -> CachedLayer:
+        return self._cached[self._heads[layer]]
 
-    def attend_cached(self, _layer: int, query: torch.Tensor, _call: AttentionCall) -> torch.Tensor:
-        return query.new_zeros(*query.shape[:2], self._value_dim)
+    def attend_cached(self, layer: int, query: torch.Tensor, _call: AttentionCall) -> torch.Tensor:
+        return query.new_zeros(*query.shape[:2], self._heads[layer].value_dim)
 
 
 def _dense_draw(scores: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -177,7 +180,7 @@ def _attention(
     on_cpu = model.device.type == "cpu"
     queries, element = min(max_batch_tokens, max_model_len), model.heads.dtype.itemsize
     mask_bytes, scratch = 0, 0
-    for group in group_layers(model.windows):
+    for group in model.groups:
         visible = (
             max_model_len
             if group.window is None
@@ -202,7 +205,7 @@ def _attend_one(
     """Bytes that the last ``queries`` of a row of ``keys`` take in one layer of a group, without
     the output.
     """
-    heads, call = model.heads, model.calls[group.layers[0]]
+    heads, call = model.layer_heads[group.layers[0]], model.calls[group.layers[0]]
     sequence = _sequence(0, keys)
     # Blocks in reverse order: a row of consecutive blocks would be read in place.
     sequence.tables = [list(reversed(range(-(-keys // BLOCK_SIZE))))]
@@ -216,8 +219,11 @@ def _attend_one(
     spec = LayerSpec(call.scale, group.window, call.softcap, call.sinks)
     output = query.nbytes // heads.dim * heads.value_dim  # part of the activations
 
+    cached_keys, cached_values, _ = cache.layer(0)
+
     def run() -> None:
-        backend.run(backend.plan(batch.ragged[0]), query, cache.keys[0], cache.values[0], spec)
+        plan = backend.plan(batch.ragged[0])
+        backend.run(plan, query, cached_keys, cached_values, spec)
 
     return _peak(model.device, run) - output
 
@@ -226,7 +232,7 @@ def _batch(model: PagedModel, tokens: int, rows: int, max_model_len: int, block_
     """Bytes of the host's buffers after a batch of ``tokens`` in ``rows`` rows of the longest
     length.
     """
-    groups = group_layers(model.windows)
+    groups = model.groups
     tables = HostTables(groups, block_size)
     builder = BatchBuilder(groups, block_size, tables=tables)
     width = -(-max_model_len // block_size)
@@ -257,7 +263,9 @@ def _step(model: PagedModel, lengths: list[int], *, samples: bool) -> Callable[[
     ids = torch.zeros(sum(lengths), dtype=torch.int64, device=model.device)
     positions = torch.cat([torch.arange(length, device=model.device) for length in lengths])
     last_tokens = torch.tensor(lengths, device=model.device).cumsum(0) - 1
-    step = _PassWithoutAttention(last_tokens if samples else last_tokens[:0], len(ids), model.heads)
+    step = _PassWithoutAttention(
+        last_tokens if samples else last_tokens[:0], len(ids), model.layer_heads
+    )
 
     def run() -> torch.Tensor:
         return model.run(ids, positions, step)
@@ -272,13 +280,13 @@ def _cpu_step(
     """A forward pass of ``count`` rows of one token each, in the place of ``tokens`` tokens, on a
     cache of its own: layers in C++ contain their attention. It has run once.
     """
-    groups = group_layers(model.windows)
+    groups = model.groups
     units, rows = count * len(groups), list[Row]()
     for index in range(count):
         sequence = _sequence(index, 1)
         sequence.tables = [[index * len(groups) + group.index] for group in groups]
         rows.append(Row(sequence, 0, 1, samples=samples))
-    cache = CacheStorage(groups, model.heads, units=units, block_size=1, device=model.device)
+    cache = CacheStorage(groups, model.cache_heads, units=units, block_size=1, device=model.device)
     batch = BatchBuilder(groups, 1).build(rows)
     step = PagedPass(batch, cache, backend, batch.sample_index, stands_for=tokens)
 

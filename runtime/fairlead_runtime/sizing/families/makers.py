@@ -7,7 +7,7 @@ that it names against those that are served.
 import difflib
 from collections.abc import Iterable, Mapping
 
-_GEMMA = "Gemma 3 works ('gemma3', 'gemma3_text')"
+_GEMMA = "Gemma 3, 3n and 4 work ('gemma3', 'gemma3_text', 'gemma3n', 'gemma4')"
 _QWEN = "Qwen3 and Qwen3-VL work ('qwen3', 'qwen3_moe', 'qwen3_vl', 'qwen3_vl_moe')"
 _LLAMA = "Llama 3 works ('llama')"
 _DEEPSEEK = "the distilled DeepSeek-R1 models work ('llama', 'qwen2')"

@@ -8,7 +8,6 @@ transformers has.
 # Families that do not work on a paged cache, and would generate wrong text without an error.
 STATE = "it keeps a recurrent state instead of, or beside, keys and values"
 OLD = "its attention does not go through transformers' attention interface"
-_SHARED = "its layers share keys and values or differ in head size"
 LATENT = "its latent attention has keys and values of different sizes"
 _INDEX = "its attention reads keys that an index chooses"
 DRAFTS = "it drafts tokens for another model"
@@ -21,6 +20,7 @@ _PACKAGES = "transformers builds its other parts with packages that the runtime 
 _PREFIX = "its prompts are attended in both directions"
 NO_TEXT = "no model of several parts is served for such a text yet"
 NO_WHOLE = "it is no model of several parts that is served"
+OWN_INPUTS = "the inputs of its layers are made of ids, which only a whole of its own hands on"
 INNER = "it is the text of a model of several parts and no model of its own"
 
 REFUSED: dict[str, str] = {
@@ -80,10 +80,6 @@ REFUSED: dict[str, str] = {
         ],
         OLD,
     ),
-    **dict.fromkeys(
-        ["gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "gemma4_unified"], _SHARED
-    ),
-    **dict.fromkeys(["gemma4_unified_text", "mimo_v2_flash"], _SHARED),
     **dict.fromkeys(["gemma4_assistant", "gemma4_unified_assistant"], DRAFTS),
     **dict.fromkeys(["llama4", "llama4_text"], _CHUNKED),
     **dict.fromkeys(
