@@ -57,8 +57,6 @@ def run(engine: Child, model: str, config: EngineConfig, doors: Doors) -> int:
     """Serve until SIGTERM. Returns 0 after a drain; raises ConfigError, ModelError, SelfTestError
     or EngineDead.
     """
-    for name, url in doors.urls().items():
-        log.info("%s port: %s", name, url)
     state = ServerState(
         name=config.served_name or model,
         source=model,
@@ -86,6 +84,9 @@ async def _serve(
     model: str,
     config: EngineConfig,
 ) -> DrainResult:
+    # Said from within the loop, which ends at a signal without a trace.
+    for name, url in doors.urls().items():
+        log.info("%s port: %s", name, url)
     async with AsyncExitStack() as running:
         return await http.serve(
             state,
