@@ -49,6 +49,7 @@ CAPTIONS = {
     f"{RUNTIME}.api.ports": "applications, probes, drain, the page",
     f"{RUNTIME}.api.routes": "completions, chats, tokenization",
     f"{RUNTIME}.api.responses": "OpenAI's Responses",
+    f"{RUNTIME}.api.anthropic": "Anthropic's Messages",
     f"{RUNTIME}.api.bodies": "of requests",
     f"{RUNTIME}.api.answers": "bodies of answers",
     f"{RUNTIME}.api.state": "loading, serving, draining; traces",

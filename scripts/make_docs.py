@@ -7,33 +7,40 @@ of NAME -->
 
 import argparse
 import dataclasses
+import json
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import model_names
 import yaml
+from pydantic import BaseModel
 
 from fairlead_operator.decide.pods.blockers import CODES, NORMAL
-from fairlead_runtime.settings.engine_config import EngineConfig, base_type, choices_of, flag_of
+from fairlead_runtime.api.bodies.harmless_fields import HARMLESS
+from fairlead_runtime.api.bodies.refused_fields import REFUSED, Refused
+from fairlead_runtime.api.bodies.request_bodies import ChatBody, CompletionBody
+from fairlead_runtime.api.responses.bodies import _REFUSED, ResponseBody
+from fairlead_runtime.settings.engine_config import (
+    PROCESS,
+    SECTIONS,
+    EngineConfig,
+    base_type,
+    choices_of,
+    flag_of,
+    section_of,
+)
 from fairlead_runtime.settings.other_names import OTHER_NAMES, VLLM
 from fairlead_runtime.settings.supported import NOT_YET
 from fairlead_runtime.settings.vllm_names import FLAGS, SAME, SHORT
 
 ROOT = Path(__file__).parents[1]
 VALUES = ROOT / "charts" / "fairlead" / "values.yaml"
+PEER_FIELDS = ROOT / "scripts" / "peer_fields.json"
 ALERTS = ROOT / "charts" / "fairlead" / "files" / "alerts.yaml"
-SECTIONS = {
-    "model": "Model",
-    "engine": "Engine",
-    "scheduler": "Scheduler",
-    "cache": "Cache",
-}
-PROCESS = "Process"  # of every other field
-
-
 LIMITS = {limit.field: limit for limit in NOT_YET}
 
 
@@ -60,11 +67,6 @@ def flags() -> str:
         lines += ["|---|---|---|---|---|---|"]
         lines += [flag_row(f) for f in every if section_of(f) == title]
     return "\n".join(lines).strip()
-
-
-def section_of(field: "dataclasses.Field[Any]") -> str:
-    part = (field.metadata["cr"] or "").partition(".")[0]
-    return SECTIONS.get(part, PROCESS)
 
 
 def flag_row(f: "dataclasses.Field[Any]") -> str:
@@ -173,6 +175,66 @@ def alerts() -> str:
     return "\n".join(lines)
 
 
+ROUTES: Mapping[str, type[BaseModel]] = {
+    "chat": ChatBody,
+    "completions": CompletionBody,
+    "responses": ResponseBody,
+}
+
+
+def peer_fields() -> str:
+    """Every request field of OpenAI's API and of other servers, with what becomes of it here."""
+    sources = json.loads(PEER_FIELDS.read_text())["sources"]
+
+    def known(name: str, route: str) -> bool:
+        return any(name in of(each, route) for each in sources)
+
+    lines = ["| field | whose | chat | completions | responses |", "|---|---|---|---|---|"]
+    found = {name for each in sources for route in ROUTES for name in of(each, route)}
+    names = sorted(found | REFUSED.keys())
+    for name in names:
+        whose = [each["whose"] for each in sources if any(name in of(each, r) for r in ROUTES)]
+        fates = [
+            fate(name, route) if known(name, route) or name in refused_of(route) else "-"
+            for route in ROUTES
+        ]
+        lines.append(f"| `{name}` | {', '.join(whose) or 'others'} | {' | '.join(fates)} |")
+    lines += [
+        "",
+        textwrap.fill(f"Read in {'; '.join(map(origin, sources))}.", 120, break_on_hyphens=False),
+    ]
+    return "\n".join(lines)
+
+
+def of(source: Mapping[str, Any], route: str) -> Sequence[str]:
+    names: Sequence[str] = source["fields"].get(route, ())
+    return names
+
+
+def origin(source: Mapping[str, Any]) -> str:
+    if "release" in source:
+        return f"`{source['repository']}` {source['release']}"
+    commits = {commit[:12] for commit in source["files"].values()}
+    return f"`{source['repository']}` at {', '.join(f'`{commit}`' for commit in sorted(commits))}"
+
+
+def refused_of(route: str) -> Mapping[str, Refused]:
+    """What the route refuses: of a response also what a chat refuses."""
+    if route == "responses":
+        own = {*ResponseBody.model_fields, *ChatBody.model_fields}
+        return {name: why for name, why in REFUSED.items() if name not in own} | _REFUSED
+    return {name: why for name, why in REFUSED.items() if name not in ROUTES[route].model_fields}
+
+
+def fate(name: str, route: str) -> str:
+    refusal = refused_of(route).get(name)
+    if refusal is None:
+        return f"ignored: {HARMLESS[name]}" if name in HARMLESS else "honoured"
+    neutral = ", ".join(f"`{json.dumps(value)}`" for value in refusal.neutral)
+    only = f" unless {neutral}" if neutral else ""
+    return f"refused{only}; {refusal.instead}"
+
+
 TABLES: Mapping[str, tuple[str, Callable[[], str]]] = {
     "names": ("models.md", model_names.table),
     "flags": ("runtime.md", flags),
@@ -182,6 +244,7 @@ TABLES: Mapping[str, tuple[str, Callable[[], str]]] = {
     "blockers": ("troubleshooting.md", blockers),
     "values": ("chart.md", values),
     "alerts": ("chart.md", alerts),
+    "peer fields": ("fields.md", peer_fields),
 }
 
 

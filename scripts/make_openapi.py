@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
+from fairlead_runtime.api.anthropic.bodies import CountBody, MessagesBody
 from fairlead_runtime.api.bodies.request_bodies import ChatBody, CompletionBody
 from fairlead_runtime.api.ports.app import DOCUMENT
 from fairlead_runtime.api.responses.bodies import ResponseBody
@@ -39,7 +40,7 @@ EVENT: Schema = {
 # Refusals that any route may answer, before it sees the request.
 EVERYWHERE = {
     "400": "The request is not valid HTTP or not valid for this route; `param` names the field.",
-    "401": "API keys are set and the bearer token is not one of them.",
+    "401": "API keys are set, and neither the bearer token nor `x-api-key` is one of them.",
     "408": "The header, the body or the answer took too long.",
     "429": "The key's limits or the queue are reached; `Retry-After` says when to retry.",
     "431": "The header is larger than 32 KiB or has more than 100 fields.",
@@ -56,6 +57,9 @@ PROBE = {name: EVERYWHERE[name] for name in ("400", "408", "431", "503")}
 
 def ref(name: str) -> Schema:
     return {"$ref": REF + name}
+
+
+ERROR = ref("Error")
 
 
 def nullable(schema: Schema) -> Schema:
@@ -92,9 +96,19 @@ PROMPT_LOGPROBS = many(
         }
     )
 )
+# Keys that other servers have in an answer.
+NONE_HERE: Schema = {
+    name: {"type": "null"} for name in ("service_tier", "system_fingerprint", "kv_transfer_params")
+}
 ANSWERS: dict[str, Schema] = {
     "Error": record(
         error=record(message=TEXT, type=TEXT, param=nullable(TEXT), code=TEXT),
+    ),
+    # Of Anthropic's routes; a refusal of the connection itself is an Error there, too.
+    "MessageError": record(
+        type=const("error"),
+        error=record(type=TEXT, message=TEXT),
+        request_id=TEXT,
     ),
     "Health": record(status=const("ok")),
     "Version": record(version=TEXT),
@@ -106,6 +120,7 @@ ANSWERS: dict[str, Schema] = {
         root=TEXT,
         parent={"type": "null"},
         max_model_len=COUNT,
+        sampling_defaults=ANY_OBJECT,
     ),
     "Models": record(object=const("list"), data=many(ref("Model"))),
     "Tokens": record(
@@ -126,7 +141,6 @@ ANSWERS: dict[str, Schema] = {
         model=TEXT,
         choices=many(
             record(
-                ("prompt_logprobs", "token_ids", "prompt_token_ids"),
                 index=COUNT,
                 text=TEXT,
                 logprobs=nullable(
@@ -139,29 +153,32 @@ ANSWERS: dict[str, Schema] = {
                 ),
                 finish_reason=FINISH,
                 stop_reason=STOP_REASON,
-                prompt_logprobs=PROMPT_LOGPROBS,
-                token_ids=many(COUNT),
-                prompt_token_ids=many(COUNT),
+                prompt_logprobs=nullable(PROMPT_LOGPROBS),
+                token_ids=nullable(many(COUNT)),
+                prompt_token_ids=nullable(many(COUNT)),
             )
         ),
         usage=ref("Usage"),
+        **NONE_HERE,
     ),
     "ChatCompletion": record(
-        ("prompt_logprobs", "prompt_token_ids"),
         id=TEXT,
         object=const("chat.completion"),
         created=COUNT,
         model=TEXT,
         choices=many(
             record(
-                ("token_ids",),
                 index=COUNT,
                 message=record(
-                    ("reasoning", "reasoning_content", "tool_calls"),
+                    ("tool_calls",),
                     role=const("assistant"),
                     content=nullable(TEXT),
-                    reasoning=TEXT,
-                    reasoning_content=TEXT,
+                    refusal={"type": "null"},
+                    annotations={"type": "null"},
+                    audio={"type": "null"},
+                    function_call={"type": "null"},
+                    reasoning=nullable(TEXT),
+                    reasoning_content=nullable(TEXT),
                     tool_calls=many(
                         record(
                             id=TEXT,
@@ -175,12 +192,13 @@ ANSWERS: dict[str, Schema] = {
                 ),
                 finish_reason=FINISH,
                 stop_reason=STOP_REASON,
-                token_ids=many(COUNT),
+                token_ids=nullable(many(COUNT)),
             )
         ),
         usage=ref("Usage"),
-        prompt_logprobs=PROMPT_LOGPROBS,
-        prompt_token_ids=many(COUNT),
+        prompt_logprobs=nullable(PROMPT_LOGPROBS),
+        prompt_token_ids=nullable(many(COUNT)),
+        **NONE_HERE,
     ),
     "Response": record(
         id=TEXT,
@@ -205,12 +223,53 @@ ANSWERS: dict[str, Schema] = {
             total_tokens=COUNT,
         ),
     ),
+    "MessageAnswer": record(
+        id=TEXT,
+        type=const("message"),
+        role=const("assistant"),
+        model=TEXT,
+        content=many(
+            record(
+                ("text", "thinking", "signature", "id", "name", "input"),
+                type=one_of("text", "thinking", "tool_use"),
+                text=TEXT,
+                thinking=TEXT,
+                signature=TEXT,
+                id=TEXT,
+                name=TEXT,
+                input=ANY_OBJECT,
+            )
+        ),
+        stop_reason=one_of(
+            "end_turn",
+            "max_tokens",
+            "stop_sequence",
+            "tool_use",
+            "model_context_window_exceeded",
+        ),
+        stop_sequence=nullable(TEXT),
+        usage=record(
+            input_tokens=COUNT,
+            cache_creation_input_tokens=COUNT,
+            cache_read_input_tokens=COUNT,
+            output_tokens=COUNT,
+        ),
+    ),
+    "MessageTokens": record(input_tokens=COUNT),
 }
 REQUEST_ID = {
     "X-Request-Id": {
         "description": "The request's own id where it is safe to log, else a new one.",
         "required": True,
         "schema": {"type": "string", "pattern": "^[A-Za-z0-9._-]{1,64}$"},
+    }
+}
+
+
+IGNORED = {
+    "Fairlead-Ignored-Fields": {
+        "description": "Names in the body that nothing read; absent where all had a meaning.",
+        "schema": {"type": "string", "pattern": r"^[A-Za-z0-9_.~%+, -]{1,1024}$"},
     }
 }
 
@@ -222,12 +281,16 @@ def answer(description: str, schema: Schema, *, stream: str = "") -> Schema:
     return {"description": description, "headers": REQUEST_ID, "content": content}
 
 
-def refusals(reasons: dict[str, str]) -> Schema:
+def ignoring(response: Schema) -> Schema:
+    return response | {"headers": response["headers"] | IGNORED}
+
+
+def refusals(reasons: dict[str, str], schema: Schema = ERROR) -> Schema:
     return {
         # A refusal of the connection itself has no id: no application has seen the request.
         status: {
             "description": reason,
-            "content": {"application/json": {"schema": ref("Error")}},
+            "content": {"application/json": {"schema": schema}},
         }
         for status, reason in sorted(reasons.items())
     }
@@ -243,12 +306,18 @@ def reading(summary: str, name: str, reasons: dict[str, str] = EVERYWHERE) -> Sc
     return {"summary": summary, "responses": {"200": answer(name, ref(name)), **refusals(reasons)}}
 
 
-def posting(summary: str, body: type[StrictBody], name: str, stream: str = "") -> Schema:
-    return posting_any(summary, name, {name: body}, stream)
+def posting(
+    summary: str, body: type[StrictBody], name: str, stream: str = "", error: Schema = ERROR
+) -> Schema:
+    return posting_any(summary, name, {name: body}, stream, error)
 
 
 def posting_any(
-    summary: str, what: str, bodies: dict[str, type[StrictBody]], stream: str = ""
+    summary: str,
+    what: str,
+    bodies: dict[str, type[StrictBody]],
+    stream: str = "",
+    error: Schema = ERROR,
 ) -> Schema:
     """One of these bodies, each with an answer of its own."""
     asked, answered = (
@@ -261,8 +330,8 @@ def posting_any(
             "content": {"application/json": {"schema": any_of(asked)}},
         },
         "responses": {
-            "200": answer(what, any_of(answered), stream=stream),
-            **refusals(EVERYWHERE | WITH_BODY),
+            "200": ignoring(answer(what, any_of(answered), stream=stream)),
+            **refusals(EVERYWHERE | WITH_BODY, error),
         },
     }
 
@@ -272,6 +341,8 @@ def any_of(schemas: list[Schema]) -> Schema:
 
 
 CHUNKS = "With `stream: true`: server-sent events with chunks, at the end `data: [DONE]`."
+MESSAGE_EVENTS = "With `stream: true`: server-sent events with Anthropic's names, in its order."
+MESSAGE_ERROR: Schema = {"anyOf": [ref("MessageError"), ERROR]}
 EVENTS = "With `stream: true`: server-sent events with OpenAI's names and sequence numbers."
 NAME = {"name": "name", "in": "path", "required": True, "schema": TEXT}
 
@@ -308,6 +379,20 @@ def paths() -> Schema:
         "/v1/responses": {
             "post": posting("Answer a conversation", ResponseBody, "Response", EVENTS)
         },
+        "/v1/messages": {
+            "post": posting(
+                "Answer a conversation",
+                MessagesBody,
+                "MessageAnswer",
+                MESSAGE_EVENTS,
+                MESSAGE_ERROR,
+            )
+        },
+        "/v1/messages/count_tokens": {
+            "post": posting(
+                "Tokens of a conversation", CountBody, "MessageTokens", error=MESSAGE_ERROR
+            )
+        },
         "/invocations": {
             "post": posting_any(
                 "Answer a chat (messages), a completion (prompt) or a conversation (input)",
@@ -335,7 +420,15 @@ def paths() -> Schema:
 
 
 def document() -> Schema:
-    bodies = (CompletionBody, ChatBody, ResponseBody, TokenizeBody, DetokenizeBody)
+    bodies = (
+        CompletionBody,
+        ChatBody,
+        ResponseBody,
+        MessagesBody,
+        CountBody,
+        TokenizeBody,
+        DetokenizeBody,
+    )
     _, schemas = models_json_schema(
         [(body, "validation") for body in bodies], ref_template=REF + "{model}"
     )
@@ -345,13 +438,16 @@ def document() -> Schema:
             "title": "Fairlead",
             "version": version("fairlead"),
             "description": "The public port of `fairlead serve`. docs/http.md has the bounds and "
-            "conventions of every field. Unknown fields are ignored.",
+            "conventions of every field. Unknown fields are ignored and named in a header.",
         },
         # A server without --api-key-file needs no key.
-        "security": [{}, {"key": []}],
+        "security": [{}, {"key": []}, {"header": []}],
         "paths": paths(),
         "components": {
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            "securitySchemes": {
+                "key": {"type": "http", "scheme": "bearer"},
+                "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
             "schemas": schemas["$defs"] | ANSWERS,
         },
     }

@@ -27,7 +27,15 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from planted import anchor, gpu_table, hostile_table, kernels_table, operator_table, runtime_table
+from planted import (
+    anchor,
+    gpu_table,
+    hostile_table,
+    kernels_table,
+    operator_table,
+    runtime_table,
+    terminal_table,
+)
 from planted.bug import PackageBug
 from planted.copies import Copy
 from planted.forked import PACKAGES, Answer, Selection
@@ -57,6 +65,7 @@ BUGS: tuple[PackageBug, ...] = (
     *hostile_table.BUGS,
     *kernels_table.BUGS,
     *gpu_table.BUGS,
+    *terminal_table.BUGS,
 )
 
 RUN = """

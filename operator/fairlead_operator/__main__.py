@@ -16,6 +16,7 @@ from fairlead_operator.app import Operator
 from fairlead_operator.health import Health, serve
 from fairlead_operator.metrics import Metrics
 from fairlead_operator.resource.settings import Settings, SettingsError, read
+from fairlead_runtime.settings import terminal
 
 # Of new containers, between two looks for cycles. Lists of thousands of objects make many and no
 # cycle; with Python's own 700, the looks take most of the time that reading a list takes.
@@ -26,11 +27,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0 after a signal, 2 for invalid settings."""
     try:
         settings = read(sys.argv[1:] if argv is None else argv, os.environ, socket.gethostname())
+        terminal.use(settings.log_format)
         logs.set_up()
         gc.set_threshold(GC_THRESHOLD)
         asyncio.run(_until_signalled(settings))
     except SettingsError as error:
-        print(f"fairlead operator: {error}", file=sys.stderr)  # noqa: T201 - for the user
+        terminal.refuse("InvalidConfig", str(error))
         return 2
     return 0
 

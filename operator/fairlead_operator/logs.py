@@ -1,4 +1,6 @@
-"""Logs as one JSON object per line; control characters in text from outside are escaped."""
+"""Logs as one JSON object per line, or as text on a terminal; control characters in text from
+outside are escaped.
+"""
 
 import json
 import logging
@@ -7,6 +9,7 @@ import traceback
 from datetime import UTC, datetime
 
 from fairlead_operator.decide.pods.blockers import printable
+from fairlead_runtime.settings.terminal import TextFormatter, as_text
 
 
 class JsonLines(logging.Formatter):
@@ -27,7 +30,7 @@ class JsonLines(logging.Formatter):
 
 def set_up(level: int = logging.INFO) -> None:
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonLines())
+    handler.setFormatter(TextFormatter() if as_text() else JsonLines())
     logging.basicConfig(level=level, handlers=[handler], force=True)
     # kopf would log a line for every watched object.
     logging.getLogger("kopf").setLevel(logging.WARNING)

@@ -15,8 +15,13 @@ __all__ = ["LLM", "SamplingParams", "Submission"]
 
 def __getattr__(name: str) -> Any:
     if name == "LLM":
-        from fairlead_runtime.llm import LLM
-
+        try:
+            from fairlead_runtime.llm import LLM
+        except ModuleNotFoundError as error:
+            if (error.name or "").startswith("fairlead_"):
+                raise
+            fix = f"{error.name} is not installed: pip install 'fairlead[runtime]'"
+            raise ModuleNotFoundError(fix, name=error.name) from None
         return LLM
     if name == "SamplingParams":
         from fairlead_runtime.request.sequence import SamplingParams

@@ -15,11 +15,16 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points, version
 from pathlib import Path
 
+from fairlead_runtime.settings import terminal
+
 GROUP = "fairlead.commands"
+# Those that a newcomer needs first; others follow by name.
+ORDER = ("serve", "chat", "generate", "fetch", "plan", "trace", "replay", "backtest", "operator")
 Command = Callable[[Sequence[str]], int]
 
 
 def main(args: Sequence[str] | None = None) -> int:
+    terminal.replace_unencodable()
     arguments = list(sys.argv[1:] if args is None else args)
     commands = {point.name: point for point in entry_points(group=GROUP)}
     name = arguments[0] if arguments else ""
@@ -29,9 +34,11 @@ def main(args: Sequence[str] | None = None) -> int:
     if name == "--version":
         print(f"fairlead {version('fairlead')}")  # noqa: T201 - the result
         return 0
+    if not name:
+        print(usage(commands), file=sys.stderr)  # noqa: T201 - an error
+        return 2
     if name not in commands:
-        message = _unknown(name, commands) if name else usage(commands)
-        print(message, file=sys.stderr)  # noqa: T201 - an error
+        terminal.refuse("UnknownCommand", f"{name!r} is not a command", _nearest(name, commands))
         return 2
     return _call(commands[name], arguments[1:])
 
@@ -41,18 +48,17 @@ def _call(point: EntryPoint, args: Sequence[str]) -> int:
     exit codes.
     """
     _limit_spinning()
+    command: Command | None = None
     try:
-        command: Command = point.load()
+        command = point.load()
+        return command(args)
     except ModuleNotFoundError as error:
         # The base installation has neither torch nor kopf; the extras have.
-        message = (
-            f"fairlead {point.name}: {error.name} is not installed: "
-            f"pip install 'fairlead[{_extra(point)}]'"
-        )
-        print(message, file=sys.stderr)  # noqa: T201 - an error
+        if command is not None and (error.name or "").startswith("fairlead_"):
+            raise  # a fault of ours
+        fix = f"pip install 'fairlead[{_extra(point)}]'"
+        terminal.refuse("NotInstalled", f"{error.name} is not installed", fix)
         return 2
-    try:
-        return command(args)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
@@ -75,14 +81,18 @@ def _limit_spinning() -> None:
 
 def usage(commands: Mapping[str, EntryPoint]) -> str:
     width = max(map(len, commands), default=0)
-    lines = [f"  {name:<{width}}  {summary(commands[name])}" for name in sorted(commands)]
+    places = {name: number for number, name in enumerate(ORDER)}
+    names = sorted(commands, key=lambda name: (places.get(name, len(places)), name))
+    lines = [f"  {name:<{width}}  {summary(commands[name])}" for name in names]
     return "\n".join(
         [
             "usage: fairlead COMMAND [ARGUMENTS]",
+            "       fairlead --version",
             "",
             *lines,
             "",
             "Run fairlead COMMAND --help for the arguments of a command.",
+            "Begin with: fairlead serve demo:   (the model that comes with Fairlead)",
         ]
     )
 
@@ -97,17 +107,15 @@ def summary(point: EntryPoint) -> str:
         return "(not installed)"
     doc = ast.get_docstring(ast.parse(Path(spec.origin).read_text("utf-8"))) or ""
     line = doc.partition("\n")[0]
-    return line.partition(": ")[2] or line
+    text = (line.partition(": ")[2] or line).rstrip(".")
+    return text[:1].upper() + text[1:]
 
 
-def _unknown(name: str, commands: Mapping[str, EntryPoint]) -> str:
+def _nearest(name: str, commands: Mapping[str, EntryPoint]) -> str:
     matches = difflib.get_close_matches(name, commands, n=1)
-    hint = (
-        f"did you mean {matches[0]}?"
-        if matches
-        else "the commands are " + ", ".join(sorted(commands))
-    )
-    return f"fairlead: {name!r} is not a command; {hint}"
+    if matches:
+        return f"did you mean {matches[0]}?"
+    return "the commands are " + ", ".join(sorted(commands))
 
 
 def _extra(point: EntryPoint) -> str:

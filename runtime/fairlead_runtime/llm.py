@@ -12,10 +12,11 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
 
 from fairlead_runtime.build.build_engine import BuiltEngine, build
 from fairlead_runtime.grammar.checker import Checker
@@ -35,9 +36,10 @@ from fairlead_runtime.request.sequence import (
 )
 from fairlead_runtime.serving.choice import ChoiceText
 from fairlead_runtime.serving.detokenize import vocabulary_of
-from fairlead_runtime.settings.engine_config import EngineConfig
+from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
 
 Prompt = str | Mapping[str, Sequence[int]]
+Message = Mapping[str, Any]  # role and content
 # No client waits: a grammar is checked by its processor time, however long that takes to come.
 GRAMMAR_LIMITS = CheckLimits(seconds=300.0)
 
@@ -104,10 +106,14 @@ class LLM:
     """
 
     def __init__(self, model: str, **engine_config: object) -> None:
-        settings = EngineConfig.from_mapping(engine_config)
-        # A batch has no client that waits for an answer: requests may queue for any time.
-        path = resolve_with_bar(model, settings)
-        self._built_engine: BuiltEngine | None = build(path, settings, queue_timeout=math.inf)
+        try:
+            settings = EngineConfig.from_mapping(engine_config)
+            path = resolve_with_bar(model, settings)
+            # A batch has no client that waits for an answer: requests may queue for any time.
+            self._built_engine: BuiltEngine | None = build(path, settings, queue_timeout=math.inf)
+        except ConfigError as error:
+            raise error.in_python() from None
+        self._model = model
         self._grammars = Checker(self._built_engine.grammar_facts, limits=GRAMMAR_LIMITS)
         self._queue: deque[Request] = deque()  # of those that live, which the engine has not taken
         self._live: dict[str, LiveText] = {}  # by the engine's id
@@ -159,6 +165,53 @@ class LLM:
                 if output.finish_reason is not None and not unfinished[number]:
                     bar.update()
         return results
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, ``[{"role": "user", "content": TEXT}, …]``, or each of several, by
+        the model's chat template. Results, as those of ``generate``, have the rendered ``prompt``;
+        their texts are as the model writes them, with calls of tools and reasoning. Raises
+        RequestError as ``generate`` does, and for what the template refuses.
+        """
+        several = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        inputs = chat.TemplateInputs(
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            kwargs=chat_template_kwargs or {},
+        )
+        conversations = cast("Sequence[Sequence[Message]]", several)
+        tokenizer, texts, prompts = self.get_tokenizer(), [], []
+        for number, conversation in enumerate(conversations):
+            with _placed(number, len(conversations), "messages"):
+                text = chat.render_chat(tokenizer, conversation, tools=tools, inputs=inputs)
+                texts.append(text)
+                prompts.append({"prompt_token_ids": chat.encode_chat(tokenizer, text)})
+        results = self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        for result, text in zip(results, texts, strict=True):
+            result.prompt = text
+        return results
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The model's tokenizer, of transformers."""
+        return self._require_engine().tokenizer
+
+    def __repr__(self) -> str:
+        if self._built_engine is None:
+            return f"LLM({self._model!r}, shut down)"
+        resolved = self._built_engine.resolved
+        return (
+            f"LLM({self._model!r}, device={resolved.device!r}, dtype={resolved.dtype!r}, "
+            f"max_model_len={resolved.max_model_len}, num_blocks={resolved.num_blocks})"
+        )
 
     def stream(self, submissions: Sequence[Submission]) -> Generator[tuple[int, Output]]:
         """Yield (index of the submission, Output) while the engine runs, one per choice and step.
@@ -384,12 +437,12 @@ def _params_per_prompt(
 
 
 @contextmanager
-def _placed(number: int, count: int) -> Iterator[None]:
+def _placed(number: int, count: int, of: str = "prompts") -> Iterator[None]:
     """Let an error about one of several prompts say which."""
     try:
         yield
     except RequestError as error:
-        raise (error.placed(f"prompts[{number}]") if count > 1 else error) from None
+        raise (error.placed(f"{of}[{number}]") if count > 1 else error) from None
 
 
 def _refused(choice: int, error: TooLongError) -> Output:

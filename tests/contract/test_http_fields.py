@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
+from fairlead_runtime.api.anthropic import bodies as anthropic
+from fairlead_runtime.api.bodies.harmless_fields import HARMLESS
 from fairlead_runtime.api.bodies.messages import Message
 from fairlead_runtime.api.bodies.refused_fields import REFUSED, REFUSED_OF_MESSAGES
 from fairlead_runtime.api.bodies.request_bodies import ChatBody, CompletionBody, StreamOptions
@@ -41,15 +43,27 @@ def fields(*kinds: type[BaseModel]) -> set[str]:
     return {name for kind in kinds for name in kind.model_fields}
 
 
-FIELDS, REFUSED_FIELDS, MESSAGES = tables("Fields")
+FIELDS, MESSAGES = tables("Fields")
 
 
 @pytest.mark.parametrize(("route", "kind"), [("chat", ChatBody), ("completions", CompletionBody)])
 def test_the_table_has_every_field_of_a_generating_route(route: str, kind: type[BaseModel]) -> None:
     options = {f"stream_options.{name}" for name in fields(StreamOptions)}
     assert named(FIELDS, route=route) == fields(kind) - {"stream_options"} | options
-    refused = {name for name in REFUSED if name not in kind.model_fields}
-    assert named(REFUSED_FIELDS, route=route) == refused
+
+
+def test_the_page_of_other_servers_has_every_field_that_is_refused_or_harmless() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "fields.md").read_text()
+    rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| `")]
+    fates = {row[0].strip("| `"): row[2:] for row in rows}
+    for name in REFUSED:
+        assert any("refused" in fate for fate in fates[name]), name
+    for name in HARMLESS:
+        assert any("ignored" in fate or "refused" in fate for fate in fates[name]), name
+    for name, (chat, completions, _) in fates.items():
+        for kind, fate in ((ChatBody, chat), (CompletionBody, completions)):
+            if fate != "-":
+                assert (fate == "honoured") == (name in kind.model_fields), name
 
 
 def test_every_field_has_a_default_values_and_a_convention() -> None:
@@ -74,6 +88,14 @@ def test_the_table_of_responses_has_every_field_and_the_text_what_is_refused() -
     assert named(table) == fields(ResponseBody)
     text = PAGE.split("\n## Responses\n")[1].split("\n## ")[0]
     for name in bodies._REFUSED:
+        assert re.search(rf"`{name}\b", text), name
+
+
+def test_the_table_of_messages_has_every_field_and_the_text_what_is_refused_or_ignored() -> None:
+    table, _ = tables("Messages")
+    assert named(table) == fields(anthropic.MessagesBody)
+    text = PAGE.split("\n## Messages\n")[1].split("\n## ")[0]
+    for name in anthropic._REFUSED.keys() | anthropic.IGNORED:
         assert re.search(rf"`{name}\b", text), name
 
 

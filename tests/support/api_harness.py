@@ -14,9 +14,10 @@ import httpx
 from openai import AsyncOpenAI
 from starlette.types import ASGIApp
 
-from fairlead_runtime.api.ports.server import Listeners, listen, serve
+from fairlead_runtime.api.ports.server import serve
 from fairlead_runtime.api.state.state import NO_RULES, Backend, BodyRules, ServerState
 from fairlead_runtime.api.tools.formats import reply_format
+from fairlead_runtime.front.doors import Listeners, listen
 from fairlead_runtime.outputs import (
     BlockRun,
     BlockState,
@@ -35,6 +36,7 @@ from fairlead_runtime.request.logprobs import Logprob
 from fairlead_runtime.request.sequence import FinishReason, RequestError
 from fairlead_runtime.serving.detokenize import vocabulary_of
 from fairlead_runtime.serving.prompt_encoder import PromptEncoder
+from fairlead_runtime.serving.request_templates import RequestTemplates
 from support import tiny
 
 WITHIN = 300.0  # seconds; a limit for hung servers, long enough for a busy machine
@@ -206,7 +208,9 @@ def backend_of(service: Any) -> Backend:
             tool_call_parser=service.tool_call_parser,
             reasoning_parser=service.reasoning_parser,
         ),
-        rules=service.rules,
+        rules=service.rules._replace(
+            renderer=RequestTemplates(tokenizer) if service.rules.templates else None
+        ),
     )
 
 

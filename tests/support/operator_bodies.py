@@ -132,3 +132,16 @@ def deployment(
         },
         "status": {},
     }
+
+
+# The config.json of Qwen2.5-0.5B, as far as capacity needs it.
+QWEN: dict[str, Any] = {
+    "model_type": "qwen2",
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_attention_heads": 14,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}

@@ -35,6 +35,6 @@ def backend(tokenizer: PreTrainedTokenizerBase, encoder: PromptEncoder) -> Backe
 
 def ids_of(served: Backend, body: dict[str, Any]) -> list[int]:
     """Token ids of a body of ``/tokenize``."""
-    answer = tokenize(json.dumps({"model": MODEL, **body}).encode(), MODEL, served)
+    answer, _ = tokenize(json.dumps({"model": MODEL, **body}).encode(), MODEL, served)
     tokens: list[int] = answer["tokens"]
     return tokens

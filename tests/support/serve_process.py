@@ -135,7 +135,7 @@ class Fork:
         files: Sequence[int],
         prepare: Callable[[], None],
     ) -> None:
-        *_, module, parent, argument = command
+        _, module, *arguments = command[command.index("-m") :]
         self.pid = os.fork()
         if not self.pid:
             try:
@@ -144,7 +144,7 @@ class Fork:
                 for start, end in itertools.pairwise(sorted((2, *files, 1024))):
                     os.closerange(start + 1, end)
                 prepare()
-                PROGRAMS[module]([parent, argument])
+                PROGRAMS[module](arguments)
             finally:
                 os._exit(1)
         self._code: int | None = None

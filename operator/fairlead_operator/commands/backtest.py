@@ -8,11 +8,10 @@ import argparse
 import csv
 import io
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from fairlead_operator.commands.plan import read_resource
+from fairlead_operator.commands.plan_input import read_resource
 from fairlead_operator.commands.plot import sparkline, svg
 from fairlead_operator.decide.scale.autoscale import TICK, Policy
 from fairlead_operator.decide.scale.simulate import (
@@ -28,6 +27,8 @@ from fairlead_operator.decide.scale.simulate import (
 from fairlead_operator.decide.scale.target import pod_target, requests_that_fit, typical_request
 from fairlead_operator.resource.fields import ResourceError
 from fairlead_operator.resource.resource import InferenceDeployment
+from fairlead_runtime.settings.arguments import ArgumentParser
+from fairlead_runtime.settings.terminal import refuse
 
 
 def main(args: Sequence[str]) -> int:
@@ -41,19 +42,21 @@ def main(args: Sequence[str]) -> int:
         result = simulate(read_trace(lines, pod), pod, policy, OperatorScaler(policy))
         if options.plot:
             Path(options.plot).write_text(_svg(result, policy), "utf-8")
-    except (OSError, UnicodeDecodeError, ResourceError, TraceError) as error:
-        print(f"fairlead backtest: {error}", file=sys.stderr)  # noqa: T201 - an error
+    except OSError as error:
+        refuse("CannotRead", f"{error.filename}: {error.strerror}")
+        return 2
+    except (UnicodeDecodeError, ResourceError, TraceError) as error:
+        refuse("InvalidConfig", str(error))
         return 2
     format_result = {"text": _text, "json": _json, "csv": _csv}[options.output]
     print(format_result(result, policy))  # noqa: T201 - the answer
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(
         prog="fairlead backtest",
         description="Simulate the operator's autoscaler on a trace of arrivals.",
-        allow_abbrev=False,
     )
     parser.add_argument(
         "--trace", required=True, metavar="FILE", help="CSV: t,arrivals,prompt_tokens,output_tokens"

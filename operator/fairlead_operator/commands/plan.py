@@ -1,30 +1,28 @@
-"""`fairlead plan -f cr.yaml`: print what one pod can hold and whether the model fits.
+"""`fairlead plan (-f cr.yaml | MODEL --memory 24Gi)`: print what one pod can hold and whether the
+model fits.
 
-Owns reading the two files and printing the result. Uses no network, and imports neither torch nor
-kopf.
+Owns the command line and the printing. Imports neither torch nor kopf.
 """
 
 import argparse
-import importlib.resources
+import dataclasses
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-import yaml
-
+from fairlead_operator.commands.plan_input import PLANNED, config_of, deployment_of
 from fairlead_operator.decide.children.capacity import PlanError, plan_of, planned_capacity
 from fairlead_operator.decide.scale.target import pod_target
 from fairlead_operator.resource.fields import ResourceError
-from fairlead_operator.resource.json_text import json_object
-from fairlead_operator.resource.kinds import RESOURCE
 from fairlead_operator.resource.resource import InferenceDeployment
+from fairlead_runtime.settings.arguments import ArgumentParser
+from fairlead_runtime.settings.engine_config import EngineConfig, add_arguments, flag_of
+from fairlead_runtime.settings.terminal import BOLD, GREEN, RED, paint, refuse
 from fairlead_runtime.sizing.fixes import resource_field
 from fairlead_runtime.sizing.solve import MemoryPlan
 from fairlead_runtime.sizing.terms import gib
 
-CONFIG_BYTES = 1 << 20
 BOUNDS = {
     "connections": "connections",
     "requests": "requests",
@@ -32,90 +30,89 @@ BOUNDS = {
     "bodyBytes": "bytes of a body",
     "openFiles": "open files",
 }  # what they are called here, by the names of reports
+BAR = 24  # characters
+FOUR_BITS = (
+    "A 4-bit checkpoint (AWQ or GPTQ) of the model takes about a quarter of the weights' memory: "
+    "plan with its config.json."
+)
 
 
 def main(args: Sequence[str]) -> int:
     """Exit code 0: it fits. 1: it does not. 2: it cannot be planned."""
-    options = _parser().parse_args(list(args))
+    parser = _parser()
+    options = parser.parse_args(list(args))
+    _check(parser, options)
     try:
-        deployment = InferenceDeployment.from_body(read_resource(options.file))
-        config = _config(options.config, deployment)
+        deployment = deployment_of(options)
+        config = config_of(options, deployment)
         plan = plan_of(config, deployment)
         capacity = planned_capacity(plan, deployment)
-    except (OSError, ResourceError, PlanError) as error:
-        print(f"fairlead plan: {error}", file=sys.stderr)  # noqa: T201 - an error
+    except OSError as error:
+        refuse("CannotRead", f"{error.filename}: {error.strerror}")
+        return 2
+    except (UnicodeDecodeError, ResourceError, PlanError) as error:
+        refuse(getattr(error, "reason", "InvalidConfig"), str(error))
         return 2
     as_json = options.output == "json"
     print(json.dumps(capacity, indent=2) if as_json else _text(capacity, deployment, plan))  # noqa: T201 - the answer
     return 0 if capacity["fits"] else 1
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(
         prog="fairlead plan",
+        usage="fairlead plan (-f cr.yaml | MODEL --memory SIZE [settings]) [--config FILE | "
+        "--download] [-o text|json]",
         description="Exit code 0: fits; 1: does not; 2: cannot be planned.",
-        allow_abbrev=False,
     )
     parser.add_argument(
-        "-f", "--file", required=True, metavar="cr.yaml", help="an InferenceDeployment; - for stdin"
+        "model", nargs="?", metavar="MODEL", help="as of `fairlead serve`, in place of -f"
     )
+    parser.add_argument(
+        "-f", "--file", metavar="cr.yaml", help="an InferenceDeployment; - for stdin"
+    )
+    parser.add_argument(
+        "--memory", metavar="SIZE", help="of one accelerator, or of the pod on a CPU, as in 24Gi"
+    )
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="of MODEL (default: cuda)"
+    )
+    parser.add_argument("--revision", default="", help="of MODEL on the hub (default: main)")
     parser.add_argument(
         "--config",
         metavar="config.json",
         help="the model's config.json (demo: and paths have their own)",
     )
     parser.add_argument(
-        "-o", "--output", choices=("text", "json"), default="text", help="json: status.capacity"
+        "--download", action="store_true", help="read config.json from the hub, without a token"
     )
+    parser.add_argument(
+        "-o",
+        "--output",
+        choices=("text", "json"),
+        default="text",
+        help="json: status.capacity (default: text)",
+    )
+    names = {f.name for f in PLANNED}
+    add_arguments(parser, without={f.name for f in dataclasses.fields(EngineConfig)} - names)
     return parser
 
 
-def read_resource(file: str) -> Any:
-    """The first InferenceDeployment of a YAML or JSON file. Raises ResourceError or OSError."""
-    text = sys.stdin.read() if file == "-" else Path(file).read_text("utf-8")
-    try:
-        bodies = [b for b in yaml.safe_load_all(text) if b is not None]
-    except yaml.YAMLError as error:
-        raise ResourceError("", f"{file} is not YAML: {' '.join(str(error).split())}") from None
-    except RecursionError:
-        raise ResourceError("", f"{file} is nested too deeply: write an {RESOURCE.name}") from None
-    if not bodies:
-        raise ResourceError("", f"{file} is empty: it should hold an {RESOURCE.name}")
-    return next(
-        (b for b in bodies if isinstance(b, Mapping) and b.get("kind") == RESOURCE.name), bodies[0]
-    )
-
-
-def _config(config_path: str | None, deployment: InferenceDeployment) -> Mapping[str, Any]:
-    source = deployment.spec.model.origin
-    if config_path is not None:
-        text = _read_config(Path(config_path))
-    elif source.kind == "demo":
-        text = (importlib.resources.files("fairlead_runtime") / "demo" / "config.json").read_text(
-            "utf-8"
+def _check(parser: ArgumentParser, options: argparse.Namespace) -> None:
+    """Refuse a command line that says neither, or both, of a file and a model."""
+    if bool(options.file) == bool(options.model):
+        problem = (
+            "-f and MODEL are two ways to say one thing" if options.file else "nothing to plan"
         )
-    elif source.kind == "file" and (Path(source.path) / "config.json").is_file():
-        text = _read_config(Path(source.path) / "config.json")
-    else:
-        where = f"the config.json of {deployment.spec.model.source}"
-        raise PlanError(
-            "ConfigUnavailable",
-            f"{where} is not on this machine, and plan downloads nothing: give it with --config",
-        )
-    try:
-        return json_object(text)
-    except ValueError as error:
-        raise PlanError(
-            "ConfigUnavailable", f"config.json must hold a JSON object: {error}"
-        ) from None
-
-
-def _read_config(file: Path) -> str:
-    if file.stat().st_size > CONFIG_BYTES:
-        raise PlanError(
-            "ConfigUnavailable", f"{file} is larger than 1 MiB: give the model's config.json"
-        )
-    return file.read_text("utf-8")
+        parser.refuse(problem, "give -f cr.yaml, or MODEL --memory 24Gi")
+    if options.file:
+        given = [f.name for f in PLANNED if getattr(options, f.name) != f.default]
+        given += [name for name in ("memory", "revision") if getattr(options, name)]
+        if given:
+            problem = f"{flag_of(given[0])}: the file of -f says it"
+            parser.refuse(problem, "set it there, or plan MODEL without -f")
+    elif not options.memory:
+        parser.refuse("--memory: is missing", "give the memory of one accelerator, as in 24Gi")
 
 
 def _bounds(deployment: InferenceDeployment, plan: MemoryPlan) -> list[tuple[str, str]]:
@@ -146,15 +143,46 @@ def _text(capacity: Mapping[str, Any], deployment: InferenceDeployment, plan: Me
         ("cache blocks", f"{planned['numBlocks']:,}"),
         ("concurrent tokens", f"{planned['concurrentTokens']:,}"),
         ("full-length sequences", f"{planned['fullLengthSequences']:,}"),
+        ("what binds the cache", _cache_bound(deployment, plan)),
         *_bounds(deployment, plan),
-        ("equation (GiB)", planned["formula"]),
     )
-    lines = [f"{name + ':':24}{value}" for name, value in rows]
-    return "\n".join(
-        [
-            *lines,
-            "",
-            ("FITS: " if capacity["fits"] else "DOES NOT FIT: ")
-            + capacity["message"].removeprefix("fits: "),
-        ]
-    )
+    fits = capacity["fits"]
+    words = paint("FITS:", GREEN, sys.stdout) if fits else paint("DOES NOT FIT:", RED, sys.stdout)
+    lines = [
+        *_memory(deployment, plan),
+        "",
+        *(f"{name + ':':24}{value}" for name, value in rows),
+        "",
+        f"{words} {capacity['message'].removeprefix('fits: ')}",
+    ]
+    on_gpu = deployment.spec.resources.accelerator.count > 0
+    if not fits and on_gpu and plan.message.endswith("or a smaller model"):
+        lines.append(FOUR_BITS)
+    return "\n".join(lines)
+
+
+def _cache_bound(deployment: InferenceDeployment, plan: MemoryPlan) -> str:
+    """What keeps the cache from having more blocks."""
+    if deployment.engine.num_blocks is not None:
+        return "numBlocks"
+    if plan.bounds and "cache" in plan.bounds[0]:
+        return plan.bounds_for(resource_field).removeprefix("; ").partition("; ")[0]
+    return "memory: it has what the other terms leave"
+
+
+def _memory(deployment: InferenceDeployment, plan: MemoryPlan) -> list[str]:
+    """The equation as a table: each term's GiB and its part of the budget."""
+    count = deployment.spec.resources.accelerator.count
+    whose = "the pod" if count == 0 else "one accelerator" if count == 1 else f"each of {count}"
+    share = f"{plan.budget / max(1, plan.total):.3g} of {gib(plan.total)} GiB"
+    lines = [paint(f"{'memory of ' + whose:<24}{'GiB':>8}", BOLD, sys.stdout)]
+    for name, size in sorted(plan.terms.items(), key=lambda term: -term[1]):
+        if not size:
+            continue
+        part = size / max(1, plan.budget)
+        bar = "█" * min(BAR, round(BAR * part))
+        lines.append(f"{name:<24}{gib(size):>8}{100 * part:6.0f} %  {bar}".rstrip())
+    left = plan.budget - plan.used
+    lines.append(f"{'left' if left >= 0 else 'too much':<24}{gib(abs(left)):>8}")
+    lines.append(f"{'budget':<24}{gib(plan.budget):>8}   {share}")
+    return lines

@@ -49,6 +49,7 @@ class Settings:
     lease_namespace: str = "default"
     identity: str = "fairlead-operator"
     probe_port: int = 8080
+    log_format: str = "auto"
     runtime_image: str = "fairlead-runtime:latest"  # of pods without accelerators
     accelerator_image: str = ""  # of pods with accelerators; "": runtime_image
     image_pull_secrets: tuple[str, ...] = ()  # of runtime pods, beside those of their resource
@@ -179,6 +180,12 @@ def read(argv: Sequence[str], environ: Mapping[str, str], hostname: str) -> Sett
     parser.add_argument(
         "--probe-port", type=int, default=8080, help="/healthz, /readyz, /metrics (default 8080)"
     )
+    parser.add_argument(
+        "--log-format",
+        choices=("auto", "text", "json"),
+        default="auto",
+        help="form of logs and refusals; auto: text on a terminal, JSON lines elsewhere",
+    )
     options = parser.parse_args(argv)
     pod_namespace = environ.get("POD_NAMESPACE", "")
     for name in (*options.namespace, options.lease_namespace or pod_namespace or "default"):
@@ -209,6 +216,7 @@ def read(argv: Sequence[str], environ: Mapping[str, str], hostname: str) -> Sett
         lease_namespace=lease,
         identity=environ.get("POD_NAME") or hostname,
         probe_port=options.probe_port,
+        log_format=options.log_format,
         runtime_image=image,
         accelerator_image=environ.get("FAIRLEAD_ACCELERATOR_IMAGE", ""),
         image_pull_secrets=_lines(environ, "FAIRLEAD_IMAGE_PULL_SECRETS"),

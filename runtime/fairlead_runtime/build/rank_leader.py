@@ -38,6 +38,7 @@ from fairlead_runtime.outputs import EngineDead
 from fairlead_runtime.scheduling.plan import DeviceLostError, Work
 from fairlead_runtime.serving.wire import Refused
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
+from fairlead_runtime.settings.terminal import chosen
 
 log = logging.getLogger("fairlead.ranks")
 
@@ -83,7 +84,7 @@ class Ranks:
                 peer = _Peer(rank, self._store, self._has_ended, self._has_failed)
                 self._peers.append(peer)
                 with contextlib.suppress(OSError):  # it has ended, which the next receive tells
-                    peer.channel.send(Start(rank, str(path), config, threads, level))
+                    peer.channel.send(Start(rank, str(path), config, threads, level, chosen()))
         except EngineDead:
             self.close()
             raise

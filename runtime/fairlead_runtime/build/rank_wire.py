@@ -8,7 +8,8 @@ from fairlead_runtime.settings.engine_config import EngineConfig
 
 class Start(Message):
     """The first message to a rank: load its shard of the model in this directory. ``threads``:
-    those that it may compute with on a CPU; ``level`` of logging.
+    those that it may compute with on a CPU; ``level`` and ``log_format`` of
+    logging.
     """
 
     rank: int
@@ -16,6 +17,7 @@ class Start(Message):
     config: EngineConfig
     threads: int
     level: int
+    log_format: str
 
 
 class Sizes(Message):

@@ -13,6 +13,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Self
 
+OUT_OF_MEMORY = "as the kernel does when memory runs out"  # of a process that ended by SIGKILL
+
 
 def command_of(module: str, *arguments: object) -> tuple[str, ...]:
     """The command that runs one of our modules by this interpreter."""
@@ -90,5 +92,5 @@ def ending(code: int) -> str:
     if code >= 0:
         return f"ended with exit code {code}"
     name = signal.Signals(-code).name
-    hint = ", as the kernel does when memory runs out" if name == "SIGKILL" else ""
+    hint = f", {OUT_OF_MEMORY}" if name == "SIGKILL" else ""
     return f"was ended by {name}{hint}"

@@ -4,24 +4,22 @@ A later start then needs no network.
 """
 
 import argparse
-import logging
 import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 from fairlead_runtime.commands.parser import Parser
-from fairlead_runtime.processes import termination
+from fairlead_runtime.processes import logs, termination
 from fairlead_runtime.settings.engine_config import ConfigError
 
 
 def main(argv: list[str], environ: Mapping[str, str] = os.environ) -> int:
-    """Returns 0 when the model is in the cache and supported, else 2 after one line of JSON."""
+    """Returns 0 when the model is in the cache and supported, else 2 after one refusal."""
     options = _parser(environ).parse_args(argv)
     # Imported after parsing: --help needs no hub client.
     from fairlead_runtime.commands.refusals import refusal_for
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
+    logs.configure("info", options.log_format)
     try:
         path = _fetch(options, environ)
     except Exception as error:

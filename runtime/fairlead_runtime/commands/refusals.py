@@ -6,10 +6,20 @@ failed; 4: the engine gave up. Any other exception is a bug and keeps its traceb
 
 from typing import NamedTuple
 
+from fairlead_runtime.child.process import OUT_OF_MEMORY
 from fairlead_runtime.models.model_error import CanaryError, ModelError, SelfTestError
 from fairlead_runtime.outputs import EngineDead
 from fairlead_runtime.request.sequence import RequestError
-from fairlead_runtime.settings.engine_config import ConfigError
+from fairlead_runtime.settings.engine_config import ConfigError, flag_of
+
+# What the kernel, the loader of libraries and Python say of it.
+SHORT_OF_MEMORY = (
+    OUT_OF_MEMORY,
+    "failed to map segment",
+    "Cannot allocate memory",
+    "MemoryError",
+    "can't allocate memory",
+)
 
 
 class Refusal(NamedTuple):
@@ -22,13 +32,13 @@ class Refusal(NamedTuple):
 def refusal_for(error: Exception) -> Refusal | None:
     """The refusal that people and the operator read for ``error``; None if it is not a refusal."""
     match error:
-        case ConfigError(hint=hint):
-            return Refusal(2, "InvalidConfig", str(error).removesuffix(f" ({hint})"), hint)
+        case ConfigError():
+            message = f"{flag_of(error.field)}: {error.message}"
+            return Refusal(2, "InvalidConfig", message, error.hint)
         case ModelError():
             return Refusal(2, error.code, error.message, error.hint)
         case EngineDead():
-            hint = "read the log; if every start ends so, the device or the driver is at fault"
-            return Refusal(4, "EngineDead", str(error), hint)
+            return Refusal(4, "EngineDead", str(error), _hint_for_death(str(error)))
         case RequestError():
             return Refusal(2, "InvalidRequest", str(error), "")
         case CanaryError():
@@ -41,3 +51,13 @@ def refusal_for(error: Exception) -> Refusal | None:
             )
             return Refusal(3, "SelfTestFailed", str(error), hint)
     return None
+
+
+def _hint_for_death(reason: str) -> str:
+    """The fix by how the engine has ended: the kernel ends what takes too much memory."""
+    if any(words in reason for words in SHORT_OF_MEMORY):
+        return (
+            "lower --num-blocks, --max-model-len or --max-memory-percent, or use a machine with "
+            "more memory"
+        )
+    return "read the log; if every start ends so, the device or the driver is at fault"

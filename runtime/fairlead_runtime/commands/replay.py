@@ -3,15 +3,16 @@
 Exit code: 0 all plans are identical, 1 a plan differs, 2 the file cannot be read.
 """
 
-import argparse
 import sys
 
 from fairlead_runtime.recording.record import RecordError, Recording
 from fairlead_runtime.recording.replay import replay
+from fairlead_runtime.settings import terminal
+from fairlead_runtime.settings.arguments import ArgumentParser
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog="fairlead replay", description="Replay a recorded run and compare every plan."
     )
     parser.add_argument("file", metavar="FILE", help="written by `fairlead serve --record FILE`")
@@ -20,7 +21,7 @@ def main(argv: list[str]) -> int:
         recording = Recording(options.file)
         steps, difference = replay(recording)
     except RecordError as error:
-        sys.stderr.write(f"fairlead replay: {error}\n")
+        terminal.refuse("BadRecording", str(error))
         return 2
     if recording.truncated:
         sys.stderr.write("fairlead replay: the last line is incomplete and was ignored\n")

@@ -1,9 +1,10 @@
 """`fairlead serve MODEL`: serve a model over HTTP until SIGTERM.
 
-Owns the process: flags, logs and the exit code. The ports open first, so that probes and
-/model/config.json answer while weights load; the server is ready after the self-test. Exit code: 0
-after SIGTERM, 2 when the configuration or the model is refused, 3 when the self-test failed, 4 when
-the engine gave up; 2, 3 and 4 write one JSON line.
+Owns the process: flags, logs and the exit code. What can be refused without torch is, within a
+second. The ports open first, so that probes and /model/config.json answer while weights load; the
+server is ready after the self-test. Exit code: 0 after SIGTERM or SIGINT, 2 when the configuration
+or the model is refused, 3 when the self-test failed, 4 when the engine gave up; 2, 3 and 4 say why
+in one refusal.
 """
 
 import argparse
@@ -15,24 +16,32 @@ from collections.abc import Sequence
 from fairlead_runtime.commands.parser import Parser
 from fairlead_runtime.processes import logs, spawn, termination
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig, add_arguments
-from fairlead_runtime.settings.supported import check_supported
+
+# Of the extra `runtime`, what only the server needs.
+SERVER = ("fastapi", "uvicorn", "h11", "orjson", "msgspec", "prometheus_client")
 
 
 def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
-    logs.configure(options.log_level)
+    logs.configure(options.log_level, options.log_format)
     try:
         config = EngineConfig.from_namespace(options)
         _check_ports(options)
-        check_supported(config)
+        # Imported after parsing: --help and wrong flags need none of it.
+        from fairlead_runtime.build.first_checks import ENGINE, check_model, require
+        from fairlead_runtime.front.doors import Doors
+
+        require(*ENGINE, *SERVER)
+        check_model(options.model, config)
+        doors = Doors.open(config, options.host, options.port, options.admin_port)
         with spawn.engine(logging.getLogger().getEffectiveLevel()) as engine:
             _leave_torch_out()
             logs.adopt_transformers()
-            # Imported after parsing: --help and wrong flags need no heavy imports.
             from fairlead_runtime.processes.http_process import run
 
-            ports = (options.port, options.admin_port)
-            return run(engine, options.model, config, options.host, *ports)
+            return run(engine, options.model, config, doors)
+    except KeyboardInterrupt:  # before there is anything to drain
+        return 0
     except Exception as error:
         from fairlead_runtime.commands.refusals import refusal_for
 
@@ -61,6 +70,9 @@ def _leave_torch_out() -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="fairlead serve",
+        usage="fairlead serve MODEL [--port PORT] [settings]",
+        epilog="Begin with: fairlead serve demo:   Every setting, and when to change it: "
+        "docs/runtime.md",
         description="Serve a model over HTTP: OpenAI's API on --port, "
         "probes and metrics on --admin-port.",
     )

@@ -4,7 +4,6 @@ of a recorded run.
 Exit code: 0 shown, 2 the file or the tokenizer cannot be read, or there is no such step.
 """
 
-import argparse
 import json
 import os
 import sys
@@ -17,13 +16,13 @@ from fairlead_runtime.recording.picture import mask_picture, slots_picture
 from fairlead_runtime.recording.record import RecordError, Recording
 from fairlead_runtime.recording.trace import StepView, as_events, as_text, steps
 from fairlead_runtime.recording.words import Words
+from fairlead_runtime.settings import terminal
+from fairlead_runtime.settings.arguments import ArgumentParser
 from fairlead_runtime.settings.engine_config import ConfigError
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="fairlead trace", description="Show every step of a recorded run."
-    )
+    parser = ArgumentParser(prog="fairlead trace", description="Show every step of a recorded run.")
     parser.add_argument("file", metavar="FILE", help="written by `fairlead serve --record FILE`")
     parser.add_argument(
         "--format",
@@ -53,8 +52,14 @@ def main(argv: list[str]) -> int:
         # The reader (`| head`) has exited. Without this, Python's flush at exit fails, too.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (RecordError, ModelError, ConfigError) as error:
-        sys.stderr.write(f"fairlead trace: {error}\n")
+    except RecordError as error:
+        terminal.refuse("BadRecording", str(error))
+        return 2
+    except (ModelError, ConfigError) as error:
+        from fairlead_runtime.commands.refusals import refusal_for
+
+        if (refusal := refusal_for(error)) is not None:
+            terminal.refuse(refusal.code, refusal.message, refusal.hint)
         return 2
     if recording.truncated:
         sys.stderr.write("fairlead trace: the last line is incomplete and was ignored\n")

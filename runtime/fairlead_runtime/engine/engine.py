@@ -42,7 +42,7 @@ from fairlead_runtime.request.sequence import (
     Request,
     RequestError,
 )
-from fairlead_runtime.request.structured import StructuredOutputs
+from fairlead_runtime.request.structured import Reasoning, StructuredOutputs
 from fairlead_runtime.scheduling.plan import DeviceLostError, Event, Token, Work
 from fairlead_runtime.scheduling.scheduler import InvariantViolation, Scheduler
 
@@ -54,7 +54,7 @@ CHECK_EVERY = 1024  # steps between two checks of the scheduler's invariants
 CHECK_SHARE = 0.01  # largest share of the time for these checks, which walk over every block
 
 # Compiles a grammar on another thread and calls the function there.
-Prepare = Callable[[StructuredOutputs, Callable[[Guide | Failure], None]], None]
+Prepare = Callable[[StructuredOutputs | Reasoning, Callable[[Guide | Failure], None]], None]
 Params = ParamSpec("Params")
 Value = TypeVar("Value")
 
@@ -95,7 +95,7 @@ class Engine:
         # Arrival times of the requests that have not had a step yet, in order of arrival.
         self._waiting_since: dict[str, float] = {}
         self._waiting_tokens = 0  # their prompt tokens
-        self._preparing: set[str] = set()  # ids of the requests whose grammar is being compiled
+        self._preparing: dict[str, int] = {}  # choices of requests whose grammar is being compiled
         self._checks: Iterator[None] | None = None  # the rest of a check of the invariants
         self._check_after = 0.0  # the earliest time of its next part
         self._canaries_lost = 0  # canaries that failed in a row
@@ -223,7 +223,7 @@ class Engine:
         if add.bounded:  # a canary has no timeout: its sender limits how long it waits
             self._waiting_since[request.id] = add.arrived
             self._waiting_tokens += len(request.prompt)
-        outputs = request.params.guided
+        outputs = request.params.guided or request.params.reasoning
         if outputs is None:
             self._schedule(request)
         elif self._prepare is None:
@@ -231,14 +231,14 @@ class Engine:
             self._end_request(request.id, FinishReason.ERROR, failure)
         else:
             # The scheduler sees the request once its grammar is there, so no step waits for it.
-            self._preparing.add(request.id)
+            self._preparing[request.id] = request.params.n
             self._prepare(outputs, lambda outcome: self._inbox.post(Prepared(request, outcome)))
 
     def _prepared(self, request: Request, outcome: Guide | Failure) -> None:
         live = self._live.get(request.id)
         if live is None or live.request is not request:
             return  # it has ended meanwhile
-        self._preparing.discard(request.id)
+        self._preparing.pop(request.id, None)
         if isinstance(outcome, Failure):
             log.warning("an accepted grammar was not compiled", extra={"request_id": request.id})
             self._end_request(request.id, FinishReason.ERROR, outcome)
@@ -374,7 +374,7 @@ class Engine:
         live.open.discard(choice)
         if not live.open:
             del self._live[request_id]
-            self._preparing.discard(request_id)
+            self._preparing.pop(request_id, None)
             self._stops_waiting(live.request)
             self._contain(self._observer.ended, live.request, reason, self._now())
 
@@ -478,6 +478,7 @@ class Engine:
         self._inbox.after_step(
             queued=len(self._waiting_since),
             tokens=self._waiting_tokens + stats.preempted_tokens,
+            choices=stats.waiting + sum(self._preparing.values()),
             oldest=oldest,
             free_slots=free_slots,
             working=working,

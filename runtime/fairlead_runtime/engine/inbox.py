@@ -15,7 +15,7 @@ from fairlead_runtime.outputs import EngineDead, QueueFull, ServiceError
 from fairlead_runtime.request.sequence import Failure, FinishReason, Request, TooLongError
 from fairlead_runtime.scheduling.admission import refusal
 from fairlead_runtime.scheduling.plan import Limits
-from fairlead_runtime.sizing.traffic import Bound, waiting_tokens
+from fairlead_runtime.sizing.traffic import QUEUED_CHOICES, Bound, waiting_tokens
 
 MEASURED_STEPS = 64  # in which requests left the queue: the last ones, by which it drains
 LONGEST_RETRY = 60.0  # seconds
@@ -111,7 +111,7 @@ Message = Add | Abort | Inspect | Prepared
 class Inbox:
     """``max_queue`` requests may wait, besides those that start in the next step, as many as slots
     are free. Together they may have ``waiting`` prompt tokens, those of preempted sequences
-    included; a single one may have more.
+    included, and QUEUED_CHOICES choices for each that may wait; a single one may have more.
     """
 
     def __init__(self, bounds: Bounds, progress: StepProgress, now: Callable[[], float]) -> None:
@@ -125,6 +125,7 @@ class Inbox:
         self._waiting = 0  # requests taken out that have not had a step yet
         self._known = 0  # those among them that the engine counted after its last step
         self._arriving_tokens = self._waiting_tokens = 0  # their prompt tokens
+        self._arriving_choices = self._waiting_choices = 0
         self._oldest: float | None = None  # arrival of the request that waits longest
         # When the queue began to drain, then when requests left it, and how many; empty while
         # nobody waits.
@@ -145,7 +146,7 @@ class Inbox:
         """
         with self._wake:
             self._check_open()
-            if bounded and (message := self._refusal(len(request.prompt))):
+            if bounded and (message := self._refusal(request)):
                 raise QueueFull(message, self.retry_after())
             self._count_arriving(request, bounded)
             arrived = self._now()
@@ -163,6 +164,7 @@ class Inbox:
         """Count so many requests with this prompt more: 1, 0 or -1."""
         self._arriving += requests
         self._arriving_tokens += requests * len(request.prompt)
+        self._arriving_choices += requests * request.params.n
 
     def _check_open(self) -> None:
         if self._closed:
@@ -192,15 +194,25 @@ class Inbox:
         """Requests that came since the last step."""
         return self.queued - self._known
 
-    def _refusal(self, prompt_tokens: int) -> str:
-        """The reason why a request with such a prompt must not wait, with the arithmetic; "" if it
-        may. Counts the refusal.
+    def _refusal(self, request: Request) -> str:
+        """The reason why the request must not wait, with the arithmetic; "" if it may. Counts the
+        refusal.
         """
         if self.queued - self._free_slots >= self._max_queue:
             self.rejected_requests += 1
             return f"{self._max_queue} requests wait already (max_queue)"
-        tokens = self._arriving_tokens + self._waiting_tokens
-        if not self.queued or tokens + prompt_tokens <= self._most_tokens.most:
+        if not self.queued:
+            return ""
+        choices = self._arriving_choices + self._waiting_choices
+        most = QUEUED_CHOICES * self._max_queue
+        if choices + request.params.n - self._free_slots > most:
+            self.rejected_requests += 1
+            return (
+                f"{choices} choices wait already; {request.params.n} more exceed {most} "
+                f"({QUEUED_CHOICES} * max_queue {self._max_queue}): retry later, or lower n"
+            )
+        tokens, prompt_tokens = self._arriving_tokens + self._waiting_tokens, len(request.prompt)
+        if tokens + prompt_tokens <= self._most_tokens.most:
             return ""
         self.rejected_tokens += 1
         return (
@@ -230,17 +242,27 @@ class Inbox:
                 self._count_arriving(message.request, -message.bounded)
                 self._waiting += message.bounded
                 self._waiting_tokens += message.bounded * len(message.request.prompt)
+                self._waiting_choices += message.bounded * message.request.params.n
             return message
 
     def after_step(
-        self, *, queued: int, tokens: int, oldest: float | None, free_slots: int, working: bool
+        self,
+        *,
+        queued: int,
+        tokens: int,
+        choices: int,
+        oldest: float | None,
+        free_slots: int,
+        working: bool,
     ) -> None:
-        """Record the queue after a step, its prompt tokens, and whether there is more work."""
+        """Record the queue after a step, its prompt tokens and choices, and whether there is more
+        work.
+        """
         with self._wake:
             self._measure(self._waiting - queued, queued)
             self._waiting = self._known = queued
             self._oldest, self._free_slots = oldest, free_slots
-            self._waiting_tokens = tokens
+            self._waiting_tokens, self._waiting_choices = tokens, choices
             self._progress.end(working=working or bool(self._messages))
 
     def _measure(self, departures: int, queued: int) -> None:

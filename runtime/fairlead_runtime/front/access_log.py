@@ -14,15 +14,14 @@ import uuid
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fairlead_runtime.front.auth import OPEN_PATHS, tenant_of
-from fairlead_runtime.front.errors import internal_error
+from fairlead_runtime.front.errors import REQUEST_ID, internal_error, speaks_anthropic
 from fairlead_runtime.front.limits import ClientDisconnected
 
 _SAFE_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 
-# Probes, and what the page to watch asks for: their good answers are logged at level debug.
+# Probes, and what the page to watch asks for: they are logged at level debug where the answer is
+# good, or that the server is not ready, which the log says by itself.
 QUIET = OPEN_PATHS | {"/metrics", "/debug/requests", "/debug/cache"}
-
-REQUEST_ID = "fairlead.request_id"  # the scope's entry for the request's id
 
 _log = logging.getLogger("fairlead.api")
 
@@ -40,14 +39,15 @@ class AccessLogMiddleware:
         if scope["type"] != "http":
             return
         request_id = scope[REQUEST_ID] = _request_id(scope)
-        header = (b"x-request-id", request_id.encode())
+        names = [b"x-request-id", *([b"request-id"] if speaks_anthropic(scope) else [])]
+        headers = [(name, request_id.encode()) for name in names]
         began, status = time.monotonic(), 0
 
         async def answer(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", []), header]
+                message["headers"] = [*message.get("headers", []), *headers]
             await send(message)
 
         try:
@@ -57,7 +57,7 @@ class AccessLogMiddleware:
         except Exception as error:
             _log.error("request failed: %s", describe(error), extra={"request_id": request_id})
             if not status:
-                await internal_error().response()(scope, receive, answer)
+                await internal_error().response_to(scope)(scope, receive, answer)
             elif status != 500:
                 raise  # a part of the answer is sent: only closing the connection shows the failure
         finally:
@@ -76,7 +76,7 @@ class AccessLogMiddleware:
         }
         if (tenant := tenant_of(scope)) is not None:
             facts["tenant"] = tenant
-        quiet = route in QUIET and status == 200
+        quiet = route in QUIET and status in (200, 503)
         _log.log(logging.DEBUG if quiet else logging.INFO, "request", extra=facts)
 
 

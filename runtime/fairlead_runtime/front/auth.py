@@ -33,7 +33,7 @@ class AuthMiddleware:
         key = _key(self._keys, scope)
         if key is None:
             self._keys.unauthorized += 1
-            await _unauthorized().response()(scope, receive, send)
+            await _unauthorized().response_to(scope)(scope, receive, send)
             return
         scope[KEY] = key
         with ExitStack() as running:
@@ -41,16 +41,28 @@ class AuthMiddleware:
                 running.enter_context(key.usage.request(key.limits))
             except ApiError as refusal:
                 self._keys.limited += 1
-                await refusal.response()(scope, receive, send)
+                await refusal.response_to(scope)(scope, receive, send)
                 return
             await self._app(scope, receive, send)
 
 
 def _key(keys: KeyRing, scope: Scope) -> Key | None:
-    headers = [value for name, value in scope["headers"] if name == b"authorization"]
-    scheme, _, credential = headers[0].partition(b" ") if len(headers) == 1 else (b"", b"", b"")
-    text = credential.strip() if scheme.lower() == b"bearer" else b""
-    # Always compare, so that a malformed header takes as long as a wrong key.
+    """The key of the bearer token, else of ``x-api-key``, where Anthropic's clients send it."""
+    scheme, _, credential = _header(scope, b"authorization").partition(b" ")
+    bearer = credential if scheme.lower() == b"bearer" else b""
+    # Always compare both, so that a malformed header takes as long as a wrong key.
+    found = [_found(keys, text) for text in (bearer, _header(scope, b"x-api-key"))]
+    return next((key for key in found if key is not None), None)
+
+
+def _header(scope: Scope, wanted: bytes) -> bytes:
+    """The header's value; empty where it comes twice."""
+    values = [value for name, value in scope["headers"] if name == wanted]
+    return values[0] if len(values) == 1 else b""
+
+
+def _found(keys: KeyRing, sent: bytes) -> Key | None:
+    text = sent.strip()
     key = keys.find(text[:MAX_KEY])
     return key if text and len(text) <= MAX_KEY else None
 
@@ -58,7 +70,8 @@ def _key(keys: KeyRing, scope: Scope) -> Key | None:
 def _unauthorized() -> ApiError:
     return ApiError(
         401,
-        "this server needs an API key: send it as 'Authorization: Bearer KEY'",
+        "this server needs an API key: send it as 'Authorization: Bearer KEY' or as "
+        "'x-api-key: KEY'",
         headers={"www-authenticate": "Bearer"},
     )
 

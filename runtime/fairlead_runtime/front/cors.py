@@ -27,7 +27,7 @@ def readable_by_pages(app: ASGIApp, origin: str) -> ASGIApp:
         allow_origins=[origin],
         allow_methods=["GET", "POST"],
         allow_headers=["*"],
-        expose_headers=["x-request-id", "retry-after"],
+        expose_headers=["x-request-id", "request-id", "retry-after", "fairlead-ignored-fields"],
     )
 
 

@@ -65,15 +65,26 @@ class Drain:
         self._close_idle = close_idle
         self._task: asyncio.Task[DrainResult] | None = None
         self._process_ends = False
+        self._hurried = asyncio.Event()  # the grace is over
 
-    def begin(self, *, process_ends: bool = False) -> "asyncio.Task[DrainResult]":
+    def skip_grace(self) -> None:
+        """Serve no new requests from the start of the drain: only who ends the server would send
+        any. A drain that is in its grace goes on without it.
+        """
+        self._grace = 0.0
+        self._hurried.set()
+
+    def begin(
+        self, *, process_ends: bool = False, serving: bool = True
+    ) -> "asyncio.Task[DrainResult]":
         """End readiness at once, and start the drain unless one runs. A signal handler may call
-        it.
+        it. ``serving``: whether requests are, for the log.
         """
         self._process_ends = self._process_ends or process_ends
         self._target.begin_drain()
         if self._task is None:
-            _log.info("draining: not ready, new requests are served for %g s", self._grace)
+            if serving and self._grace:
+                _log.info("draining: not ready, new requests are served for %g s", self._grace)
             self._task = asyncio.get_running_loop().create_task(self._run())
         return self._task
 
@@ -96,7 +107,10 @@ class Drain:
             self._task = None
 
     async def _run(self) -> DrainResult:
-        await asyncio.sleep(self._grace)
+        if self._grace:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._grace):
+                    await self._hurried.wait()
         return await self._end_streams(self._timeout)
 
     async def _end_streams(self, timeout: float) -> DrainResult:  # noqa: ASYNC109 - 0 is allowed, and its end is no error

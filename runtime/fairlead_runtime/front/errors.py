@@ -1,6 +1,6 @@
-"""Every error a client can see, in OpenAI's shape.
+"""Every error a client can see, in OpenAI's shape, or Anthropic's on the paths of its API.
 
-Owns ApiError, the error object and the type and code of each status. Never echoes input: a message
+Owns ApiError, the error objects and the type and code of each status. Never echoes input: a message
 names the field and the fix, and an error body stays below 4 KiB for any input.
 """
 
@@ -10,6 +10,7 @@ from typing import Any
 import orjson
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Scope
 
 from fairlead_runtime.outputs import GrammarsBusy, QueueFull, QueueTimeout, ServiceError
 from fairlead_runtime.request.sequence import RequestError
@@ -39,6 +40,20 @@ _CODES = {
     500: "internal_error",
     503: "unavailable",
 }
+
+# Anthropic's error types in the same way.
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
+ANTHROPIC_PATH = "/v1/messages"  # and what is below it
+REQUEST_ID = "fairlead.request_id"  # the scope's entry for the request's id
 
 
 class ApiError(Exception):
@@ -88,6 +103,29 @@ class ApiError(Exception):
     def response(self) -> Response:
         return Response(self.body, self.status, self.headers, media_type="application/json")
 
+    def response_to(self, scope: Scope) -> Response:
+        """The answer to a request, in the shape of its path's API."""
+        if not speaks_anthropic(scope):
+            return self.response()
+        content = orjson.dumps(anthropic_content(self, scope.get(REQUEST_ID, "")))
+        return Response(content, self.status, self.headers, media_type="application/json")
+
+
+def speaks_anthropic(scope: Scope) -> bool:
+    """Whether the request's path belongs to Anthropic's API, as a route or not."""
+    path: str = scope["path"]
+    return path == ANTHROPIC_PATH or path.startswith(ANTHROPIC_PATH + "/")
+
+
+def anthropic_content(error: ApiError, request_id: str) -> dict[str, Any]:
+    """Anthropic's error object."""
+    kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error")
+    return {
+        "type": "error",
+        "error": {"type": kind, "message": printable(error.message)},
+        "request_id": request_id,
+    }
+
 
 def invalid(param: str | None, message: str, code: str = "invalid_value") -> ApiError:
     """A 400 for one field; the message starts with the field's name, as RequestError's does."""
@@ -121,13 +159,13 @@ def printable(message: str) -> str:
     return text.encode()[:MAX_MESSAGE].decode(errors="ignore")
 
 
-async def _on_expected(_request: Request, error: Exception) -> Response:
-    return from_exception(error).response()
+async def _on_expected(request: Request, error: Exception) -> Response:
+    return from_exception(error).response_to(request.scope)
 
 
-async def _on_unexpected(_request: Request, _error: Exception) -> Response:
+async def _on_unexpected(request: Request, _error: Exception) -> Response:
     """Only answer: the exception goes on to AccessLogMiddleware, which logs it."""
-    return internal_error().response()
+    return internal_error().response_to(request.scope)
 
 
 # What an application of Starlette answers when an exception of a kind is raised in it.

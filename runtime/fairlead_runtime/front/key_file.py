@@ -16,6 +16,7 @@ from pathlib import Path
 from fairlead_runtime.front.key_limits import PRIORITIES, USUAL_PRIORITIES, KeyLimits, KeyUsage
 from fairlead_runtime.front.watched_files import Stamp, stamp_of
 from fairlead_runtime.settings.engine_config import ConfigError
+from fairlead_runtime.settings.preflight import KEY_VARIABLE
 
 MAX_KEY = 1024  # bytes; a longer credential is not a valid key
 MAX_KEYS = 1000  # every request is compared with each
@@ -29,7 +30,6 @@ _FORM = (
 )
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _RANGE = re.compile(r"(-?[0-9]{1,10})\.\.(-?[0-9]{1,10})")
-KEY_VARIABLE = "FAIRLEAD_API_KEY"
 _SALT = b"fairlead prefix cache\0"
 
 _log = logging.getLogger("fairlead.api")

@@ -29,6 +29,7 @@ BODY_RATE = 1024  # bytes a second
 RATE_SECONDS = 10.0
 POOL_WORKERS = 2
 POOL_NICE = 10  # so much nicer are they: the engine and the event loop go first
+TEMPLATE = b'"chat_template"'
 LARGE_BODY = 32 * 1024  # bytes; its text is tokenized by another process, and others do not wait
 POOL_SECONDS = 30.0  # for a prompt, from the last byte of its body, the wait for a thread included
 ENCODE_NICE = 1  # of the thread that encodes log-probabilities, for which readers wait
@@ -226,6 +227,13 @@ def is_large(body: bytes) -> bool:
     return len(body) > LARGE_BODY
 
 
+def waits_apart(body: bytes) -> bool:
+    """Whether no other request may wait for its work: it is large, or brings a template, which is a
+    program of the client's.
+    """
+    return is_large(body) or TEMPLATE in body
+
+
 class PromptPool:
     """A few threads for work that would block the event loop, and the budgets of all requests.
     ``seconds``: for one prompt.
@@ -260,12 +268,12 @@ class PromptPool:
         *args: Params.args,
         **kwargs: Params.kwargs,
     ) -> Value:
-        """Run ``work`` on a body in a thread; a large one waits for large ones only, of which the
-        tenants' take turns. Raises what it raises, and ApiError 429 when it takes too long, waiting
-        included; work that has begun goes on to its end.
+        """Run ``work`` on a body in a thread; one that ``waits_apart`` waits for such ones only, of
+        which the tenants' take turns. Raises what it raises, and ApiError 429 when it takes too
+        long, waiting included; work that has begun goes on to its end.
         """
         late = f"the prompt was not read and tokenized within {self._seconds:g} s: retry"
-        if is_large(body):
+        if waits_apart(body):
             future = self._large.submit(tenant or "", lambda: work(body, *args, **kwargs))
         else:
             future = self._executor.submit(work, body, *args, **kwargs)

@@ -1,14 +1,16 @@
 """What the bodies of all routes share: strict types, the model's name, the words of a refusal."""
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from fairlead_runtime.front.errors import ApiError
 
 MAX_NAME = 256  # characters of model, user, cache_salt
 MAX_ERRORS = 5
+MAX_WHOLE = 2**53  # a float up to here is the number that its text says
 
 
 # By a word in the type of a content's part, or in a key of one without a type, what it is.
@@ -27,6 +29,43 @@ class StrictBody(BaseModel):
     )
 
 
+def _whole(value: Any) -> Any:
+    """A whole float as an integer, as clients in JavaScript and R write it; beyond 2^53 it may be
+    another one.
+    """
+    return int(value) if type(value) is float and whole(value) else value
+
+
+def whole(value: float) -> bool:
+    return value.is_integer() and abs(value) <= MAX_WHOLE
+
+
+def wholes(value: Any) -> Any:
+    """A list with its whole floats as integers."""
+    if isinstance(value, list) and float in {*map(type, value)}:
+        return [_whole(item) for item in value]
+    return value
+
+
+Whole = Annotated[int, BeforeValidator(_whole)]
+Wholes = Annotated[list[int], BeforeValidator(wholes)]
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectsOf:
+    """Marks a field of any type: its objects, or those of its list, have the fields of ``kind``."""
+
+    kind: type[StrictBody]
+
+
+class TextPart(StrictBody):
+    """The names in a part of a content; ``text_of`` reads it."""
+
+    type: str | None = None
+    text: str | None = None
+    refusal: str | None = None
+
+
 BodyT = TypeVar("BodyT", bound=StrictBody)
 
 
@@ -38,22 +77,24 @@ def validated(kind: type[BodyT], body: Mapping[str, Any]) -> BodyT:
         raise explain(error) from None
 
 
-def text_of(content: Any, *kinds: str) -> str:
-    """A content, text or a list of parts of one of these types, as one text. A refusal, which our
-    own answers may hold, is text. Raises ValueError, for an image, sound or a file by its name.
+def text_of(content: Any, *kinds: str, refusals: bool = False) -> str:
+    """A content, text or a list of parts of one of these types, as one text, a line for each. With
+    ``refusals``, which our own answers may hold, these are text. Raises ValueError, for an image,
+    sound or a file by its name.
     """
+    kinds = (*kinds, "refusal") if refusals else kinds
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else [content]
     texts = [_part_text(part, kinds) for part in parts]
     if not isinstance(content, list) or None in texts:
         for part in parts:
-            _refuse_media(part)
+            refuse_media(part)
         raise ValueError(
             f'must be text or a list of parts {{"type": "{kinds[0]}", "text": ...}}; other parts '
             "are not supported"
         )
-    return "".join(text for text in texts if text is not None)
+    return "\n".join(text for text in texts if text is not None)
 
 
 def _part_text(part: Any, kinds: tuple[str, ...]) -> str | None:
@@ -62,10 +103,11 @@ def _part_text(part: Any, kinds: tuple[str, ...]) -> str | None:
     kind = part.get("type")
     text = part.get("refusal" if kind == "refusal" else "text")
     # Tuples: what a client sends as the type need not be hashable.
-    return text if kind in (*kinds, "refusal") and isinstance(text, str) else None
+    return text if kind in kinds and isinstance(text, str) else None
 
 
-def _refuse_media(part: Any) -> None:
+def refuse_media(part: Any) -> None:
+    """Raise ValueError for a part that is an image, sound or a file, by the name of its type."""
     kind = part.get("type") if isinstance(part, dict) else None
     names = [kind] if isinstance(kind, str) else part if isinstance(part, dict) else ()
     for name in names:

@@ -13,7 +13,7 @@ import orjson
 
 from fairlead_runtime.front.errors import invalid
 
-MAX_BRACKETS = 40_000  # outside strings; enough for 64 prompts or 1,024 messages of many parts
+MAX_BRACKETS = 40_000  # outside strings; enough for 1,024 prompts or messages of many parts
 MAX_KEYS = 20_000
 MAX_STRINGS = 100_000
 MAX_DEPTH = 32

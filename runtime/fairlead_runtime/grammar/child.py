@@ -1,28 +1,19 @@
 """The program that checks grammars: ``python -m fairlead_runtime.grammar.child``.
 
-It builds the tokenizer once, then forks for every check. The fork alone compiles hostile input: its
-limits on memory and processor time are a verdict on that, and its deadline by the clock is none: a
-fork that is killed there was not given the processor. Owns the messages, which ``child.program``
-numbers: in, first ``Setup``, then one ``Check`` for each question, at most MAX_FORKS unanswered;
-out, one ``Checked`` for each, in order of completion. Ends when its input does, and its forks with
-it.
+It builds the tokenizer once; each check compiles hostile input in a fork (``child.forks``). Owns
+the messages, which ``child.program`` numbers: in, first ``Setup``, then one ``Check`` for each
+question, at most MAX_FORKS unanswered; out, one ``Checked`` for each, in order of completion.
 """
 
+import functools
 import json
-import os
 import random
-import resource
-import selectors
-import signal
-import socket
 import sys
-import threading
-import time
-from dataclasses import dataclass
 from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer
 
+from fairlead_runtime.child.forks import Ending, Forks
 from fairlead_runtime.child.frames import Channel, Codec, Message
 from fairlead_runtime.child.heap import allocated_bytes, release_memory
 from fairlead_runtime.child.life import parent_socket
@@ -38,10 +29,6 @@ from fairlead_runtime.grammar.compile import (
 from fairlead_runtime.request.structured import TOO_COMPLEX, StructuredOutputs
 
 MAX_FORKS = 2  # checks at a time
-# Smaller than the stacks of the engine's threads, so that a grammar that passes here cannot
-# overflow those.
-STACK = 2 * 1024 * 1024
-NICENESS = 5
 WALKS = 2  # random outputs that a check begins
 WALK_TOKENS = 32  # of each
 
@@ -80,15 +67,6 @@ QUESTION: Codec[tuple[int, Setup | Check]] = Codec(tuple[int, Setup | Check])
 ANSWER: Codec[tuple[int, Checked]] = Codec(tuple[int, Checked])
 
 
-@dataclass(frozen=True, slots=True)
-class _Fork:
-    number: int
-    pid: int
-    deadline: float
-    began: float
-    verdict: socket.socket
-
-
 def main() -> int:
     channel = Channel(parent_socket(), ANSWER, QUESTION)
     first = channel.receive()
@@ -98,107 +76,25 @@ def main() -> int:
     tokenizer, size = facts.build(fast=False), facts.size
     del first, facts
     release_memory()
-    _serve(tokenizer, size, limits, channel)
+    forks = Forks(limits, ANSWER, functools.partial(_answer, tokenizer, size), _verdict)
+    forks.serve(channel)
     return 0
 
 
-def _serve(
-    tokenizer: LLTokenizer,
-    ids: int,
-    limits: CheckLimits,
-    channel: Channel[tuple[int, Checked], tuple[int, Setup | Check]],
-) -> None:
-    running: list[_Fork] = []
-    with selectors.DefaultSelector() as selector:
-        selector.register(channel.connection, selectors.EVENT_READ)
-        while True:
-            now = time.monotonic()
-            deadline = min((fork.deadline for fork in running), default=None)
-            for key, _ in selector.select(None if deadline is None else max(0.0, deadline - now)):
-                if key.data is not None:
-                    selector.unregister(key.fileobj)
-                    running.remove(key.data)
-                    channel.send(_verdict(key.data))
-                    continue
-                match channel.receive():
-                    case (number, Check() as check):
-                        fork = _fork(tokenizer, ids, limits, number, check, channel.connection)
-                        selector.register(fork.verdict, selectors.EVENT_READ, fork)
-                        running.append(fork)
-                    case _:
-                        for fork in running:
-                            os.kill(fork.pid, signal.SIGKILL)
-                        return
-            for fork in running:
-                if fork.deadline <= time.monotonic():
-                    os.kill(fork.pid, signal.SIGKILL)  # closes its end: the verdict is read above
+def _answer(tokenizer: LLTokenizer, ids: int, question: Check) -> Checked:
+    return _check(tokenizer, ids, json.loads(question.outputs))
 
 
-def _fork(
-    tokenizer: LLTokenizer,
-    ids: int,
-    limits: CheckLimits,
-    number: int,
-    request: Check,
-    connection: socket.socket,
-) -> _Fork:
-    """Start a check."""
-    receiving, sending = socket.socketpair()
-    began = time.monotonic()
-    pid = os.fork()
-    if pid == 0:
-        connection.close()  # whose end tells the server that this program has ended
-        receiving.close()
-        _check_and_exit(tokenizer, ids, limits, number, request, sending)
-    sending.close()
-    return _Fork(number, pid, began + limits.seconds, began, receiving)
-
-
-def _verdict(fork: _Fork) -> tuple[int, Checked]:
-    with fork.verdict:
-        answer = ANSWER.receive(fork.verdict)
-    _, status = os.waitpid(fork.pid, 0)
-    end = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
-    if answer is not None:
-        _, checked = answer
-    elif end == signal.SIGKILL:  # at its deadline, or by a system that lacks memory
-        checked = Checked("", late=True)
-    else:
-        checked = Checked(TIMED_OUT if end == signal.SIGXCPU else CRASHED)
-    checked.seconds = time.monotonic() - fork.began
-    return fork.number, checked
-
-
-def _check_and_exit(
-    tokenizer: LLTokenizer,
-    ids: int,
-    limits: CheckLimits,
-    number: int,
-    request: Check,
-    sending: socket.socket,
-) -> None:
-    """Check in the fork, write the verdict and end without running anything of the parent's."""
-    try:
-        os.setpriority(os.PRIO_PROCESS, 0, NICENESS)
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        resource.setrlimit(resource.RLIMIT_CPU, (limits.cpu_seconds, limits.cpu_seconds + 1))
-        limit = _address_space() + STACK + limits.memory
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-        # The library writes to standard error when it fails to get memory.
-        with open(os.devnull, "wb") as nothing:  # noqa: PTH123 - for its descriptor
-            os.dup2(nothing.fileno(), 1)
-            os.dup2(nothing.fileno(), 2)
-        threading.stack_size(STACK)
-        answers: list[Checked] = []
-        thread = threading.Thread(
-            target=lambda: answers.append(_check(tokenizer, ids, json.loads(request.outputs)))
-        )
-        thread.start()
-        thread.join()
-        for checked in answers:
-            sending.sendall(ANSWER.encode((number, checked)))
-    finally:
-        os._exit(0)
+def _verdict(checked: Checked | Ending, seconds: float) -> Checked:
+    match checked:
+        case Ending.LATE:
+            checked = Checked("", late=True)
+        case Ending.SLOW:
+            checked = Checked(TIMED_OUT)
+        case Ending.CRASHED:
+            checked = Checked(CRASHED)
+    checked.seconds = seconds
+    return checked
 
 
 def _check(tokenizer: LLTokenizer, ids: int, fields: dict[str, Any]) -> Checked:
@@ -245,12 +141,6 @@ def _check_mask(matcher: LLMatcher) -> None:
         check(matcher)
     except GrammarError as error:
         raise GrammarError(NO_OUTPUT if str(error) == NO_OUTPUT else TOO_COMPLEX) from None
-
-
-def _address_space() -> int:
-    """Bytes of this process's address space."""
-    with open("/proc/self/statm", encoding="ascii") as statm:  # noqa: PTH123 - not a user's path
-        return int(statm.read().split()[0]) * resource.getpagesize()
 
 
 if __name__ == "__main__":

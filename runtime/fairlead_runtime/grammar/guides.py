@@ -7,6 +7,7 @@ alone, so chunks, preemption, offload, prefix hits and reruns of a step change n
 only what a ``checker`` has accepted.
 """
 
+import codecs
 import copy
 import logging
 import threading
@@ -31,7 +32,7 @@ from fairlead_runtime.grammar.compile import (
     mark_ids,
 )
 from fairlead_runtime.request.sequence import Failure, FailureKind, Sequence
-from fairlead_runtime.request.structured import TOO_COMPLEX, StructuredOutputs
+from fairlead_runtime.request.structured import TOO_COMPLEX, Reasoning, StructuredOutputs
 
 CACHE_BYTES = 128 * 1024 * 1024  # of compiled grammars that no sequence needs
 USE_BYTES = 512 * 1024  # that a kept grammar counts for its growth at least; usual ones take less
@@ -54,13 +55,13 @@ Array = np.ndarray[Any, np.dtype[Any]]
 class Growth:
     """Bytes by which a compiled grammar has grown: copies of a matcher share the states of its
     lexer, which it keeps. The processor's time decides only when to look. ``is_spent``: it is not
-    worth keeping.
+    worth keeping. Without a matcher nothing grows.
     """
 
-    def __init__(self, matcher: LLMatcher) -> None:
+    def __init__(self, matcher: LLMatcher | None = None) -> None:
         self.nbytes = 0
         self.is_spent = False
-        self._fuel = lexer_fuel(matcher)
+        self._fuel = 0 if matcher is None else lexer_fuel(matcher)
         self._seconds = 0.0  # since the last look; threads may lose some of each other's
 
     def count(self, matcher: LLMatcher, seconds: float) -> None:
@@ -74,8 +75,9 @@ class Growth:
 
 class Guide:
     """One sequence's place in its grammars, which must all allow a token. ``at_end``: nothing but
-    the end may follow. ``reasoning``: the mark that must come before the output.
-    ``growth``: of the first grammar, counted with all copies.
+    the end may follow. ``reasoning``: the mark that must come before the output, or, without
+    grammars, that ends what may take only so many tokens. ``growth``: of the first grammar,
+    counted with all copies.
     """
 
     __slots__ = ("_eos", "_followed", "_mask", "_matchers", "_reasoning", "at_end", "growth")
@@ -115,11 +117,24 @@ class Guide:
                 self._reasoning = None
             self._followed = len(generated)
             self._mask = mask
-        if self._reasoning is not None and len(generated) >= sequence.request.max_tokens // 2:
-            return self._reasoning.only_next(self._mask)
+        reasoning = self._reasoning
+        if reasoning is not None and reasoning.begun and self._is_due(reasoning, sequence):
+            return reasoning.only_next(self._mask)
+        if not self._matchers:
+            return self._mask
         text_mask = self._mask & ~self._eos
         self.at_end = not text_mask.any()
         return text_mask if sequence.request.params.ignore_eos and not self.at_end else self._mask
+
+    def _is_due(self, reasoning: "ReasoningEnd", sequence: Sequence) -> bool:
+        """Whether the reasoning must end: its tokens are used up, or half of all where an output
+        must follow.
+        """
+        request = sequence.request
+        bound = request.params.reasoning
+        if bound is not None and reasoning.tokens >= bound.most:
+            return True
+        return bool(self._matchers) and sequence.generated >= request.max_tokens // 2
 
     def _follow(self, tokens: abc.Sequence[int]) -> Array:
         """The mask after these tokens. Raises GrammarError."""
@@ -132,31 +147,60 @@ class Guide:
         except GrammarError:
             self.growth.is_spent = True  # a lexer at its limit fails for every copy
             raise
-        self.growth.count(self._matchers[0], time.thread_time() - began)
+        if self._matchers:
+            self.growth.count(self._matchers[0], time.thread_time() - began)
         return mask
 
 
 class ReasoningEnd:
-    """The mark that ends a model's reasoning. Knows how much of it the text so far ends with."""
+    """The mark that ends a model's reasoning. Knows how much of it the text so far ends with.
+    ``begin``: the mark that the model begins to reason with; "" where the prompt has begun it.
+    ``tokens``: of the reasoning so far.
+    """
 
-    def __init__(self, tokenizer: LLTokenizer, mark: str) -> None:
+    def __init__(self, tokenizer: LLTokenizer, mark: str, begin: str = "") -> None:
+        self.tokens = 0
         self._tokenizer = tokenizer
+        self._begin = begin.encode()
+        self._head = b""  # the text before it has begun
         self._mark = mark.encode()
         # By the length of what is written of the mark, the token that goes on with it.
         rests = [mark_ids(tokenizer, mark[size:]) for size in range(len(mark))]
         self._next = [ids[0] for ids in rests]
         self._tail = b""
 
+    @property
+    def begun(self) -> bool:
+        return not self._begin
+
     def comes_in(self, tokens: abc.Sequence[int]) -> bool:
-        """Whether the mark is complete once these tokens follow."""
+        """Whether the reasoning is over, or does not come, once these tokens follow."""
+        for place, token in enumerate(tokens):
+            if self.begun:
+                return self._ends_in(tokens[place:])
+            self._head = (self._head + self._tokenizer.decode_bytes([token])).lstrip()
+            if self._head.startswith(self._begin):
+                self._tail = self._head[len(self._begin) :]
+                self._begin = b""
+                if self._mark in self._tail:
+                    return True
+            elif not self._begin.startswith(self._head):
+                return True
+        return False
+
+    def _ends_in(self, tokens: abc.Sequence[int]) -> bool:
+        """Whether the mark is complete once these tokens of the reasoning follow."""
+        self.tokens += len(tokens)
         text = self._tail + self._tokenizer.decode_bytes([*tokens])
         self._tail = text[-len(self._mark) :]
         return self._mark in text
 
     def only_next(self, mask: Array) -> Array:
         """The mask of the token that goes on with the mark, where ``mask`` allows that; within a
-        character it does not.
+        character it does not, or it would if it allowed all.
         """
+        if _within_character(self._tail):
+            return mask
         size = next(
             n for n in reversed(range(len(self._mark))) if self._tail.endswith(self._mark[:n])
         )
@@ -164,6 +208,13 @@ class ReasoningEnd:
         only = np.zeros_like(mask)
         only.view(np.uint32)[word] = mask.view(np.uint32)[word] & np.uint32(1 << bit)
         return only if only.any() else mask
+
+
+def _within_character(text: bytes) -> bool:
+    """Whether UTF-8 wants more bytes after this one's last character."""
+    decoder = codecs.getincrementaldecoder("utf-8")("ignore")
+    decoder.decode(text)
+    return bool(decoder.getstate()[0])
 
 
 def fill(matchers: abc.Sequence[LLMatcher], words: int) -> Array:
@@ -325,13 +376,17 @@ class Guides:
         self._cached: OrderedDict[str, tuple[Guide, int]] = OrderedDict()
         self._json_texts: dict[str, LLMatcher] = {}  # of JSON_TEXT, by the mark before it
 
-    def prepare(self, outputs: StructuredOutputs, done: Callable[[Guide | Failure], None]) -> None:
+    def prepare(
+        self, outputs: StructuredOutputs | Reasoning, done: Callable[[Guide | Failure], None]
+    ) -> None:
         """Compile on another thread, then call ``done`` there with a guide to ``fork`` for each
         sequence, or with a Failure.
         """
         self._compiler.submit(self._prepare, outputs, done)
 
-    def _prepare(self, outputs: StructuredOutputs, done: Callable[[Guide | Failure], None]) -> None:
+    def _prepare(
+        self, outputs: StructuredOutputs | Reasoning, done: Callable[[Guide | Failure], None]
+    ) -> None:
         try:
             guide = self.compile(outputs)
         except GrammarError as error:
@@ -343,10 +398,17 @@ class Guides:
         else:
             done(guide)
 
-    def compile(self, outputs: StructuredOutputs) -> Guide:
+    def _bounded(self, reasoning: Reasoning) -> Guide:
+        """A guide that allows everything until the reasoning must end."""
+        end = ReasoningEnd(self._tokenizer, reasoning.end, reasoning.begin)
+        return Guide((), fill((), self._words), self._eos, Growth(), end)
+
+    def compile(self, outputs: StructuredOutputs | Reasoning) -> Guide:
         """A guide at the start of the output, with its first mask. For one thread at a time. Raises
         GrammarError.
         """
+        if isinstance(outputs, Reasoning):
+            return self._bounded(outputs)
         for spent in [key for key, (guide, _) in self._cached.items() if guide.growth.is_spent]:
             del self._cached[spent]
         key = outputs.digest + outputs.reasoning_end

@@ -10,7 +10,6 @@ file fails, it finishes the running downloads and does not name the file that fa
 import errno
 import logging
 import os
-import re
 import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +22,7 @@ import huggingface_hub
 from huggingface_hub import constants, errors
 from tqdm import tqdm
 
+from fairlead_runtime.hub.source import COMMIT
 from fairlead_runtime.models import architecture, files
 from fairlead_runtime.models.model_error import ModelError
 
@@ -30,7 +30,6 @@ WORKERS = 4
 # They log every URL, and the URLs that a hub redirects to carry signatures.
 _URL_LOGGERS = ("httpx", "httpx2")
 Report = Callable[["Progress"], None]
-COMMIT = re.compile(r"[0-9a-f]{40}")
 _TRUE_WORDS = {"1", "ON", "YES", "TRUE"}
 
 

@@ -11,17 +11,20 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 from urllib.parse import unquote, urlsplit
 
-from fairlead_runtime.hub.fetch import COMMIT, Report, fetch
 from fairlead_runtime.models.model_error import ModelError
 from fairlead_runtime.settings.engine_config import ConfigError
+
+if TYPE_CHECKING:
+    from fairlead_runtime.hub.fetch import Report
 
 ACCEPTED = "use demo:, hf://owner/name, owner/name, file:///path or a path"
 DEMO = "demo:"
 _PART = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9])?"
 _REPOSITORY = re.compile(rf"{_PART}/{_PART}")
+COMMIT = re.compile(r"[0-9a-f]{40}")
 _REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,199}")
 
 log = logging.getLogger("fairlead.fetch")
@@ -78,7 +81,7 @@ def resolve(
     *,
     revision: str = "",
     environ: Mapping[str, str] | None = None,
-    report: Report | None = None,
+    report: "Report | None" = None,
     weights: bool = True,
 ) -> LocalModel:
     """Find the directory of MODEL; a hub model is downloaded, with its ``weights`` or without.
@@ -90,16 +93,19 @@ def resolve(
     source = parse(text)
     check_revision(source, revision)
     if source.kind == "hub":
+        # A path is refused, or found, without the seconds that the hub's client takes to import.
+        from fairlead_runtime.hub.fetch import fetch
+
         environ = os.environ if environ is None else environ
         snapshot = fetch(
             source.name, revision=revision, environ=environ, report=report, weights=weights
         )
         return LocalModel(source, snapshot.path, snapshot.commit)
-    path = demo_directory() if source.kind == "demo" else Path(source.name)
+    path = demo_directory() if source.kind == "demo" else Path(source.name).absolute()
     if not path.is_dir():
         raise ModelError(
             "ModelNotFound",
-            f"{path}: no such directory",
+            f"{text[:500]}: no such directory",
             "check the path, and that its volume is mounted",
         )
     return LocalModel(source, path)

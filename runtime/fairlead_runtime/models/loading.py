@@ -117,13 +117,13 @@ def load(
     settings = config or EngineConfig()
     inspected = inspect(path, settings)
     started = time.monotonic()
-    size = inspected.weight_bytes / 2**30
-    log.info("loading %.2f GiB of weights as %s", size, str(inspected.dtype).removeprefix("torch."))
+    size = _size(inspected.weight_bytes)
+    log.info("loading %s of weights as %s", size, str(inspected.dtype).removeprefix("torch."))
     tokenizer = load_tokenizer(inspected.files.path)
     sharded = settings.tensor_parallel > 1
     model = _load_weights(inspected, torch.device(device), sharded=sharded)
     model.requires_grad_(False).eval()
-    log.info("loaded %.2f GiB in %.1f s", size, time.monotonic() - started)
+    log.info("loaded %s in %.1f s", size, time.monotonic() - started)
     # RoPE is pinned to the longest sequence, so for some models that length decides the keys.
     traits = (str(inspected.max_model_len), settings.quantization, settings.cache_dtype)
     return LoadedModel(
@@ -256,3 +256,8 @@ def _progress_on_terminals_only() -> Iterator[None]:
     finally:
         if enabled:
             control.enable_progress_bar()
+
+
+def _size(count: int) -> str:
+    """Bytes in GiB, or in MiB where that would be 0.0."""
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 / 10 else f"{count / 2**20:.1f} MiB"

@@ -18,6 +18,7 @@ from fairlead_runtime.child.frames import FrameError
 from fairlead_runtime.child.life import FAILED, end_with, leave, parent_socket
 from fairlead_runtime.engine.cache_map import CacheCopy
 from fairlead_runtime.engine.engine import Engine
+from fairlead_runtime.models.model_error import first_line
 from fairlead_runtime.outputs import (
     CacheReset,
     ChoiceEvent,
@@ -39,20 +40,26 @@ STOP_SECONDS = 5.0  # for the step that runs
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
-    """``arguments``: the id of the HTTP process, the level of logging. Does not return."""
-    parent, level = map(int, arguments)
+    """``arguments``: the id of the HTTP process, the level and the form of logging. Does not
+    return.
+    """
+    parent, level, log_format = int(arguments[0]), int(arguments[1]), arguments[2]
     end_with(parent)
     connection = parent_socket()
-    logs.configure(logging.getLevelName(level))
+    logs.configure(logging.getLevelName(level), log_format)
     leave(_serve(wire.EngineChannel(connection, wire.FROM_ENGINE, wire.TO_ENGINE)))
 
 
 def _serve(channel: wire.EngineChannel) -> int:
     """Load, step and answer; returns the exit code."""
-    leave_compiler_out()
-    # Imported before the first message, which may have to wait for a download.
-    from fairlead_runtime.build.build_engine import build
-
+    try:
+        leave_compiler_out()
+        # Imported before the first message, which may have to wait for a download.
+        from fairlead_runtime.build.build_engine import build
+    except (ImportError, OSError, MemoryError) as error:  # memory is short, or a library broken
+        reason = f"torch or transformers cannot be imported: {first_line(error)}"
+        channel.send(wire.Refused.of(EngineDead(reason)))
+        return FAILED
     logs.adopt_transformers()
     try:
         start = channel.receive()

@@ -9,6 +9,7 @@ import asyncio
 import functools
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -24,8 +25,7 @@ from fairlead_runtime.api.state.tracing import Tracing
 from fairlead_runtime.api.tools.formats import ReplyFormat, reply_format
 from fairlead_runtime.build.host import cpu_limit, process_age, resident_bytes
 from fairlead_runtime.child.process import Child
-from fairlead_runtime.front.key_file import api_keys
-from fairlead_runtime.front.tls import Certificates
+from fairlead_runtime.front.doors import Doors
 from fairlead_runtime.grammar.checker import Checker
 from fairlead_runtime.grammar.compile import TokenizerFacts
 from fairlead_runtime.hub import source
@@ -41,9 +41,11 @@ from fairlead_runtime.serving.intake import Intake
 from fairlead_runtime.serving.metrics import EngineMetrics
 from fairlead_runtime.serving.prompt_encoder import PromptEncoder
 from fairlead_runtime.serving.remote_engine import RemoteEngine
+from fairlead_runtime.serving.request_templates import RequestTemplates
 from fairlead_runtime.serving.service import Service
+from fairlead_runtime.settings import terminal
 from fairlead_runtime.settings.engine_config import EngineConfig
-from fairlead_runtime.settings.preflight import check_record
+from fairlead_runtime.settings.terminal import BOLD, paint
 from fairlead_runtime.sizing.traffic import body_bytes, public_connections
 
 log = logging.getLogger("fairlead.serve")
@@ -51,63 +53,61 @@ STOP_SECONDS = 5.0  # for the running step of the engine
 T = TypeVar("T")
 
 
-def run(
-    engine: Child, model: str, config: EngineConfig, host: str, port: int, admin_port: int
-) -> int:
+def run(engine: Child, model: str, config: EngineConfig, doors: Doors) -> int:
     """Serve until SIGTERM. Returns 0 after a drain; raises ConfigError, ModelError, SelfTestError
     or EngineDead.
     """
-    source.check_revision(source.parse(model), config.revision)
-    check_record(config)
-    keys = api_keys(config.api_key_file, os.environ)
-    tls = Certificates(config.ssl_certfile, config.ssl_keyfile) if config.ssl_certfile else None
-    listeners = http.listen(host, port, admin_port)
-    for name, listener in zip(("public", "admin"), listeners, strict=True):
-        address, bound = listener.getsockname()[:2]
-        scheme = "https" if tls is not None and name == "public" else "http"
-        log.info(
-            "%s port: %s://%s:%d",
-            name,
-            scheme,
-            f"[{address}]" if ":" in address else address,
-            bound,
-        )
     state = ServerState(
         name=config.served_name or model,
         source=model,
-        keys=keys,
-        certificates=tls,
+        keys=doors.keys,
+        certificates=doors.certificates,
         cors_origin=config.cors_origin,
         public_metrics=config.public_metrics,
         tracing=Tracing.of(config.served_name or model, os.environ),
     )
     try:
-        drained = asyncio.run(_serve(state, listeners, engine, model, config))
+        drained = asyncio.run(_serve(state, doors, engine, model, config))
     finally:
         if state.tracing is not None:
             state.tracing.close()
     message = f"{drained.finished} running requests finished, {drained.aborted} were cut off"
-    line = termination.json_line("Drained", message, **drained._asdict())
+    line = terminal.json_line("Drained", message, **drained._asdict())
     termination.write_log(line, os.environ)
     return 0
 
 
 async def _serve(
     state: ServerState,
-    listeners: http.Listeners,
+    doors: Doors,
     engine: Child,
     model: str,
     config: EngineConfig,
 ) -> DrainResult:
+    # Said from within the loop, which ends at a signal without a trace.
+    for name, url in doors.urls().items():
+        log.info("%s port: %s", name, url)
     async with AsyncExitStack() as running:
         return await http.serve(
             state,
-            listeners,
+            doors.listeners,
             lambda: _load(state, engine, model, config, running),
             drain_grace=config.drain_grace,
             drain_timeout=config.drain_timeout,
             connections=public_connections(config),
+            ready=lambda: _say_ready(doors),
         )
+
+
+def _say_ready(doors: Doors) -> None:
+    """For programs one word, for a person on a terminal the addresses and what to try."""
+    if not terminal.as_text():
+        log.info("serving")
+        return
+    public, admin = doors.urls(local=True).values()
+    ready = paint(f"Ready in {process_age():.0f} s:", BOLD)
+    sys.stderr.write(f"{ready} {public}/v1 · page {admin}/\n")
+    sys.stderr.write(f"Try:  fairlead chat --url {public}   (Ctrl-C ends this server)\n")
 
 
 async def _load(
@@ -146,6 +146,10 @@ async def _load(
     service = Service(engine, intake, vocabulary, grammars=Checker(facts))
     encoder = _prompt_encoder(tokenizer, facts, service)
     running.callback(encoder.close)
+    if rules.templates:
+        renderer = RequestTemplates(tokenizer)
+        running.callback(renderer.close)
+        rules = rules._replace(renderer=renderer)
     service.start()
     running.push_async_callback(service.stop, STOP_SECONDS)
 

@@ -1,4 +1,4 @@
-"""Log lines of the server: one JSON object each, on stderr.
+"""Log lines of the server, on stderr: one JSON object each, or text on a terminal.
 
 Owns their shape: time, level, logger, message and the fields that a call passes as ``extra``. No
 caller passes a prompt or generated text.
@@ -9,7 +9,7 @@ import logging
 import sys
 from datetime import UTC, datetime
 
-_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+from fairlead_runtime.settings import terminal
 
 
 class JsonFormatter(logging.Formatter):
@@ -20,16 +20,17 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
-        line |= {name: value for name, value in vars(record).items() if name not in _STANDARD}
+        line |= terminal.extras(record)
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, default=str)
 
 
-def configure(level: str) -> None:
-    """Write the lines of every logger at ``level`` and above to stderr."""
+def configure(level: str, log_format: str) -> None:
+    """Write the lines of every logger at ``level`` and above to stderr, in one of LOG_FORMATS."""
+    terminal.use(log_format)
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter())
+    handler.setFormatter(terminal.TextFormatter() if terminal.as_text() else JsonFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
 
 

@@ -97,7 +97,7 @@ def _follow(leader: _Leader, store: int) -> NoReturn:
     from fairlead_runtime.device.model.rank_group import RankGroup
 
     start = leader.receive(Start)
-    logs.configure(logging.getLevelName(start.level))
+    logs.configure(logging.getLevelName(start.level), start.log_format)
     logs.adopt_transformers()
     rank, config = start.rank, start.config
     if "OMP_NUM_THREADS" not in os.environ:

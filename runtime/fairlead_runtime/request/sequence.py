@@ -12,16 +12,21 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
 from fairlead_runtime.request.logprobs import TokenLogprobs
-from fairlead_runtime.request.structured import PARAM, StructuredOutputs, StructuredOutputsError
+from fairlead_runtime.request.structured import (
+    PARAM,
+    Reasoning,
+    StructuredOutputs,
+    StructuredOutputsError,
+)
 
-MAX_CHOICES = 8
+MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 MAX_BIASES = 300
 MAX_BIAS = 100.0
 MAX_BAD_WORDS = 64
 MAX_BAD_WORD_CHARS = 64
 MAX_BAD_WORD_IDS = 64
-MAX_STOPS = 4
+MAX_STOPS = 32
 MAX_STOP_CHARS = 256
 
 
@@ -108,8 +113,9 @@ PREFILLING = Status.PREFILLING
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 disable those
-    filters; the penalties' neutral values are 1 for repetition and 0 for the others.
+    """How tokens are chosen. temperature 0 is greedy, and so is top_p 0; top_k 0, top_p 1 and min_p
+    0 disable those filters; the penalties' neutral values are 1 for repetition and 0 for the
+    others.
 
     ``logit_bias`` may be given as a mapping and is kept as pairs, one ``stop`` as a text. A bad
     word is a text, or the ids of one; the engine takes ids only. ``min_tokens`` holds back end and
@@ -141,17 +147,15 @@ class SamplingParams:
     skip_special_tokens: bool = True  # False: special tokens are text, but for the one that ends it
     prompt_logprobs: int | None = None  # the same of each prompt token but the first
     structured_outputs: Any = None  # StructuredOutputs, or a mapping of its fields
+    reasoning: Reasoning | None = None  # a bound on it; None: none
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         _check_number("temperature", self.temperature, 0.0, 100.0)
         _check_whole_number("top_k", self.top_k, 0, 2**31 - 1)
         _check_number("top_p", self.top_p, 0.0, 1.0)
-        if self.top_p == 0.0:
-            raise RequestError(
-                "top_p",
-                "must be above 0 and at most 1; for greedy sampling set temperature to 0",
-            )
+        if self.top_p == 0:  # only the likeliest token is left
+            object.__setattr__(self, "temperature", 0.0)
         _check_number("min_p", self.min_p, 0.0, 1.0)
         if self.seed is not None:
             _check_whole_number("seed", self.seed, -(2**63), 2**63 - 1)

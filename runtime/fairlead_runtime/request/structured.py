@@ -120,6 +120,18 @@ class StructuredOutputs:
         return changed
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reasoning:
+    """A model may reason for at most ``most`` tokens; then ``end``, the closing mark, is all that
+    it may write. ``begin``: the mark with which it begins to reason, if it does; "" where the
+    prompt has begun it.
+    """
+
+    most: int
+    end: str
+    begin: str = ""
+
+
 KINDS: tuple[Kind, ...] = ("json", "json_object", "regex", "choice", "grammar")
 
 

@@ -4,6 +4,7 @@ Owns one choice's text: incremental detokenizing, stop texts, log-probabilities.
 engine thread. Knows no queue and no asyncio.
 """
 
+import functools
 from collections.abc import Sequence
 
 from fairlead_runtime.outputs import ChoiceEvent, Output, Submission
@@ -21,6 +22,7 @@ class StopTexts:
         self._stops = stops
         self._included = included
         self._held_back = ""
+        self._begun = [0] * len(stops)  # characters of each that the text ends with
 
     def add(self, text: str, *, last: bool, may_stop: bool = True) -> tuple[str, str | None]:
         """The text to show now, and the stop text that ends in it: the leftmost, else the first
@@ -29,6 +31,7 @@ class StopTexts:
         if not self._stops:
             return text, None
         before = len(self._held_back)
+        self._begun = [_begun(*each, text) for each in zip(self._stops, self._begun, strict=True)]
         text = self._held_back + text
         if may_stop:
             # One that ends in the text before the new one came before min_tokens.
@@ -37,18 +40,38 @@ class StopTexts:
             if matches:
                 at, _, stop = min(matches)
                 return text[: at + len(stop) if self._included else at], stop
-        keep = 0 if last else max(_overlap(text, stop) for stop in self._stops)
+        keep = 0 if last else max(self._begun)
         cut = len(text) - keep
         self._held_back = text[cut:]
         return text[:cut], None
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest suffix of ``text`` that is a proper prefix of ``stop``."""
-    for size in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:size]):
-            return size
-    return 0
+def _begun(stop: str, begun: int, text: str) -> int:
+    """How many first characters of ``stop``, but not all, end a text that ended with ``begun`` of
+    them before ``text``. Each character is read once, however long the stop text is: the algorithm
+    of Knuth, Morris and Pratt.
+    """
+    borders = _borders(stop)
+    for character in text:
+        while begun and character != stop[begun]:
+            begun = borders[begun]
+        if character == stop[begun]:
+            begun += 1
+        if begun == len(stop):
+            begun = borders[begun]
+    return begun
+
+
+@functools.lru_cache(maxsize=1024)
+def _borders(stop: str) -> tuple[int, ...]:
+    """By a number of first characters, how many of these end them again, but not all."""
+    borders = [0, 0]
+    for character in stop[1:]:
+        size = borders[-1]
+        while size and character != stop[size]:
+            size = borders[size]
+        borders.append(size + (character == stop[size]))
+    return tuple(borders)
 
 
 class ChoiceText:

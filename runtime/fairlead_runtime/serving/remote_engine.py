@@ -53,7 +53,7 @@ class RemoteEngine:
         self._questions: dict[int, asyncio.Future[Any]] = {}
         self._report: EngineReport | None = None
         self._dead_reason = ""
-        self._stopping = False
+        self._stopping = self._refused = False
 
     # -- start and end
 
@@ -66,7 +66,8 @@ class RemoteEngine:
         """Let the process load the model; awaiting the result raises ConfigError, ModelError,
         SelfTestError or EngineDead.
         """
-        self._send(start)
+        if not self._loaded.done():  # else it could not even import
+            self._send(start)
         return self._loaded
 
     @property
@@ -198,6 +199,7 @@ class RemoteEngine:
                 if not self._loaded.done():
                     self._loaded.set_result(message)
             case wire.Refused():
+                self._refused = True  # its end is no news
                 if not self._loaded.done():
                     self._loaded.set_exception(message.error)
             case wire.Gone(reason):
@@ -212,6 +214,6 @@ class RemoteEngine:
         for waiting in (self._loaded, *self._questions.values()):
             if not waiting.done():
                 waiting.set_exception(error)
-        if not self._stopping:
+        if not self._stopping and not self._refused:
             log.error("the engine has ended: %s", reason)
             self._ended(reason)

@@ -10,7 +10,7 @@ import argparse
 import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
 
@@ -26,6 +26,31 @@ ToolCallParser = Literal["auto", "none", "hermes", "llama3_json", "mistral"]
 ReasoningParser = Literal["auto", "none", "deepseek_r1", "qwen3"]
 GenerationConfig = Literal["auto", "none"]
 Kernels = Literal["auto", "torch", "cpu", "flashinfer"]
+# The parts of --help and of docs/runtime.md, by the first name of the custom resource's path.
+SECTIONS = {"model": "Model", "engine": "Engine", "scheduler": "Scheduler", "cache": "Cache"}
+PROCESS = "Process"  # of every other field
+# What only a server of HTTP honours: `generate` and other commands do not have these flags.
+SERVER_ONLY = frozenset(
+    {
+        "served_name",
+        "max_queue",
+        "queue_timeout",
+        "shared_memory",
+        "api_key_file",
+        "ssl_certfile",
+        "ssl_keyfile",
+        "cors_origin",
+        "public_metrics",
+        "tool_call_parser",
+        "reasoning_parser",
+        "generation_config",
+        "chat_template",
+        "trust_request_chat_template",
+        "drain_grace",
+        "drain_timeout",
+    }
+)
+_FLAG = re.compile(r"--([a-z][a-z-]*[a-z])")
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[a-z0-9._:\[\]-]+")
 
 
@@ -37,6 +62,13 @@ class ConfigError(ValueError):
         self.field = field
         self.message = message
         self.hint = hint
+
+    def in_python(self) -> Self:
+        """The same error whose text has the names as keywords, not as flags."""
+        error = type(self)(self.field, self.message, self.hint)
+        spelled = _FLAG.sub(lambda flag: flag[1].replace("-", "_"), str(self))
+        error.args = (spelled,)
+        return error
 
 
 def flag_of(name: str) -> str:
@@ -349,8 +381,8 @@ class EngineConfig:
     )
     trust_request_chat_template: bool = knob(
         False,
-        "take a request's own chat_template, which runs in a sandbox that does not bound its time",
-        when="Only where you trust every client.",
+        "take a request's own chat_template, rendered in a process with limits of time and memory",
+        when="Where clients bring templates of their own; each is still a program of theirs.",
     )
     drain_grace: float = knob(
         5.0,
@@ -438,7 +470,9 @@ class EngineConfig:
 
     @classmethod
     def from_namespace(cls, namespace: argparse.Namespace) -> Self:
-        return cls(**{f.name: getattr(namespace, f.name) for f in dataclasses.fields(cls)})
+        """Of a parser of ``add_arguments``; what it left out has its default."""
+        names = (f.name for f in dataclasses.fields(cls) if hasattr(namespace, f.name))
+        return cls(**{name: getattr(namespace, name) for name in names})
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> Self:
@@ -472,20 +506,22 @@ def base_type(name: str) -> type:
     raise TypeError(name)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """One flag per field, with its help line, unit and default."""
-    section = parser.add_argument_group("engine")
+def section_of(f: "dataclasses.Field[Any]") -> str:
+    """The part of --help and of docs/runtime.md that a setting is in."""
+    return SECTIONS.get((f.metadata["cr"] or "").partition(".")[0], PROCESS)
+
+
+def add_arguments(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
+    """One flag per field, in groups, with its help line, unit and default. ``without``: fields that
+    the command does not honour.
+    """
+    titles = (*SECTIONS.values(), PROCESS)
+    groups = {title: parser.add_argument_group(title.lower()) for title in titles}
     for f in dataclasses.fields(EngineConfig):
-        meta, kind = f.metadata, base_type(f.name)
-        unit = f", {meta['unit']}" if meta["unit"] else ""
-        default = (
-            "unset"
-            if f.default in (None, "")
-            else {True: "on", False: "off"}.get(f.default, f.default)
-            if isinstance(f.default, bool)
-            else f.default
-        )
-        text = f"{meta['help']} (default: {default}{unit})".replace("%", "%%")
+        if f.name in without:
+            continue
+        meta, kind, section = f.metadata, base_type(f.name), groups[section_of(f)]
+        text = f"{meta['help']}{_default_words(f)}".replace("%", "%%")
         if kind is bool:
             section.add_argument(
                 flag_of(f.name), action=argparse.BooleanOptionalAction, default=f.default, help=text
@@ -493,12 +529,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         else:
             section.add_argument(
                 flag_of(f.name),
-                type=kind,
+                type=_share if f.name == "max_memory_percent" else kind,
                 default=f.default,
                 choices=choices_of(f.name) or None,
                 metavar=meta["metavar"] or (None if choices_of(f.name) else kind.__name__.upper()),
                 help=text,
             )
+
+
+def _default_words(f: "dataclasses.Field[Any]") -> str:
+    """`` (default: 16 tokens)``; nothing where the help says it."""
+    if f.default in (None, ""):
+        said = re.search(r"\bunset\b|\(default:", f.metadata["help"])
+        return "" if said else " (default: none)"
+    value = f.default
+    if isinstance(value, bool):
+        value = "on" if value else "off"
+    unit = f.metadata["unit"]
+    return f" (default: {value}{f' {unit}' if unit and unit != 'share' else ''})"
+
+
+def _share(text: str) -> float:
+    """A share, or a percentage: above 1 it can be no share."""
+    value = float(text.removesuffix("%"))
+    return value / 100 if 1 < value <= 100 or text.endswith("%") else value
+
+
+_share.__name__ = "float"  # argparse's word for the type, in its refusals
 
 
 def _check_value(f: "dataclasses.Field[Any]", value: Any) -> None:
@@ -524,6 +581,7 @@ def _check_value(f: "dataclasses.Field[Any]", value: Any) -> None:
             f.name, f"{value} is below the smallest allowed, {low}", f"set at least {low}"
         )
     if high is not None and value > high:
-        raise ConfigError(
-            f.name, f"{value} is above the largest allowed, {high}", f"set at most {high}"
-        )
+        hint = f"set at most {high}"
+        if f.metadata["unit"] == "share":
+            hint += ": it is a share, 0.9 is 90 %"
+        raise ConfigError(f.name, f"{value} is above the largest allowed, {high}", hint)

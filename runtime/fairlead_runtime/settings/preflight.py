@@ -21,6 +21,7 @@ _HOST_FIX = (
     ":: for all of IPv4 and IPv6"
 )
 EVERY_ADDRESS = "::"
+KEY_VARIABLE = "FAIRLEAD_API_KEY"  # of the environment: an API key without a file of keys
 
 
 def check_record(config: EngineConfig) -> None:

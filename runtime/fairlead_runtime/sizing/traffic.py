@@ -29,6 +29,7 @@ PROMPT_TOKENS, ALL_PROMPTS, MEMORY_SHARE = 1024, 256 << 20, 64
 # Of a token that waits, its id in both processes; of its block, a digest.
 WAITING_TOKEN_BYTES, WAITING_DIGEST_BYTES = 8, 32
 DEFAULT_QUEUE = EngineConfig().max_queue
+QUEUED_CHOICES = 8  # that may wait for each request that may wait: what they take is counted so
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from fairlead_runtime.sizing.layer_heads import refuse_mixed
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.solve import CPU_CACHE, MemoryPlan, solve
 from fairlead_runtime.sizing.tensor_parallel import refuse
-from fairlead_runtime.sizing.terms import DeviceFacts, dtype_of, gib
+from fairlead_runtime.sizing.terms import GIB, DeviceFacts, dtype_of, gib
 
 
 def plan_memory(
@@ -33,6 +33,19 @@ def plan_memory(
     the model, when ``quantization`` names another format than the checkpoint's, or for what is not
     served where layers differ in their heads.
     """
+    check_against(shape, config)
+    config = as_stored(config, shape.quantized)
+    memory = solve(shape, config, device, measured or {})
+    if not memory.fits:
+        memory = replace(memory, fixes=find_fixes(shape, config, device, measured or {}))
+    memory = replace(memory, widened=_widened(shape, config, memory))
+    return replace(memory, message=_message(memory, config, device) + memory.widened)
+
+
+def check_against(shape: ModelShape, config: EngineConfig) -> None:
+    """Refuse the settings that the model's shape alone refuses, whatever the device. Raises
+    ConfigError.
+    """
     if config.max_model_len is not None and config.max_model_len > shape.max_len:
         raise ConfigError(
             "max_model_len",
@@ -43,11 +56,6 @@ def plan_memory(
     config = as_stored(config, shape.quantized)
     if shape.mixed:
         refuse_mixed(config)
-    memory = solve(shape, config, device, measured or {})
-    if not memory.fits:
-        memory = replace(memory, fixes=find_fixes(shape, config, device, measured or {}))
-    memory = replace(memory, widened=_widened(shape, config, memory))
-    return replace(memory, message=_message(memory, config, device) + memory.widened)
 
 
 def _widened(shape: ModelShape, config: EngineConfig, memory: MemoryPlan) -> str:
@@ -90,5 +98,14 @@ def _message(memory: MemoryPlan, config: EngineConfig, device: DeviceFacts) -> s
         cpu_limit = CPU_CACHE // config.tensor_parallel
         room = min(free, cpu_limit) if device.kind == "cpu" else free
         bounds = memory.bounds_for(resource_field)
-        problem = f"needs {gib(needed)} GiB of KV cache, has {gib(room)}{bounds}"
+        wanted, there = _told_apart(needed, room)
+        problem = f"needs {wanted} GiB of KV cache, has {there}{bounds}"
     return f"{problem}: {advise(memory.fixes, device, flags=False)}"
+
+
+def _told_apart(more: int, less: int) -> tuple[str, str]:
+    """Both in GiB, with as many digits as tell them apart."""
+    if gib(more) != gib(less):
+        return gib(more), gib(less)
+    digits = next((n for n in range(2, 9) if f"{more / GIB:.{n}f}" != f"{less / GIB:.{n}f}"), 9)
+    return f"{more / GIB:.{digits}f}", f"{less / GIB:.{digits}f}"

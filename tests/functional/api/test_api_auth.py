@@ -64,7 +64,11 @@ HEADERS: list[dict[str, str]] = [
     {"authorization": f"Bearer {KEY.upper()}"},
     {"authorization": "Bearer " + hashlib.sha256(KEY.encode()).hexdigest()},
     {"api_key": KEY},
-    {"x_api_key": KEY},
+    {"x_api_key": ""},
+    {"x_api_key": f"Bearer {KEY}"},
+    {"x_api_key": f"{KEY}x"},
+    {"x_api_key": KEY[:-1], "authorization": f"Bearer {KEY[1:]}"},
+    {"x_api_keys": KEY},
 ]
 
 
@@ -129,6 +133,49 @@ def test_each_key_of_the_file_opens_every_route(keys: Path, scheme: str) -> None
             assert first.tenant != second.tenant
             assert "me" not in {first.tenant, second.tenant}
             assert not {first.tenant, second.tenant} & {KEY, OTHER}
+
+    run(scenario())
+
+
+def test_a_key_in_its_own_header_is_the_same_tenant_and_an_error_has_the_shape_of_its_path(
+    keys: Path,
+) -> None:
+    async def scenario() -> None:
+        async with (
+            fake_server(keys=KeyRing(str(keys))) as (server, service),
+            server.client() as client,
+        ):
+            bodies = {
+                "/v1/completions": completion(),
+                "/v1/messages": {
+                    "max_tokens": 3,
+                    "messages": [{"role": "user", "content": "hello"}],
+                    "metadata": {"user_id": "somebody-else"},
+                },
+            }
+            sent: list[dict[str, str]] = [
+                {"x-api-key": KEY},
+                {"authorization": f"Bearer {KEY}"},
+                {"x-api-key": OTHER, "authorization": f"Bearer {KEY}"},
+                {"x-api-key": KEY, "authorization": "Bearer stale"},
+                {"x-api-key": KEY, "authorization": "Basic eDp5"},
+            ]
+            for path, body in bodies.items():
+                for headers in sent:
+                    answer = await client.post(path, json=body, headers=headers)
+                    assert answer.status_code == 200, answer.text
+            assert len({each.tenant for each in service.seen}) == 1
+            assert len({each.salt for each in service.seen}) == 1
+            twice = [("x-api-key", KEY), ("x-api-key", KEY)]
+            for path, body in bodies.items():
+                refused = await client.post(path, json=body, headers=twice)
+                assert refused.status_code == 401
+                if path != "/v1/messages":
+                    assert is_error(refused.json())
+                    continue
+                error = refused.json()
+                assert (error["type"], error["error"]["type"]) == ("error", "authentication_error")
+                assert error["request_id"] == refused.headers["request-id"]
 
     run(scenario())
 

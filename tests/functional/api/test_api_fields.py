@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from fairlead_runtime.api.anthropic import bodies as anthropic
 from fairlead_runtime.api.bodies import request_bodies
 from fairlead_runtime.api.bodies.refused_fields import REFUSED, REFUSED_OF_MESSAGES
 from fairlead_runtime.api.bodies.request_bodies import ChatBody, CompletionBody
@@ -26,6 +27,7 @@ ROUTES = {
     "/v1/completions": completion(),
     "/v1/chat/completions": chat(),
     "/v1/responses": {"model": "tiny", "input": "hello"},
+    "/v1/messages": chat(max_tokens=3),
 }
 
 
@@ -50,7 +52,7 @@ def test_the_models_sampling_values_count_where_a_body_leaves_them_out(route: st
 
 # -- fields of other servers
 
-RESPONSE = ROUTES["/v1/responses"]
+RESPONSE, MESSAGE = ROUTES["/v1/responses"], ROUTES["/v1/messages"]
 CHECKS = [
     *((request_bodies.chat, chat(), name) for name in REFUSED.keys() - ChatBody.model_fields),
     *(
@@ -59,12 +61,17 @@ CHECKS = [
     ),
     *((bodies.response, RESPONSE, name) for name in bodies._REFUSED),
     *((bodies.response, RESPONSE, name) for name in ("regex_of_nobody", "mirostat")),
+    *((anthropic.message, MESSAGE, name) for name in anthropic._REFUSED),
+    *((anthropic.message, MESSAGE, name) for name in ("regex_of_nobody", "mirostat")),
 ]
 
 
 def test_fields_that_would_change_the_answer_are_refused_by_name_unless_they_are_neutral() -> None:
     for check, body, name in CHECKS:
-        known = REFUSED.get(name) or bodies._REFUSED.get(name)
+        tables = [REFUSED, bodies._REFUSED]
+        if check is anthropic.message:
+            tables = [anthropic._REFUSED, REFUSED]
+        known = next((table[name] for table in tables if name in table), None)
         for neutral in (None, *(known.neutral if known else ("any",))):
             check(body | {name: neutral}, MODEL)
         if known:

@@ -12,8 +12,8 @@ import pytest
 from fairlead_runtime.api.ports import server as server_module
 from fairlead_runtime.api.ports.admin import EXPOSITION
 from fairlead_runtime.api.ports.app import admin_app, public_app
-from fairlead_runtime.api.ports.server import listen
 from fairlead_runtime.api.state.state import Backend, ServerState
+from fairlead_runtime.front.doors import listen
 from fairlead_runtime.front.drain import Drain
 from fairlead_runtime.front.limits import PromptPool
 from fairlead_runtime.outputs import Draining, DrainResult, EngineDead, Health

@@ -120,7 +120,8 @@ def test_every_event_may_show_the_usage_so_far(route: str) -> None:
             prompt = len(service.seen[0].prompt)
             counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
             assert counts == sorted(counts)
-            assert set(counts) == {1, 2, 3}
+            # The event of a chat's role has no token.
+            assert counts == ([0, 1, 2, 3, 3] if "chat" in route else [1, 2, 3])
             for chunk, count in zip(chunks, counts, strict=True):
                 assert chunk["usage"]["prompt_tokens"] == prompt
                 assert chunk["usage"]["total_tokens"] == prompt + count
@@ -277,7 +278,10 @@ def test_a_message_may_be_a_list_of_text_parts() -> None:
                 {"role": "developer", "content": "be kind"},
                 {"role": "user", "content": parts},
             ]
-            plain = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hello"}]
+            plain = [
+                {"role": "system", "content": "be kind"},
+                {"role": "user", "content": "hel\nlo"},
+            ]
             for each in (messages, plain):
                 body = {"model": MODEL, "messages": each}
                 assert (await client.post("/v1/chat/completions", json=body)).status_code == 200

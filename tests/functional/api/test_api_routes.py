@@ -159,6 +159,7 @@ def test_metrics_are_public_only_where_that_is_asked_for_and_then_behind_the_key
         ("/chat/completions", "use /v1/chat/completions of the public port"),
         ("/v1/v1/chat/completions", "use /v1/chat/completions of the public port"),
         ("/openai/v1/responses/", "use /v1/responses of the public port"),
+        ("/messages", "use /v1/messages of the public port"),
         ("/v1/completions/", "use /v1/completions of the public port"),
         ("/v1/embeddings", "embeddings, scores and rankings are not served for now"),
         ("/rerank", "embeddings, scores and rankings are not served for now"),

@@ -75,7 +75,7 @@ def test_a_collector_gets_queue_prefill_and_decode_of_each_request_and_no_text()
                 prompts = [f"{SECRET} one", "two"]
                 body = completion(prompts, n=2, max_tokens=3, ignore_eos=True, stream=True)
                 assert client.post("/v1/completions", json=body).text.endswith("[DONE]\n\n")
-                refused = client.post("/v1/completions", json=completion("x", n=99, user=SECRET))
+                refused = client.post("/v1/completions", json=completion("x", n=999, user=SECRET))
                 assert refused.status_code == 400
             server.terminate()
             assert server.end() == 0

@@ -21,7 +21,13 @@ CHECKS = (
     "unsupported_method",
 )
 # A small model length makes every answer short.
-FLAGS = ("--served-name=tiny", "--max-model-len=64", "--num-blocks=256", "--block-size=8")
+FLAGS = (
+    "--served-name=tiny",
+    "--max-model-len=64",
+    "--num-blocks=256",
+    "--block-size=8",
+    "--public-metrics",
+)
 EXAMPLES = 1000 if LONG_FORM else 10
 
 

@@ -113,6 +113,7 @@ def test_a_model_that_fails_its_self_test_ends_with_3_and_was_never_ready(tmp_pa
         assert server.last_log_line["code"] == "SelfTestFailed"
         assert "differ from plain transformers" in server.last_log_line["message"]
         assert not any('"serving"' in line for line in server.lines)
+        assert not any("the engine has ended" in line for line in server.lines), "it was refused"
 
 
 def test_the_admin_port_answers_before_the_weights_are_loaded_and_a_signal_ends_that_too(

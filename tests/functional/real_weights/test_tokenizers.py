@@ -143,7 +143,7 @@ def test_a_text_has_the_ids_of_transformers_here_and_in_the_process_of_large_one
         for text in (*TEXTS, large):
             expected = tokenizer(text)["input_ids"]
             assert ids_of(served, {"prompt": text}) == expected
-            whole = detokenize(json.dumps({"tokens": expected}).encode(), MODEL, served)
+            whole, _ = detokenize(json.dumps({"tokens": expected}).encode(), MODEL, served)
             assert whole["prompt"] == tokenizer.decode(expected)
         assert len(json.dumps(large)) > LARGE_BODY
         assert encoder.child is not None

@@ -6,6 +6,7 @@ import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from fairlead_runtime.api.bodies.messages import Message
 from fairlead_runtime.api.responses.items import MessageItem
@@ -55,4 +56,7 @@ def test_a_refusal_of_an_earlier_answer_is_text_in_every_body() -> None:
     parts = [{"type": "refusal", "refusal": "I cannot "}, {"type": "text", "text": "say."}]
     message = Message.model_validate({"role": "assistant", "content": parts})
     item = MessageItem.model_validate({"role": "assistant", "content": parts})
-    assert message.content == item.content == "I cannot say."
+    assert message.content == item.content == "I cannot \nsay."
+    for kind in (Message, MessageItem):
+        with pytest.raises(ValidationError, match="must be text or a list of parts"):
+            kind.model_validate({"role": "user", "content": parts})

@@ -21,10 +21,10 @@ class Compiler:
     """Compiles when it is told to, as a thread would later. Its guides count their forks."""
 
     def __init__(self) -> None:
-        self.waiting: list[tuple[StructuredOutputs, Callable[[Guide | Failure], None]]] = []
+        self.waiting: list[tuple[object, Callable[[Guide | Failure], None]]] = []
         self.forks = 0
 
-    def __call__(self, outputs: StructuredOutputs, done: Callable[[Guide | Failure], None]) -> None:
+    def __call__(self, outputs: object, done: Callable[[Guide | Failure], None]) -> None:
         self.waiting.append((outputs, done))
 
     def finish(self, failure: Failure | None = None) -> None:

@@ -23,10 +23,10 @@ class Queue:
         bounds = Bounds(max_queue, 60.0, free_slots, 64, 16, 1024, tokens)
         self.inbox = Inbox(bounds, StepProgress(lambda: self.now), lambda: self.now)
 
-    def add(self, tokens: int = 1, *, bounded: bool = True) -> None:
+    def add(self, tokens: int = 1, *, n: int = 1, bounded: bool = True) -> None:
         self.made += 1
         request = Request(
-            str(self.made), (0,) * tokens, SamplingParams(), max_tokens=1, seed=self.made
+            str(self.made), (0,) * tokens, SamplingParams(n=n), max_tokens=1, seed=self.made
         )
         self.inbox.add(request, lambda _: bytearray(), bounded=bounded)
 
@@ -34,6 +34,7 @@ class Queue:
         state = {
             "queued": 0,
             "tokens": 0,
+            "choices": 0,
             "oldest": None,
             "free_slots": 0,
             "working": False,
@@ -53,6 +54,23 @@ def test_as_many_wait_as_may_besides_those_that_start() -> None:
         queue.add()  # taken out, and without a step yet
     queue.after_step(free_slots=1)
     queue.add()
+
+
+def test_eight_choices_wait_for_each_request_that_may_and_a_lone_request_whatever_it_asks() -> None:
+    queue = Queue(max_queue=2, free_slots=0)
+    queue.add(n=128)
+    with pytest.raises(QueueFull, match=r"128 choices wait already; 1 more exceed 16 "):
+        queue.add()
+    assert queue.inbox.take() is not None
+    with pytest.raises(QueueFull):
+        queue.add()  # taken out, and without a step yet
+    queue.after_step(queued=1, choices=12)
+    with pytest.raises(QueueFull, match=r"12 choices wait already; 5 more exceed 16"):
+        queue.add(n=5)
+    queue.add(n=4)
+    assert queue.inbox.take() is not None
+    queue.after_step(queued=2, choices=12, free_slots=1)
+    queue.add(n=5)
 
 
 def test_a_prompt_is_hashed_by_its_sender_and_only_where_it_may_wait() -> None:

@@ -28,7 +28,7 @@ from fairlead_runtime.grammar.compile import CheckLimits, GrammarError, Tokenize
 from fairlead_runtime.grammar.gbnf import lark_of
 from fairlead_runtime.grammar.guides import Guide, Guides
 from fairlead_runtime.request.sequence import Failure, FailureKind, SamplingParams, Sequence
-from fairlead_runtime.request.structured import TOO_COMPLEX, StructuredOutputs
+from fairlead_runtime.request.structured import TOO_COMPLEX, Reasoning, StructuredOutputs
 from support import byte_tokenizer, tiny
 from support.grammars import (
     EOS,
@@ -364,6 +364,86 @@ def test_an_output_begins_after_the_reasoning_which_half_of_the_tokens_end(
         assert reasoning.startswith("é < 12 </think ")
         assert answer.strip() == "12"
     assert max(endings[1::2]) < 40 < min(endings[::2])
+
+
+def bounded(guides: Guides, reasoning: Reasoning) -> Guide:
+    made: queue.Queue[Any] = queue.Queue()
+    guides.prepare(reasoning, made.put)
+    one = made.get(timeout=60)
+    assert isinstance(one, Guide)
+    return one.fork()
+
+
+def ids_of(text: str) -> list[int]:
+    ids: list[int] = TOKENIZER.encode(text, add_special_tokens=False)
+    return ids
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["spelled", "one token"])
+@pytest.mark.parametrize("begin", ["", "<think>"])
+@pytest.mark.parametrize("most", [0, 1, 7])
+def test_reasoning_has_so_many_tokens_and_all_else_is_free(
+    whole: bool, begin: str, most: int
+) -> None:
+    tokenizer = byte_tokenizer.byte_level([], max_length=4096)
+    if whole:
+        tokenizer.add_special_tokens({"additional_special_tokens": [END]})
+    facts = TokenizerFacts.of(tokenizer, len(tokenizer), {EOS})
+    assert facts is not None
+    reasoning = Reasoning(most=most, end=END, begin=begin)
+    guides = Guides(facts)
+    one = bounded(guides, reasoning)
+    of = sequence(SamplingParams(reasoning=reasoning, ignore_eos=True), max_tokens=99)
+    of.tokens += ids_of(f"\n {begin}") if begin else []
+    wanted = ids_of("x")[0]
+    for _ in range(most):  # the model would go on for ever
+        assert {wanted, EOS} <= {*allowed(one.mask(of))}
+        of.tokens.append(wanted)
+    for token in tokenizer.encode(END, add_special_tokens=False):
+        assert allowed(one.mask(of)) == [token]
+        of.tokens.append(token)
+    assert {wanted, EOS} <= {*allowed(one.mask(of))}
+    of.tokens += ids_of("<think> more of it, " * 2)
+    assert {wanted, EOS} <= {*allowed(one.mask(of))}
+    again = bounded(guides, reasoning)
+    assert allowed(again.mask(of)) == allowed(one.mask(of))  # resumed, all at once
+
+
+@pytest.mark.parametrize("begin", ["", "<think>"])
+def test_reasoning_that_ends_by_itself_or_does_not_come_has_no_bound(begin: str) -> None:
+    reasoning = Reasoning(most=9, end=END, begin=begin)
+    one, of = bounded(GUIDES, reasoning), sequence(SamplingParams(reasoning=reasoning))
+    for text in ("<th", "ey" if begin else f"is{END}", "<think>", "so much more text"):
+        assert len(allowed(one.mask(of))) > 200
+        of.tokens += ids_of(text)
+    assert len(allowed(one.mask(of))) > 200
+
+
+def test_what_the_model_has_written_of_the_mark_is_not_written_again() -> None:
+    reasoning = Reasoning(most=4, end=END)
+    one, of = bounded(GUIDES, reasoning), sequence(SamplingParams(reasoning=reasoning))
+    of.tokens += ids_of("a</t")
+    assert TOKENIZER.decode(allowed(one.mask(of))) == "h"
+
+
+def test_no_mark_breaks_a_character() -> None:
+    reasoning = Reasoning(most=1, end=END)
+    one, of = bounded(GUIDES, reasoning), sequence(SamplingParams(reasoning=reasoning))
+    first, second = ids_of("é")
+    of.tokens.append(first)
+    assert len(allowed(one.mask(of))) > 200
+    of.tokens.append(second)
+    assert TOKENIZER.decode(allowed(one.mask(of))) == "<"
+
+
+def test_a_bound_on_reasoning_holds_before_a_structured_output_too() -> None:
+    asked = StructuredOutputs.of({"choice": ["12"]}).after_reasoning(END)
+    of = sequence(SamplingParams(reasoning=Reasoning(most=2, end=END)), max_tokens=99)
+    one = GUIDES.compile(asked).fork()
+    of.tokens += ids_of("a")
+    assert len(allowed(one.mask(of))) > 100
+    of.tokens += ids_of("b")
+    assert TOKENIZER.decode(allowed(one.mask(of))) == "<"
 
 
 def test_special_tokens_spell_no_text() -> None:

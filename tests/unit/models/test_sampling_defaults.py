@@ -40,7 +40,7 @@ def test_a_model_without_the_file_has_none(tmp_path: Path) -> None:
     assert sampling_defaults(tmp_path) == {}
 
 
-@pytest.mark.parametrize("wrong", [{"top_p": 0}, {"temperature": "hot"}, {"top_k": 1.5}])
+@pytest.mark.parametrize("wrong", [{"top_p": 1.5}, {"temperature": "hot"}, {"top_k": 1.5}])
 def test_a_value_that_no_request_may_have_is_refused_by_name(
     wrong: dict[str, Any], tmp_path: Path
 ) -> None:

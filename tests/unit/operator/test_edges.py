@@ -201,8 +201,11 @@ def test_without_a_cluster_the_command_says_what_to_set(
             f"--probe-port {taken}: Address already in use: choose another"
             in capsys.readouterr().err
         )
+        assert main(["--namespace=a", f"--probe-port={taken}", "--log-format=text"]) == 2
+        assert capsys.readouterr().err.startswith(f"error: --probe-port {taken}")
     assert main(["--namespace=a", f"--probe-port={taken}"]) == 2
-    assert capsys.readouterr().err.splitlines()[-1].startswith("fairlead operator: KUBECONFIG")
+    refusal = json.loads(capsys.readouterr().err.splitlines()[-1])
+    assert refusal["message"].startswith("KUBECONFIG")
 
 
 # -- pods

@@ -109,3 +109,5 @@ def test_an_interrupted_command_ends_with_the_shells_code(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(EntryPoint, "load", lambda _self: interrupted)
     assert cli.main(["serve"]) == 130
+    monkeypatch.setattr(EntryPoint, "load", interrupted)  # while it imports
+    assert cli.main(["plan"]) == 130

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from fairlead_runtime.processes import termination
+from fairlead_runtime.settings import terminal
 
 
 def reported(environ: dict[str, str]) -> dict[str, str]:
@@ -45,8 +46,8 @@ def test_a_directory_in_place_of_the_log_raises_no_error(tmp_path: Path) -> None
 )
 @pytest.mark.parametrize("hint", ["", "h" * 50_000, "short"])
 def test_a_message_that_the_kubelet_would_cut_stays_valid_json(message: str, hint: str) -> None:
-    line = termination.json_line("HubUnreachable", message, hint)
-    assert len(line.encode()) < termination.LARGEST
+    line = terminal.json_line("HubUnreachable", message, hint)
+    assert len(line.encode()) < terminal.LARGEST
     fields = json.loads(line)
     assert fields["code"] == "HubUnreachable"
     assert message.startswith(fields["message"].rstrip("…"))

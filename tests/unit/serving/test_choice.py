@@ -88,6 +88,15 @@ def test_a_stop_text_can_stay_in_the_output() -> None:
     assert finder.add("D of it", last=False) == ("END", "END")
 
 
+def test_a_stop_text_that_begins_again_within_itself_is_found() -> None:
+    finder = StopTexts(("aab", "abab_"))
+    assert finder.add("aaa", last=False) == ("a", None)
+    assert finder.add("b", last=False) == ("", "aab")
+    finder = StopTexts(("abac",))
+    assert finder.add("aba", last=False) == ("", None)
+    assert finder.add("bac", last=False) == ("ab", "abac")
+
+
 def test_only_what_may_become_a_stop_text_is_held_back() -> None:
     finder = StopTexts(("END",))
     assert finder.add("the E", last=False) == ("the ", None)

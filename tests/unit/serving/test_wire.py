@@ -88,6 +88,8 @@ def _samples(info: Any) -> tuple[Any, ...]:
         if name in {"dict", "mapping"}:
             keys, values = _samples(option.key_type), _samples(option.value_type)
             return (dict(zip(keys, values, strict=True)),)
+        if name == "dataclass":
+            return (filled(option.cls),)
         if name == "any":
             return ({"regex": "[a-z]+"},)  # structured_outputs
         if name == "literal":

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fairlead_runtime.settings.engine_config import (
+    SERVER_ONLY,
     ConfigError,
     EngineConfig,
     add_arguments,
@@ -107,8 +108,8 @@ def test_help_shows_every_flag_with_its_default_and_unit() -> None:
     text = " ".join(parser.format_help().split())
     for f in FIELDS:
         assert flag_of(f.name) in text
-    assert "(default: 8192, tokens)" in text
-    assert "(default: unset, blocks)" in text
+    assert "(default: 8192 tokens)" in text
+    assert "(default: none)" in text
     assert "(default: on)" in text
 
 
@@ -133,3 +134,29 @@ def test_flags_of_vllm_that_are_said_to_be_the_same_are_flags_of_ours() -> None:
 def test_a_short_flag_of_vllm_is_said_with_one_dash() -> None:
     assert hint_for("tp", ["seed"], flag_of) == "use --tensor-parallel, vLLM's -tp"
     assert hint_for("dp", ["seed"], flag_of).startswith("a pod is one process group")
+
+
+def test_an_error_says_keywords_where_the_caller_writes_python() -> None:
+    with pytest.raises(ConfigError) as error:
+        EngineConfig(ssl_certfile="a.pem")
+    words = str(error.value.in_python())
+    assert words.startswith("ssl_keyfile: is missing")
+    assert "set ssl_certfile and ssl_keyfile" in words
+    assert error.value.in_python().hint == error.value.hint, "flags stay for the command line"
+
+
+@pytest.mark.parametrize(
+    ("text", "share"), [("90", 0.9), ("0.9", 0.9), ("90%", 0.9), ("1", 1.0), ("0.5%", 0.005)]
+)
+def test_the_percentage_of_memory_may_be_one(text: str, share: float) -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    assert parser.parse_args(["--max-memory-percent", text]).max_memory_percent == share
+
+
+def test_flags_of_servers_may_be_left_out_and_keep_their_defaults() -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser, without=SERVER_ONLY)
+    flags = {flag for action in parser._actions for flag in action.option_strings}
+    assert not flags & {flag_of(name) for name in SERVER_ONLY}
+    assert EngineConfig.from_namespace(parser.parse_args(["--seed=3"])) == EngineConfig(seed=3)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fairlead_runtime.api.ports.server import listen
+from fairlead_runtime.front.doors import listen
 from fairlead_runtime.settings import preflight
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
 from support.ip_families import loopbacks, without_ipv6

@@ -25,9 +25,17 @@ def delta(part: Part) -> dict[str, Any]:
             return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
 
 
-def message(parts: Iterable[Part]) -> dict[str, Any]:
-    """The whole message; ``content`` is null where there is only something else."""
-    texts: list[str] = []
+# What peers always have in a message, for clients that read it without asking whether it is there.
+_ABSENT = dict.fromkeys(
+    ("refusal", "annotations", "audio", "function_call", "reasoning", "reasoning_content")
+)
+
+
+def message(parts: Iterable[Part], begun: str = "") -> dict[str, Any]:
+    """The whole message; ``content`` is null where there is only something else. ``begun``: text
+    before that of the parts.
+    """
+    texts = [begun]
     thoughts: list[str] = []
     calls: dict[int, dict[str, Any]] = {}
     for part in parts:
@@ -42,7 +50,7 @@ def message(parts: Iterable[Part]) -> dict[str, Any]:
             case CallArguments(index, text):
                 calls[index]["function"]["arguments"] += text
     content = "".join(texts)
-    answer: dict[str, Any] = {"role": "assistant", "content": content}
+    answer: dict[str, Any] = {"role": "assistant", "content": content, **_ABSENT}
     if not content and (calls or thoughts):
         answer["content"] = None
     if thoughts:

@@ -52,10 +52,11 @@ class PromptEcho:
         return ids, self._logprobs[place], self.token_text(ids[0])
 
     def json_member(self, index: int) -> Iterator[bytes]:
-        """``,"prompt_logprobs":[…]`` in vLLM's shape and in pieces; nothing where the request does
-        not ask for it.
+        """``,"prompt_logprobs":[…]`` in vLLM's shape and in pieces; null where the request does not
+        ask for it.
         """
         if self.top is None:
+            yield b',"prompt_logprobs":null'
             return
         entries = self._logprobs.get(index // self.n, ())
         yield b',"prompt_logprobs":['
@@ -83,7 +84,7 @@ def _body(entries: Mapping[int, Any] | None, top: int) -> dict[str, Any] | None:
 def echoed(
     prompts: Sequence[str | tuple[int, ...]], tokenizer: PreTrainedTokenizerBase
 ) -> tuple[str, ...]:
-    """Each prompt's text: as it was sent, or that of its token ids without special tokens."""
+    """Each prompt's text: as it was sent, or that of its token ids, special ones too."""
     size = len(tokenizer)
     return tuple(
         prompt
@@ -91,7 +92,7 @@ def echoed(
         # Ids outside the vocabulary are refused with the submission.
         else tokenizer.decode(
             [token for token in prompt if 0 <= token < size],
-            skip_special_tokens=True,
+            skip_special_tokens=False,
             clean_up_tokenization_spaces=False,
         )
         for prompt in prompts

@@ -51,6 +51,8 @@ class Frame:
     first_text: Callable[[int], str] = str  # of a token that begins a text
     prompts: PromptEcho = field(default_factory=PromptEcho)
     ids: TokenIds = field(default_factory=TokenIds)
+    by_id: bool = False  # tokens of log-probabilities are shown by their ids
+    begun: str = ""  # text before that of each choice of a chat
     running: "Usage | None" = None
     new_parser: Callable[[], Parser] = PlainParser  # of one choice of a chat
     forced: bool = False  # the request names the tool that must be called
@@ -66,11 +68,13 @@ class Usage:
     def as_dict(self) -> dict[str, Any]:
         return {**self.counts(), "prompt_tokens_details": {"cached_tokens": self.cached}}
 
-    def counts(self) -> dict[str, int]:
+    def counts(self, unseen: int = 0) -> dict[str, int]:
+        """``unseen``: tokens of the completion that do not count yet."""
+        completion = self.completion - unseen
         return {
             "prompt_tokens": self.prompt,
-            "completion_tokens": self.completion,
-            "total_tokens": self.prompt + self.completion,
+            "completion_tokens": completion,
+            "total_tokens": self.prompt + completion,
         }
 
 
@@ -151,7 +155,7 @@ class _ChoicesEncoder(ABC):
 
     def _last_members(self, index: int) -> Iterable[bytes]:
         """The last members of a choice, after its log-probabilities."""
-        yield self._frame.ids.generated(index)
+        yield self._frame.ids.generated(index) or b',"token_ids":null'
 
     @abstractmethod
     def _choice(self, index: int, choice: WholeChoice) -> dict[str, Any]: ...
@@ -174,7 +178,10 @@ class ChatEncoder(_ChoicesEncoder):
         if index not in self._parsers:
             self._parsers[index] = self._frame.new_parser()
             role = b'{"role":"assistant","content":""}'
-            events.append(self._events.raw(index, role, beside=ids.prompt(index)))
+            new = len(output.token_ids)  # that no event before the first one of text has
+            events.append(self._events.raw(index, role, beside=ids.prompt(index), unseen=new))
+            if self._frame.begun:
+                events.append(self._events.text(index, self._frame.begun, unseen=new))
         parts: list[Part] = self._parsers[index].feed(output.text)
         if output.finish_reason is not None:
             parts += self._parsers[index].finish()
@@ -204,7 +211,7 @@ class ChatEncoder(_ChoicesEncoder):
         return b"".join(events)
 
     def _beside_choices(self) -> Iterable[bytes]:
-        yield self._frame.ids.prompt(0)
+        yield self._frame.ids.prompt(0) or b',"prompt_token_ids":null'
         yield from self._frame.prompts.json_member(0)
 
     def _logprob_pieces(self, index: int, choice: WholeChoice) -> Iterator[bytes]:  # noqa: ARG002 - a chat shows no prompt
@@ -214,13 +221,14 @@ class ChatEncoder(_ChoicesEncoder):
             return
         yield b'{"content":['
         for at, ids, entries in _slices(choice.token_ids, choice.logprobs):
-            content = chat_content(ids, entries, top, self._frame.token_bytes)
+            frame = self._frame
+            content = chat_content(ids, entries, top, frame.token_bytes, by_id=frame.by_id)
             yield b"," * bool(at) + orjson.dumps(content)[1:-1]
         yield b"]}"
 
     def _choice(self, index: int, choice: WholeChoice) -> dict[str, Any]:
         parser = self._frame.new_parser()
-        answer = message([*parser.feed(choice.text), *parser.finish()])
+        answer = message([*parser.feed(choice.text), *parser.finish()], self._frame.begun)
         reasons = {}
         if choice.last is not None:
             reasons = self._reasons(choice.last, calls="tool_calls" in answer)
@@ -239,7 +247,8 @@ class ChatEncoder(_ChoicesEncoder):
         top = self._frame.top
         if top is None or output.logprobs is None:
             return []
-        return chat_content(output.token_ids, output.logprobs, top, self._frame.token_bytes)
+        frame, ids = self._frame, output.token_ids
+        return chat_content(ids, output.logprobs, top, frame.token_bytes, by_id=frame.by_id)
 
 
 class CompletionEncoder(_ChoicesEncoder):
@@ -261,11 +270,12 @@ class CompletionEncoder(_ChoicesEncoder):
         prompts.take(index, output.prompt_logprobs)
         text, (ids, entries, first) = prompts.text(index), prompts.tokens(index)
         shown = self._frame.ids.prompt(index)
+        new = len(output.token_ids)
         if self._frame.top is None or not ids:
-            return self._events.text(index, text, ids=shown)
+            return self._events.text(index, text, ids=shown, unseen=new)
         offsets = self._prompt_offsets(text, ids, entries, first)
         shape = self._shape(ids, entries, offsets, first)
-        return self._events.text(index, text, orjson.dumps(shape), ids=shown)
+        return self._events.text(index, text, orjson.dumps(shape), ids=shown, unseen=new)
 
     def _generated(self, index: int, output: Output) -> bytes:
         shape, ids = self._logprobs(index, output), self._frame.ids
@@ -278,7 +288,7 @@ class CompletionEncoder(_ChoicesEncoder):
 
     def _last_members(self, index: int) -> Iterable[bytes]:
         yield from super()._last_members(index)
-        yield self._frame.ids.prompt(index)
+        yield self._frame.ids.prompt(index) or b',"prompt_token_ids":null'
         yield from self._frame.prompts.json_member(index)
 
     def _logprob_pieces(self, index: int, choice: WholeChoice) -> Iterator[bytes]:
@@ -348,7 +358,13 @@ class CompletionEncoder(_ChoicesEncoder):
     ) -> dict[str, Any]:
         frame = self._frame
         return completion_logprobs(
-            token_ids, entries, frame.top or 0, frame.token_bytes, offsets, first
+            token_ids,
+            entries,
+            frame.top or 0,
+            frame.token_bytes,
+            offsets,
+            first,
+            by_id=frame.by_id,
         )
 
     def _logprobs(self, index: int, output: Output) -> dict[str, Any] | None:
@@ -388,11 +404,12 @@ class _EventShape:
         finish: bytes = b"",
         *,
         ids: bytes = b"",
+        unseen: int = 0,
     ) -> bytes:
         value = self._opening + orjson.dumps(text)
         if logprobs == b"null" and not finish and not ids and self._running is None:
             return self._prefix(index) + value + self._plain
-        return self.raw(index, value + self._closing, logprobs, finish, ids=ids)
+        return self.raw(index, value + self._closing, logprobs, finish, ids=ids, unseen=unseen)
 
     def raw(
         self,
@@ -403,12 +420,15 @@ class _EventShape:
         *,
         ids: bytes = b"",
         beside: bytes = b"",
+        unseen: int = 0,
     ) -> bytes:
-        """``ids``: further members of the choice; ``beside``: of the event."""
+        """``ids``: further members of the choice; ``beside``: of the event. ``unseen``: tokens of
+        the usage so far that come with a later event.
+        """
         ending = finish or b'"finish_reason":null,"stop_reason":null'
         tail = self._tail
         if self._running is not None:
-            tail = b',"usage":' + orjson.dumps(self._running.counts()) + b"}\n\n"
+            tail = b',"usage":' + orjson.dumps(self._running.counts(unseen)) + b"}\n\n"
         after = b',"logprobs":' + logprobs + b"," + ending + ids + b"}]" + beside + tail
         return self._prefix(index) + value + after
 
@@ -472,4 +492,4 @@ def _answer_json(
         yield b"}"
     yield b'],"usage":' + orjson.dumps(usage.as_dict())
     yield from more
-    yield b"}"
+    yield b',"service_tier":null,"system_fingerprint":null,"kv_transfer_params":null}'

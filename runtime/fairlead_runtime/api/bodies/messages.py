@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, WithJsonSchema, field_validator
+from pydantic import Field, ValidationInfo, WithJsonSchema, field_validator
 
 from fairlead_runtime.front.errors import invalid
-from fairlead_runtime.front.strict_body import MAX_NAME, StrictBody, text_of
+from fairlead_runtime.front.strict_body import MAX_NAME, ObjectsOf, StrictBody, TextPart, text_of
 
 MAX_MESSAGES = 1024
 MAX_CALLS = 128  # of one message
@@ -42,7 +42,7 @@ class ToolCall(StrictBody):
 
 class Message(StrictBody):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[Any, WithJsonSchema(_CONTENT)] = None
+    content: Annotated[Any, WithJsonSchema(_CONTENT), ObjectsOf(TextPart)] = None
     name: str | None = Field(default=None, max_length=MAX_NAME)
     tool_calls: list[ToolCall] | None = Field(default=None, max_length=MAX_CALLS)
     tool_call_id: str | None = Field(default=None, max_length=MAX_NAME)
@@ -51,8 +51,9 @@ class Message(StrictBody):
 
     @field_validator("content")
     @classmethod
-    def _content(cls, value: Any) -> str:
-        return "" if value is None else text_of(value, "text")
+    def _content(cls, value: Any, info: ValidationInfo) -> str:
+        own = info.data.get("role") == "assistant"
+        return "" if value is None else text_of(value, "text", refusals=own)
 
 
 def for_template(messages: Sequence[Message]) -> tuple[dict[str, Any], ...]:

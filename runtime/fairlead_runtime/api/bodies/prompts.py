@@ -18,7 +18,7 @@ from fairlead_runtime.api.bodies.request_bodies import GenerationRequest
 from fairlead_runtime.api.state.state import BodyRules
 from fairlead_runtime.api.tools.reasoning import BEGIN, END
 from fairlead_runtime.front.errors import ApiError, invalid
-from fairlead_runtime.front.limits import is_large
+from fairlead_runtime.front.limits import is_large, waits_apart
 from fairlead_runtime.front.strict_json import parse_object
 from fairlead_runtime.models.chat import (
     NO_INPUTS,
@@ -39,6 +39,11 @@ PROMPT_END = 64  # characters of a rendered chat that say how the answer begins
 TEMPLATE_ROOM = 64 * 1024  # plus this many
 
 Validate = Callable[[Mapping[str, Any], str], GenerationRequest]
+Check = Callable[[Mapping[str, Any]], None]
+
+
+def check_nothing(_body: Mapping[str, Any]) -> None:
+    """Raises for no body."""
 
 
 class PreparedRequest(NamedTuple):
@@ -57,11 +62,15 @@ def prepare(
     encoder: PromptEncoder,
     max_model_len: int,
     rules: BodyRules,
+    check: Check = check_nothing,
 ) -> PreparedRequest:
-    """Raises ApiError or RequestError, which name the field as the client sent it, and
-    ServiceError.
+    """``check`` has the body as it was sent, ``validate`` with the model's values too. Raises
+    ApiError or RequestError, which name the field as the client sent it, and ServiceError.
     """
-    request = validate(_with_defaults(parse_object(body), rules.sampling), served)
+    fields = parse_object(body)
+    check(fields)
+    request = validate(_with_defaults(fields, rules.sampling), served)
+    check_place(body, request.template)
     try:
         return _prepared(
             _with_bad_word_ids(request, encoder.tokenizer),
@@ -97,23 +106,57 @@ def _prepared(
             tools=request.tools.for_template,
             inputs=request.template,
         )
-        ids = pack_ids(encoder.encode(text, special=False, large=large))
-        return PreparedRequest(without_prompts, (ids,), _prompt_end(text, request, encoder))
-    prompts = tuple(
-        pack_ids(
+        whole = pack_ids(encoder.encode(text, special=False, large=large))
+        ids = _kept(whole, request, max_model_len)
+        clipped = _clipped(without_prompts, len(ids), max_model_len)
+        ends_there = ids is whole or request.truncation.keeps_end
+        end = _prompt_end(text, request, encoder, rules) if ends_there else ""
+        return PreparedRequest(clipped, (ids,), end)
+    shown = list(request.prompts)
+    kept: list[Sequence[int]] = []
+    for place, prompt in enumerate(request.prompts):
+        whole = pack_ids(
             text_ids(prompt, encoder, max_model_len, large=large)
             if isinstance(prompt, str)
             else prompt
         )
-        for prompt in request.prompts
-    )
+        kept.append(_kept(whole, request, max_model_len))
+        if kept[-1] is not whole:
+            shown[place] = tuple(kept[-1])
+    prompts = tuple(kept)
     if request.params.prompt_logprobs is not None:
         check_prompt_logprobs(sum(map(len, prompts)), request.params.prompt_logprobs)
-    echo = echoed(request.prompts, encoder.tokenizer) if request.show_prompt else ()
+    echo = echoed(shown, encoder.tokenizer) if request.show_prompt else ()
     return PreparedRequest(without_prompts, prompts, "", echo)
 
 
-def _prompt_end(text: str, request: GenerationRequest, encoder: PromptEncoder) -> str:
+def _clipped(
+    request: GenerationRequest, prompt_tokens: int, max_model_len: int
+) -> GenerationRequest:
+    """The request with max_tokens that fit, where it lets them be clipped. Raises ApiError where
+    not even one fits.
+    """
+    wanted = request.params.max_tokens
+    if not request.clips_tokens or wanted is None or prompt_tokens + wanted <= max_model_len:
+        return request
+    if prompt_tokens >= max_model_len:
+        # In these words Anthropic's clients know that a conversation must be made shorter.
+        raise invalid(
+            "messages",
+            f"prompt is too long: {prompt_tokens} tokens > {max_model_len - 1} maximum",
+            "context_length_exceeded",
+        )
+    return replace(request, params=replace(request.params, max_tokens=None))
+
+
+def _kept(ids: Sequence[int], request: GenerationRequest, max_model_len: int) -> Sequence[int]:
+    """The ids of a prompt that the request keeps, the same object where it keeps all."""
+    return request.truncation.of(ids, max_model_len, request.params.max_tokens or 1)
+
+
+def _prompt_end(
+    text: str, request: GenerationRequest, encoder: PromptEncoder, rules: BodyRules
+) -> str:
     """The end of a chat's ``text``. Where the answer goes on with what the last message says, that
     may end anywhere: then the mark of reasoning that counts, the last one of this message.
     """
@@ -124,8 +167,8 @@ def _prompt_end(text: str, request: GenerationRequest, encoder: PromptEncoder) -
         return END
     inputs = request.template._replace(continue_final_message=False)
     try:
-        before = render_chat(
-            encoder.tokenizer, earlier, tools=request.tools.for_template, inputs=inputs
+        before = _rendered(
+            earlier, encoder.tokenizer, rules, request.tools.for_template, inputs, len(text)
         )
     except RequestError:  # no message is before it, or none that the template takes as the last
         before = ""
@@ -182,14 +225,39 @@ def chat_text(
     }
     for field, size in sizes.items():
         _check_chars(field, size, max_model_len, tokenizer)
-    text = render_chat(tokenizer, messages, tools=tools, inputs=inputs)
-    if len(text) > TEMPLATE_GROWTH * sum(sizes.values()) + TEMPLATE_ROOM:
+    most = TEMPLATE_GROWTH * sum(sizes.values()) + TEMPLATE_ROOM
+    text = _rendered(messages, tokenizer, rules, tools, inputs, most)
+    if len(text) > most:
         raise ApiError(
             400,
             "messages: too long once the model's chat template is applied; send less",
             param="messages",
         )
     return text
+
+
+def _rendered(
+    messages: Sequence[dict[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    rules: BodyRules,
+    tools: Sequence[Mapping[str, Any]],
+    inputs: TemplateInputs,
+    most: int,
+) -> str:
+    """By a model's own template here, by one of the request in a process with limits, which also
+    bound the text to ``most`` characters. Raises RequestError and ServiceError.
+    """
+    if inputs.chat_template in {None, *template_names(tokenizer)} or rules.renderer is None:
+        return render_chat(tokenizer, messages, tools=tools, inputs=inputs)
+    return rules.renderer.render(messages, tools, inputs, most)
+
+
+def check_place(body: bytes, inputs: TemplateInputs) -> None:
+    """Raise ApiError for a template that the body's bytes do not show: it would be rendered where
+    others wait for it.
+    """
+    if inputs.chat_template is not None and not waits_apart(body):
+        raise invalid("chat_template", "write the name of this field without escapes")
 
 
 def _json_bytes(value: Any) -> int:
@@ -210,8 +278,8 @@ def _check_chars(
     if chars > _longest_token(tokenizer) * max_model_len:
         raise ApiError(
             400,
-            f"{field}: {chars} characters cannot fit into the {max_model_len} tokens "
-            "of this model; send less",
+            f"{field}: prompt is too long: {chars} characters cannot fit into the "
+            f"{max_model_len} tokens of this model; send less",
             param=field,
             code="context_length_exceeded",
         )

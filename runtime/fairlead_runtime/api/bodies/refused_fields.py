@@ -1,15 +1,17 @@
 """Fields of other servers that would change the answer and have no counterpart here.
 
-Owns their names, the values that change nothing, and the refusal. A name that no server is known to
-read stays without effect, as in OpenAI's API.
+Owns their names, the values that change nothing, and the refusal. A name that nothing reads stays
+without effect, as in OpenAI's API; ``unread`` finds it, for the answer's header.
 """
 
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
+from fairlead_runtime.api.bodies.field_names import listed, refuse_slips, unread_names
+from fairlead_runtime.api.bodies.harmless_fields import HARMLESS
 from fairlead_runtime.api.bodies.messages import Message
 from fairlead_runtime.front.errors import invalid
-from fairlead_runtime.front.strict_body import BodyT, check_model, validated
+from fairlead_runtime.front.strict_body import BodyT, StrictBody, check_model, validated
 
 
 class Refused(NamedTuple):
@@ -20,7 +22,8 @@ class Refused(NamedTuple):
 
 
 _OFF, _ON, _NO_LIST, _ZERO = Refused((False,)), Refused((True,)), Refused(([],)), Refused((0,))
-_ID = Refused(instead="send the header X-Request-Id")
+_ID = Refused(instead="send request_id")
+_BUDGET = Refused((-1,), "send thinking_token_budget")
 _LENGTH = Refused((-1,), "send max_tokens")
 
 # By the server whose field it is; of a name that several have, the first.
@@ -36,11 +39,16 @@ REFUSED: dict[str, Refused] = {
     "audio": Refused(),
     "prediction": Refused(),
     "web_search_options": Refused(),
+    "prompt": Refused(instead="send messages, or this body to /v1/completions"),
+    "messages": Refused(instead="send a prompt, or this body to /v1/chat/completions"),
+    "top_logprobs": Refused((0,), "send logprobs"),
+    "instructions": Refused(("",), "send a system message"),
+    "max_output_tokens": Refused(instead="send max_tokens"),
+    "moderation": Refused(),
     # vLLM
     "use_beam_search": _OFF,
     "length_penalty": Refused((1,)),
     "logits_processors": _NO_LIST,
-    "truncate_prompt_tokens": Refused(),
     "add_special_tokens": _ON,
     "add_generation_prompt": _ON,
     "continue_final_message": _OFF,
@@ -48,12 +56,10 @@ REFUSED: dict[str, Refused] = {
     "chat_template_kwargs": Refused(({},)),
     "documents": _NO_LIST,
     "prompt_embeds": Refused(),
-    "request_id": _ID,
-    "thinking_token_budget": Refused(),
     "repetition_detection": Refused(),
     "logprob_token_ids": _NO_LIST,
-    "return_tokens_as_token_ids": Refused((False,), "send return_token_ids"),
     "return_prompt_text": _OFF,
+    "enable_response_messages": _OFF,
     "watermarking": _OFF,
     "guided_json_object": Refused((False,), "send response_format"),
     "guided_whitespace_pattern": Refused(),
@@ -71,6 +77,9 @@ REFUSED: dict[str, Refused] = {
     "return_routed_experts": _OFF,
     "return_prompt_token_ids": Refused((False,), "send return_token_ids"),
     "return_meta_info": _OFF,
+    "return_cached_tokens_details": _OFF,
+    "reasoning": Refused(({},), "send reasoning_effort or chat_template_kwargs"),
+    "task": Refused(),
     # llama.cpp
     "n_predict": _LENGTH,
     "n_probs": Refused((0,), "send logprobs"),
@@ -91,9 +100,18 @@ REFUSED: dict[str, Refused] = {
     "lora": _NO_LIST,
     "parse_tool_calls": _ON,
     "reasoning_format": Refused(("auto", "deepseek")),
-    "thinking_budget_tokens": Refused((-1,)),
+    "thinking_budget_tokens": _BUDGET,
+    "reasoning_budget_tokens": _BUDGET,
+    "reasoning_budget_message": Refused(("",)),
+    "generation_prompt": Refused(("",)),
+    "adaptive_target": Refused((-1,)),
+    "n_cmpl": Refused((1,), "send n"),
+    "grammar_lazy": _OFF,
+    "grammar_triggers": _NO_LIST,
+    "response_fields": _NO_LIST,
     # TGI
     "max_new_tokens": _LENGTH,
+    "min_new_tokens": Refused((0,), "send min_tokens"),
     "do_sample": Refused((True,), "send temperature 0"),
     "adapter_id": Refused(),
     "guideline": Refused(),
@@ -127,15 +145,32 @@ def refuse_fields(
             raise invalid(path + name, f"is not supported; {instead}", "unsupported_parameter")
 
 
-def accept(kind: type[BodyT], body: Mapping[str, Any], served: str) -> BodyT:
-    """The body, whose messages may still be of any type while their fields are looked at. Raises
-    ApiError 400, or 404 for a model other than ``served``.
+def unread(
+    kind: type[StrictBody], body: Mapping[str, Any], refused: Collection[str] = REFUSED.keys()
+) -> bytes:
+    """The names that nothing reads, those of harmless fields among them, as a header's value.
+    Raises ApiError 400 for a slip of a known one.
+    """
+    names = unread_names(kind, body, {kind: refused, Message: REFUSED_OF_MESSAGES})
+    refuse_slips(names, HARMLESS)
+    return listed(names)
+
+
+def accept(
+    kind: type[BodyT],
+    body: Mapping[str, Any],
+    served: str,
+    refused: Mapping[str, Refused] = REFUSED,
+) -> tuple[BodyT, bytes]:
+    """The body, whose messages may still be of any type while their fields are looked at, and what
+    ``unread`` returns. Raises ApiError 400, or 404 for a model other than ``served``.
     """
     check_model(body.get("model"), served)
-    refuse_fields(body, kind.model_fields)
+    refuse_fields(body, kind.model_fields, refused)
     messages = body.get("messages")
     for place, message in enumerate(messages if isinstance(messages, list) else ()):
         if isinstance(message, dict):
             path = f"messages.{place}."
             refuse_fields(message, Message.model_fields, REFUSED_OF_MESSAGES, path)
-    return validated(kind, body)
+    ignored = unread(kind, body, refused.keys())
+    return validated(kind, body), ignored

@@ -5,25 +5,27 @@ SamplingParams owns the ranges of sampling values, so that HTTP and Python refus
 Tokenizes nothing.
 """
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import FailFast, Field, WithJsonSchema, field_validator
+from pydantic import AfterValidator, FailFast, Field, WithJsonSchema, field_validator
 
 from fairlead_runtime.api.bodies.messages import MAX_MESSAGES, Message, for_template
-from fairlead_runtime.api.bodies.refused_fields import REFUSED, accept
+from fairlead_runtime.api.bodies.refused_fields import accept
 from fairlead_runtime.api.bodies.structured_bodies import StructuredBody, structured_outputs
 from fairlead_runtime.api.bodies.template_bodies import TemplateBody, template_inputs
 from fairlead_runtime.api.bodies.tool_bodies import MAX_TOOLS, NO_TOOLS, Tool, Tools, tools_of
+from fairlead_runtime.api.bodies.truncation import WHOLE, Truncation, not_zero
 from fairlead_runtime.front.errors import invalid
 from fairlead_runtime.front.key_limits import PRIORITIES
-from fairlead_runtime.front.strict_body import MAX_NAME, StrictBody
+from fairlead_runtime.front.strict_body import MAX_NAME, StrictBody, Whole, Wholes, wholes
 from fairlead_runtime.models.chat import NO_INPUTS, TemplateInputs
 from fairlead_runtime.request.sequence import MAX_LOGPROBS, RequestError, SamplingParams
+from fairlead_runtime.request.structured import PARAM
 
-MAX_PROMPTS = 64
+MAX_PROMPTS = 1024
+MAX_BODY_CHOICES = 4096  # of all prompts of a body together
 MAX_TIMEOUT = 24 * 3600  # seconds
 MAX_ID_DIGITS = 10
 COMPLETION_TOKENS = 16  # OpenAI's default for completions; chat's is "what fits"
@@ -43,8 +45,6 @@ _PROMPT = {
     ]
 }
 
-_log = logging.getLogger("fairlead.api")
-
 
 class StreamOptions(StrictBody):
     include_usage: bool | None = None
@@ -55,34 +55,41 @@ class _Body(StructuredBody):
     """The fields of both routes. None means the default: clients send null for unset fields."""
 
     model: str | None = Field(default=None, max_length=MAX_NAME)  # None: the one that is served
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
+    max_tokens: Whole | None = None
+    max_completion_tokens: Whole | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Whole | None = None
     min_p: float | None = None
-    n: int | None = None
-    seed: int | None = None
-    min_tokens: int | None = None
+    n: Whole | None = None
+    seed: Whole | None = None
+    min_tokens: Whole | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: list[int] | None = Field(default=None, max_length=64)
+    stop_token_ids: Wholes | None = Field(default=None, max_length=64)
     stop: Annotated[Any, WithJsonSchema(_STOP)] = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    truncate_prompt_tokens: Annotated[Whole, AfterValidator(not_zero)] | None = Field(
+        default=None, ge=-1
+    )
+    thinking_token_budget: Whole | None = Field(default=None, ge=-1, lt=2**31)
+    truncation_side: Literal["left", "right"] | None = None
+    request_id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._-]{1,64}$")
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[int] | None = None
+    allowed_token_ids: Wholes | None = None
     bad_words: list[str] | None = None
-    prompt_logprobs: int | None = None
+    prompt_logprobs: Whole | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = Field(default=None, max_length=MAX_NAME)
     cache_salt: str | None = Field(default=None, max_length=MAX_NAME)
-    priority: int | None = Field(default=None, ge=PRIORITIES[0], le=PRIORITIES[-1])
-    best_of: int | None = None
+    priority: Whole | None = Field(default=None, ge=PRIORITIES[0], le=PRIORITIES[-1])
+    best_of: Whole | None = None
     timeout: float | None = Field(default=None, gt=0, le=MAX_TIMEOUT)
 
     @field_validator("stop")
@@ -104,7 +111,7 @@ class _Body(StructuredBody):
 
 class CompletionBody(_Body):
     prompt: Annotated[Any, WithJsonSchema(_PROMPT)]
-    logprobs: int | None = None
+    logprobs: Whole | None = None
     echo: bool | None = None
 
     @field_validator("prompt")
@@ -116,11 +123,12 @@ class CompletionBody(_Body):
 class ChatBody(TemplateBody, _Body):
     messages: Annotated[list[Message], FailFast()] = Field(min_length=1, max_length=MAX_MESSAGES)
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Whole | None = None
     tools: list[Tool] | None = Field(default=None, max_length=MAX_TOOLS)
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
+    echo: bool | None = None
 
 
 BodyT = TypeVar("BodyT", bound=_Body)
@@ -135,14 +143,20 @@ class GenerationRequest:
     params: SamplingParams
     stream: bool
     include_usage: bool
-    running_usage: bool  # in every event
+    running_usage: bool  # shown before the end
     timeout: float | None  # seconds from the request's arrival to the end of the answer
     user: str
     cache_salt: str | None
     priority: int | None
     sent_names: Mapping[str, str]  # of fields that the client sent under another name
     prompt_logprobs: int | None  # to show; echo needs them too
+    clips_tokens: bool = False  # max_tokens beyond what fits are what fits
     show_token_ids: bool = False
+    tokens_by_id: bool = False  # in log-probabilities
+    request_id: str = ""  # of the answer; empty: that of the request
+    truncation: Truncation = WHOLE
+    thinking_budget: int | None = None  # tokens; None: no bound
+    begun: str = ""  # of a chat, text that the answer shows before its own
     show_prompt: bool = False  # before the text of each choice
     prompt_only: bool = False  # generate nothing: echo with max_tokens 0
     prompts: tuple[Prompt, ...] = ()
@@ -151,24 +165,32 @@ class GenerationRequest:
     tools: Tools = NO_TOOLS
     show_reasoning: bool = True
     echo: Mapping[str, Any] = field(default_factory=dict)  # what the answer repeats of the body
+    ignored: bytes = b""  # names of the body that nothing read, as the header's value
 
 
 def completion(body: Mapping[str, Any], served: str) -> GenerationRequest:
     """A completions body. Raises ApiError 400, or 404 for a model other than ``served``, and
     RequestError for sampling values out of range.
     """
-    parsed = _validate(CompletionBody, body, served)
+    parsed, ignored = _validate(CompletionBody, body, served)
     show_prompt = bool(parsed.echo)
     # The engine generates one token, which the answer leaves out.
-    prompt_only = show_prompt and _max_tokens(parsed) == 0
+    prompt_only = _max_tokens(parsed) == 0
     params = _params(
         parsed,
         max_tokens=1 if prompt_only else _max_tokens(parsed, COMPLETION_TOKENS),
         logprobs=parsed.logprobs,
     )
+    if len(parsed.prompt) * params.n > MAX_BODY_CHOICES:
+        raise invalid(
+            "n",
+            f"{len(parsed.prompt)} prompts * {params.n} are more than {MAX_BODY_CHOICES} choices "
+            "of one body: send fewer of either",
+        )
     if show_prompt and parsed.logprobs is not None:
         params = replace(params, prompt_logprobs=max(parsed.logprobs, parsed.prompt_logprobs or 0))
     return GenerationRequest(
+        ignored=ignored,
         prompts=parsed.prompt,
         show_prompt=show_prompt,
         prompt_only=prompt_only,
@@ -178,7 +200,7 @@ def completion(body: Mapping[str, Any], served: str) -> GenerationRequest:
 
 def chat(body: Mapping[str, Any], served: str) -> GenerationRequest:
     """A chat body. Raises as ``completion`` does."""
-    parsed = _validate(ChatBody, body, served)
+    parsed, ignored = _validate(ChatBody, body, served)
     if parsed.top_logprobs is not None and not parsed.logprobs:
         raise invalid("top_logprobs", "needs logprobs to be true")
     if parsed.top_logprobs is not None and not 0 <= parsed.top_logprobs <= MAX_LOGPROBS:
@@ -193,12 +215,18 @@ def chat(body: Mapping[str, Any], served: str) -> GenerationRequest:
     if tools.schema is not None:
         common |= _forcing(tools.schema, params, common["sent_names"])
     return GenerationRequest(
+        ignored=ignored,
         messages=for_template(parsed.messages),
         template=template_inputs(parsed),
         tools=tools,
         show_reasoning=parsed.include_reasoning is not False,
+        begun=_last_of_assistant(parsed.messages) if parsed.echo else "",
         **common,
     )
+
+
+def _last_of_assistant(messages: list[Message]) -> str:
+    return (messages[-1].content or "") if messages[-1].role == "assistant" else ""
 
 
 def _forcing(
@@ -213,13 +241,11 @@ def _forcing(
     return {"params": params, "sent_names": sent_names}
 
 
-def _validate(kind: type[BodyT], body: Mapping[str, Any], served: str) -> BodyT:
-    parsed = accept(kind, body, served)
+def _validate(kind: type[BodyT], body: Mapping[str, Any], served: str) -> tuple[BodyT, bytes]:
+    """The body, and the names in it that nothing reads, as a header's value."""
+    parsed, ignored = accept(kind, body, served)
     _check_together(parsed)
-    unknown = [name for name in body if name not in kind.model_fields and name not in REFUSED]
-    if unknown:
-        _log.debug("ignored %d unknown fields", len(unknown))
-    return parsed
+    return parsed, ignored
 
 
 def _check_together(parsed: _Body) -> None:
@@ -227,9 +253,6 @@ def _check_together(parsed: _Body) -> None:
         raise invalid("stream_options", "is allowed only with stream: true")
     if parsed.best_of is not None and parsed.best_of != (parsed.n or 1):
         raise invalid("best_of", "is not supported beyond n; leave it out", "unsupported_parameter")
-    options = parsed.stream_options
-    if options is not None and options.continuous_usage_stats and not options.include_usage:
-        raise invalid("stream_options.continuous_usage_stats", "needs include_usage to be true")
     if parsed.stream and parsed.prompt_logprobs is not None:
         raise invalid("prompt_logprobs", "is not available with stream: true")
     old, new = parsed.max_tokens, parsed.max_completion_tokens
@@ -280,6 +303,8 @@ def _sent_names(parsed: _Body) -> dict[str, str]:
     names = {"max_tokens": "max_completion_tokens"} if newer else {}
     if isinstance(parsed, CompletionBody) and parsed.prompt_logprobs is None:
         names["prompt_logprobs"] = "logprobs"  # of an echo
+    if parsed.thinking_token_budget is not None:
+        names[PARAM] = "thinking_token_budget"
     names |= structured_outputs(parsed)[1]
     return names | ({"prompt": "messages"} if isinstance(parsed, ChatBody) else {})
 
@@ -291,13 +316,19 @@ def _top_k(value: int | None) -> int:
 
 def _common(parsed: _Body, params: SamplingParams) -> dict[str, Any]:
     options = parsed.stream_options
+    usage = options is not None and bool(options.include_usage)
+    budget = parsed.thinking_token_budget
     return {
         "params": params,
+        "tokens_by_id": bool(parsed.return_tokens_as_token_ids),
+        "request_id": parsed.request_id or "",
+        "thinking_budget": None if budget == -1 else budget,
+        "truncation": Truncation(parsed.truncate_prompt_tokens, parsed.truncation_side != "right"),
         "prompt_logprobs": parsed.prompt_logprobs,
         "show_token_ids": bool(parsed.return_token_ids),
         "stream": bool(parsed.stream),
-        "include_usage": options is not None and bool(options.include_usage),
-        "running_usage": options is not None and bool(options.continuous_usage_stats),
+        "include_usage": usage,
+        "running_usage": usage and options is not None and bool(options.continuous_usage_stats),
         "timeout": parsed.timeout,
         "user": parsed.user or "",
         "cache_salt": parsed.cache_salt,
@@ -314,12 +345,14 @@ def _prompts(value: Any) -> tuple[Prompt, ...]:
         raise ValueError(
             "must be text, a list of texts, token ids or a list of token ids, and not empty"
         )
+    value = wholes(value)
     if all(type(item) is int for item in value):
         return (tuple(value),)
     if len(value) > MAX_PROMPTS:
         raise ValueError(f"at most {MAX_PROMPTS} prompts may be given")
     if all(isinstance(item, str) for item in value):
         return tuple(value)
+    value = [wholes(item) for item in value]
     if all(isinstance(item, list) and all(type(token) is int for token in item) for item in value):
         return tuple(tuple(item) for item in value)
     raise ValueError(

@@ -2,6 +2,7 @@
 template.
 """
 
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
@@ -15,7 +16,8 @@ from fairlead_runtime.grammar.references import schemas_of
 MAX_TOOLS = 128
 _TYPES = frozenset({"array", "boolean", "integer", "null", "number", "object", "string"})
 _ALL_TYPES = ", ".join(sorted(_TYPES))
-_FUNCTION_NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
+ALLOWED = "allowed_tools"
+_FUNCTION_NAME = r"^[a-zA-Z0-9_.-]{1,128}$"  # OpenAI has 64; coding tools name those of MCP longer
 
 
 class Function(StrictBody):
@@ -49,12 +51,20 @@ NO_TOOLS = Tools(ToolUse())
 
 
 def tools_of(tools: list[Tool] | None, choice: Any, *, parallel: bool | None) -> Tools:
-    """Raises ApiError 400. With ``tool_choice`` none the model is told of no tools."""
+    """Raises ApiError 400. With ``tool_choice`` none the model is told of no tools, with
+    ``allowed_tools`` of these.
+    """
     for number, tool in enumerate(tools or ()):
-        _check_types(f"function.parameters of tool {number}", tool.function.parameters)
+        _check_types(f"tools.{number}.function.parameters", tool.function.parameters)
     names = [tool.function.name for tool in tools or ()]
     if len({*names}) != len(names):
         raise invalid("tools", "two tools have the same name; give each its own")
+    if isinstance(choice, dict) and choice.get("type") == ALLOWED:
+        choice, allowed = _allowed(choice)
+        if not allowed <= {*names}:
+            raise invalid("tool_choice", "allows a tool that is not among tools; send it there")
+        tools = [tool for tool in tools or () if tool.function.name in allowed]
+        names = [tool.function.name for tool in tools]
     forced = _forced(choice)
     if (forced is not None or choice == "required") and not names:
         raise invalid("tool_choice", "needs tools; send them or leave it out")
@@ -79,9 +89,7 @@ def _check_types(where: str, parameters: dict[str, Any] | None) -> None:
         kinds = [] if schema.get("type") is None else schema["type"]
         for kind in kinds if isinstance(kinds, list) else [kinds]:
             if not (isinstance(kind, str) and kind in _TYPES):
-                raise invalid(
-                    "tools", f"{where}: a type that does not exist; the types are {_ALL_TYPES}"
-                )
+                raise invalid(where, f"a type that does not exist; the types are {_ALL_TYPES}")
 
 
 def _schema(use: ToolUse, tools: list[Tool]) -> dict[str, Any] | None:
@@ -89,6 +97,18 @@ def _schema(use: ToolUse, tools: list[Tool]) -> dict[str, Any] | None:
     if use.forced is not None:
         return arguments_schema(dict(parameters)[use.forced])
     return calls_schema(parameters, parallel=use.parallel) if use.required else None
+
+
+def _allowed(choice: Mapping[str, Any]) -> tuple[str, frozenset[str]]:
+    """The mode of OpenAI's choice of allowed tools, and their names."""
+    allowed = choice.get(ALLOWED)
+    allowed = allowed if isinstance(allowed, dict) else {}
+    mode, tools = allowed.get("mode"), allowed.get("tools")
+    if mode not in ("auto", "required") or not isinstance(tools, list) or not tools:
+        raise invalid(
+            "tool_choice", 'its allowed_tools must have a mode, "auto" or "required", and tools'
+        )
+    return mode, frozenset(_forced(tool) or "" for tool in tools)
 
 
 def _forced(choice: Any) -> str | None:
@@ -100,6 +120,7 @@ def _forced(choice: Any) -> str | None:
     if not isinstance(name, str) or choice.get("type") != "function":
         raise invalid(
             "tool_choice",
-            'must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}',
+            'must be "none", "auto", "required", {"type": "function", "function": {"name": ...}} '
+            'or {"type": "allowed_tools", "allowed_tools": {"mode": ..., "tools": [...]}}',
         )
     return name

@@ -20,7 +20,13 @@ from fairlead_runtime.api.ports import elsewhere
 from fairlead_runtime.api.ports.admin import Admin, metrics
 from fairlead_runtime.api.ports.health import Probes
 from fairlead_runtime.api.ports.page import Page
-from fairlead_runtime.api.routes.completions import CHAT, COMPLETIONS, RESPONSES, EndpointHandler
+from fairlead_runtime.api.routes.completions import (
+    CHAT,
+    COMPLETIONS,
+    MESSAGES,
+    RESPONSES,
+    EndpointHandler,
+)
 from fairlead_runtime.api.routes.invocations import Invocations
 from fairlead_runtime.api.routes.tokenize import TokenizeRoutes
 from fairlead_runtime.api.state.state import ServerState
@@ -39,7 +45,7 @@ DOCUMENT = "openapi.json"  # of the public port, beside this module; scripts/mak
 
 
 def public_app(state: ServerState, pool: PromptPool, keys: KeyRing | None = None) -> ASGIApp:
-    """The public port: OpenAI's routes need one of ``keys``, the probes do not."""
+    """The public port: all routes but the probes need one of ``keys``."""
     app = _bare(elsewhere.PUBLIC_PORT)
     probes = Probes(state)
     document = (files(__package__) / DOCUMENT).read_bytes()
@@ -67,16 +73,20 @@ def public_app(state: ServerState, pool: PromptPool, keys: KeyRing | None = None
     app.router.routes.append(Route("/tokenize", tokens.tokenize, methods=["POST"]))
     app.router.routes.append(Route("/detokenize", tokens.detokenize, methods=["POST"]))
     app.add_api_route("/tokenizer_info", tokens.info, methods=["GET"])
+    count = Route("/v1/messages/count_tokens", tokens.count, methods=["POST"])
+    app.router.routes.append(count)
     by_prompt: dict[str, ASGIApp] = {}
     for path, endpoint, prompt in (
         ("/v1/chat/completions", CHAT, "messages"),
         ("/v1/completions", COMPLETIONS, "prompt"),
         ("/v1/responses", RESPONSES, "input"),
+        ("/v1/messages", MESSAGES, ""),  # its bodies look like chats
     ):
         route: ASGIApp = EndpointHandler(state, endpoint, pool)
         if state.tracing is not None:
             route = Traced(route, state.tracing)
-        by_prompt[prompt] = route
+        if prompt:
+            by_prompt[prompt] = route
         app.router.routes.append(Route(path, route, methods=["POST"]))
     invocations = Invocations(state, pool, by_prompt)
     app.router.routes.append(Route("/invocations", invocations, methods=["POST"]))
@@ -121,12 +131,12 @@ def _bare(port: str) -> FastAPI:
     return app
 
 
-async def _on_validation(_request: Request, _error: Exception) -> Response:
-    return errors.ApiError(400, "the request is not valid").response()
+async def _on_validation(request: Request, _error: Exception) -> Response:
+    return errors.ApiError(400, "the request is not valid").response_to(request.scope)
 
 
 def _model(state: ServerState) -> dict[str, object]:
-    service = state.loaded().service
+    backend = state.loaded()
     return {
         "id": state.name,
         "object": "model",
@@ -134,5 +144,6 @@ def _model(state: ServerState) -> dict[str, object]:
         "owned_by": "fairlead",
         "root": state.source or state.name,
         "parent": None,
-        "max_model_len": service.max_model_len,
+        "max_model_len": backend.service.max_model_len,
+        "sampling_defaults": dict(backend.rules.sampling),
     }

@@ -28,9 +28,11 @@ ADMIN_PATHS = frozenset(
 )
 _COMPLETIONS, _CHAT = "/v1/completions", "/v1/chat/completions"
 _RESPONSES, _MODELS = "/v1/responses", "/v1/models"
+_MESSAGES = "/v1/messages"
 PUBLIC_PATHS = frozenset(
     {
         *(_COMPLETIONS, _CHAT, _RESPONSES, _MODELS),
+        *(_MESSAGES, "/v1/messages/count_tokens"),
         *("/tokenize", "/detokenize", "/tokenizer_info"),
         *("/invocations", "/openapi.json", "/version"),
     }
@@ -47,6 +49,7 @@ _OURS = {
     "/chat/completions": _CHAT,
     "/chat": _CHAT,
     "/responses": _RESPONSES,
+    "/messages": _MESSAGES,
     "/models": _MODELS,
     "/api/tags": _MODELS,
     "/api/ps": _MODELS,
@@ -75,7 +78,10 @@ _OURS = {
     "/health_generate": "/canary",
 }
 # A base URL with one part too many or too few: /v1/v1/models, /openai/chat/completions.
-_ENDS = {route.removeprefix("/v1"): route for route in (_CHAT, _COMPLETIONS, _RESPONSES, _MODELS)}
+_ENDS = {
+    route.removeprefix("/v1"): route
+    for route in (_CHAT, _COMPLETIONS, _RESPONSES, _MESSAGES, _MODELS)
+}
 _NO_VECTORS = "this server generates text: embeddings, scores and rankings are not served for now"
 _NO_MEDIA = "this server reads and writes text only"
 _NO_LORA = "adapters are not served: merge one into its model and serve that"
@@ -100,6 +106,7 @@ _NOT_SERVED = {
         (
             *("/v1/responses/", "/v1/conversations", "/v1/conversations/", "/v1/files"),
             *("/v1/files/", "/v1/batches", "/v1/batches/", "/v1/assistants", "/v1/threads"),
+            *("/v1/threads/", "/v1/messages/batches", "/v1/messages/batches/"),
         ),
         _NO_STORE,
     ),
@@ -127,7 +134,7 @@ async def refuse(request: Request, error: Exception, port: str) -> Response:
             f"this route does not accept that method: use {allowed}",
             {"allow": allowed},
         )
-    return ApiError(status, message, headers=headers).response()
+    return ApiError(status, message, headers=headers).response_to(request.scope)
 
 
 def _allowed_methods(request: Request) -> list[str]:

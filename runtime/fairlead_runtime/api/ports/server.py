@@ -1,53 +1,35 @@
-"""The server process: listen, load, serve, drain, end.
+"""The server process: load, serve, drain, end.
 
 Owns both ports in one event loop, and the signals. The ports are open while the model loads, so
-that probes and ``/model/config.json`` answer. SIGTERM starts the drain, and the process ends
-with it.
+that probes and ``/model/config.json`` answer. SIGTERM and SIGINT start the drain, and the process
+ends with it.
 """
 
 import asyncio
 import contextlib
 import logging
+import os
 import signal
-import socket
+import threading
 from collections.abc import Awaitable, Callable, Generator
-from typing import NamedTuple
 
 from fairlead_runtime.api.ports.app import admin_app, public_app
 from fairlead_runtime.api.state.http_load import HttpLoad
 from fairlead_runtime.api.state.state import Backend, ServerState
+from fairlead_runtime.front.doors import Listeners
 from fairlead_runtime.front.drain import Drain
 from fairlead_runtime.front.limits import PromptPool
 from fairlead_runtime.front.port import Port, allow_files
 from fairlead_runtime.outputs import DrainResult, EngineDead
 from fairlead_runtime.serving.metrics import PORTS
-from fairlead_runtime.settings import preflight
 from fairlead_runtime.settings.engine_config import ConfigError
 from fairlead_runtime.sizing.traffic import CONNECTIONS, LEAST_FILES, Bound, PortBounds, files_of
 
-BACKLOG = 2048
 DEFAULT_CONNECTIONS = Bound(CONNECTIONS, "at least")
+HURRY_SECONDS = 0.5  # for what still runs when a second SIGINT comes
 DEAD_SECONDS = 1  # for the last bytes of answers when the engine has ended
 
 _log = logging.getLogger("fairlead.api")
-
-
-class Listeners(NamedTuple):
-    public: socket.socket
-    admin: socket.socket
-
-
-def listen(host: str, port: int, admin_port: int) -> Listeners:
-    """Bind both ports before any expensive work; port 0 takes a free one.
-
-    Raises ConfigError, which names the flag of the port that cannot be bound.
-    """
-    public = preflight.listen("port", host, port, BACKLOG)
-    try:
-        return Listeners(public, preflight.listen("admin_port", host, admin_port, BACKLOG))
-    except ConfigError:
-        public.close()
-        raise
 
 
 async def serve(
@@ -58,16 +40,18 @@ async def serve(
     drain_grace: float,
     drain_timeout: float,
     connections: Bound = DEFAULT_CONNECTIONS,
+    ready: Callable[[], None] = lambda: _log.info("serving"),
 ) -> DrainResult:
     """Serve until SIGTERM or SIGINT, with the backend that ``load`` returns; the ports are open
     while it loads.
 
     Returns how many of the requests that ran at the signal or came later finished and how many
     were aborted. Raises whatever ``load`` raises, EngineDead when the engine gives up, and
-    ConfigError where the process may open too few files. A second
-    signal ends the drain. New requests are served for ``drain_grace`` seconds after the signal;
-    streams that run ``drain_timeout`` seconds longer end with an error event. The public port has
-    at most ``connections``, fewer where the process may not open as many files.
+    ConfigError where the process may open too few files. A second signal ends the drain. New
+    requests are served for ``drain_grace`` seconds after SIGTERM, not after SIGINT, which a person
+    sends; streams that run ``drain_timeout`` seconds longer end with an error event. The public
+    port has at most ``connections``, fewer where the process may not open as many files. ``ready``
+    is called when requests are served.
     """
     bounds = _port_bounds(connections)
     state.port_bounds = bounds
@@ -86,11 +70,11 @@ async def serve(
         pool, dict(zip(PORTS, [port.open_connections for port in ports], strict=True))
     )
     # The pool ends after the ports: until then requests come, also when the engine has ended.
-    with contextlib.closing(pool), _signals(drain, signals):
+    with contextlib.closing(pool), _signals(drain, state, signals):
         serving = [asyncio.create_task(port.serve()) for port in ports]
         watching = asyncio.create_task(state.load.watch_loop())
         try:
-            return await _load_and_drain(state, load, signals, drain)
+            return await _load_and_drain(state, load, signals, drain, ready)
         except EngineDead:
             for port in ports:
                 port.server.config.timeout_graceful_shutdown = DEAD_SECONDS
@@ -132,6 +116,7 @@ async def _load_and_drain(
     load: Callable[[], Awaitable[Backend]],
     signals: "asyncio.Queue[None]",
     drain: Drain,
+    ready: Callable[[], None],
 ) -> DrainResult:
     """Load, serve and drain."""
     signal_task = asyncio.ensure_future(signals.get())
@@ -141,7 +126,7 @@ async def _load_and_drain(
         if not load_task.done():
             return DrainResult(0, 0)  # no request runs yet
         state.attach(backend := load_task.result())
-        _log.info("serving")
+        ready()
         await _first(signal_task, backend.died.wait())
         if backend.died.is_set():
             raise EngineDead(backend.service.health().reason)
@@ -170,21 +155,39 @@ async def _first(*awaited: Awaitable[object]) -> None:
 
 
 @contextlib.contextmanager
-def _signals(drain: Drain, signals: "asyncio.Queue[None]") -> Generator[None, None, None]:
+def _signals(
+    drain: Drain, state: ServerState, signals: "asyncio.Queue[None]"
+) -> Generator[None, None, None]:
     """Handle SIGTERM and SIGINT: end readiness in the same turn of the loop, then queue the
-    signal.
+    signal. A second SIGINT ends the process in HURRY_SECONDS at most, whatever still runs.
     """
     loop = asyncio.get_running_loop()
+    interrupted = False
 
-    def received() -> None:
-        drain.begin(process_ends=True)
+    def received(number: signal.Signals) -> None:
+        nonlocal interrupted
+        if number is signal.SIGINT:
+            if interrupted:
+                _end_soon()
+            interrupted = True
+            drain.skip_grace()
+        drain.begin(process_ends=True, serving=state.backend is not None)
         signals.put_nowait(None)
 
     handled = (signal.SIGTERM, signal.SIGINT)
     for number in handled:
-        loop.add_signal_handler(number, received)
+        loop.add_signal_handler(number, received, number)
     try:
         yield
     finally:
         for number in handled:
             loop.remove_signal_handler(number)
+
+
+def _end_soon() -> None:
+    """A person has interrupted twice: running streams get their last event, if that is quick. The
+    kernel ends the engine's process with this one.
+    """
+    timer = threading.Timer(HURRY_SECONDS, os._exit, (0,))
+    timer.daemon = True
+    timer.start()

@@ -12,12 +12,13 @@ from typing import Annotated, Any
 from pydantic import Field, field_validator
 
 from fairlead_runtime.api.bodies import request_bodies
-from fairlead_runtime.api.bodies.refused_fields import Refused, refuse_fields
-from fairlead_runtime.api.bodies.request_bodies import GenerationRequest
-from fairlead_runtime.api.bodies.tool_bodies import MAX_TOOLS
+from fairlead_runtime.api.bodies.refused_fields import REFUSED, Refused, refuse_fields, unread
+from fairlead_runtime.api.bodies.request_bodies import ChatBody, GenerationRequest
+from fairlead_runtime.api.bodies.sent_names import SentNames, without_tags
+from fairlead_runtime.api.bodies.tool_bodies import ALLOWED, MAX_TOOLS
 from fairlead_runtime.api.responses.items import MAX_ITEMS, Item, messages_of
 from fairlead_runtime.front.errors import ApiError, invalid
-from fairlead_runtime.front.strict_body import MAX_NAME, StrictBody, check_model, validated
+from fairlead_runtime.front.strict_body import MAX_NAME, StrictBody, Whole, check_model, validated
 from fairlead_runtime.request.sequence import RequestError
 
 MAX_METADATA = 16  # pairs, as OpenAI
@@ -41,17 +42,24 @@ _REFUSED: dict[str, Refused] = {
     "reasoning_effort": Refused(instead="send reasoning.effort"),
     "logprobs": Refused((False,), f"send include with {LOGPROBS}"),
     "return_token_ids": Refused((False,)),
+    "echo": Refused((False,)),
+    "previous_response": Refused(instead=_STORED),
+    "previous_input_messages": Refused(([],), "send input"),
+    "context_management": Refused(([],)),
+    "image": Refused(),
 }
-# This route's names of a chat's fields, the longest first, with the fields below them. What is in
-# ``input`` has other places than the messages made of it.
-_SENT = (
-    (re.compile(r"max(?:_completion)?_tokens"), "max_output_tokens"),
-    (re.compile(r"(?:messages|prompt)\b.*"), "input"),
-    (re.compile(r"reasoning_effort"), "reasoning.effort"),
-    (re.compile(r"response_format(?:\.json_schema)?"), "text.format"),
-    (re.compile(r"(tools\.\d+)\.function"), r"\1"),
+# What this route knows beside its own fields: all others that a chat reads or refuses.
+_KNOWN = {*_REFUSED, *ChatBody.model_fields, *REFUSED}
+# What is in ``input`` has other places than the messages made of it.
+_SENT = SentNames(
+    (
+        (re.compile(r"max(?:_completion)?_tokens"), "max_output_tokens"),
+        (re.compile(r"(?:messages|prompt)\b.*"), "input"),
+        (re.compile(r"reasoning_effort"), "reasoning.effort"),
+        (re.compile(r"response_format(?:\.json_schema)?"), "text.format"),
+        (re.compile(r"(tools\.\d+)\.function"), r"\1"),
+    )
 )
-_PATH = re.compile(r"(?:^|(?<=; ))[a-z_]+(?:\.\w+)*(?=: )")  # of each problem in a message
 _ITEM = re.compile(r"(input\.\d+)\.(?:message|function_call_output|function_call|reasoning)\b")
 
 
@@ -67,12 +75,12 @@ class ResponseBody(StrictBody):
     model: str | None = Field(default=None, max_length=MAX_NAME)  # None: the one that is served
     input: Items
     instructions: str | None = None
-    max_output_tokens: int | None = None
+    max_output_tokens: Whole | None = None
     tools: list[dict[str, Any]] | None = Field(default=None, max_length=MAX_TOOLS)
     tool_choice: Any = None
     text: TextOptions | None = None
     include: list[str] | None = Field(default=None, max_length=MAX_METADATA)
-    top_logprobs: int | None = None
+    top_logprobs: Whole | None = None
     metadata: dict[str, str] | None = Field(default=None, max_length=MAX_METADATA)
     reasoning: dict[str, Any] | None = None
     stream_options: dict[str, Any] | None = None
@@ -89,21 +97,23 @@ def response(body: Mapping[str, Any], served: str) -> GenerationRequest:
     """Raises ApiError 400, or 404 for a model other than ``served``, and RequestError."""
     check_model(body.get("model"), served)
     refuse_fields(body, (), _REFUSED)
+    ignored = unread(ResponseBody, body, _KNOWN)
     try:
         parsed = validated(ResponseBody, body)
     except ApiError as error:
-        raise _without_tags(error) from None
+        raise without_tags(error, _ITEM) from None
     if not parsed.input:
         raise invalid("input", "is empty: send text or at least one item")
     try:
         request = request_bodies.chat(_as_chat(body, parsed), served)
     except ApiError as error:
-        raise _renamed(error) from None
+        raise _SENT.renamed(error) from None
     except RequestError as error:
-        raise error.renamed({error.param: _sent(error.param)}) from None
+        raise error.renamed({error.param: _SENT.name(error.param)}) from None
     names = {"max_tokens": "max_tokens", "messages": "messages", **request.sent_names}
-    sent_names = {name: _sent(of_chat) for name, of_chat in names.items()}
-    return replace(request, sent_names=sent_names, echo=_echo(body, parsed, request))
+    sent_names = {name: _SENT.name(of_chat) for name, of_chat in names.items()}
+    echo = _echo(body, parsed, request)
+    return replace(request, sent_names=sent_names, echo=echo, ignored=ignored)
 
 
 def _as_chat(body: Mapping[str, Any], parsed: ResponseBody) -> dict[str, Any]:
@@ -134,10 +144,15 @@ def _tool(place: int, tool: Mapping[str, Any]) -> dict[str, Any]:
 def _choice(choice: Any) -> Any:
     if choice in (None, "none", "auto", "required"):
         return choice
+    if isinstance(choice, dict) and choice.get("type") == ALLOWED:
+        tools = choice.get("tools")
+        named = [_choice(tool) for tool in tools] if isinstance(tools, list) else tools
+        return {"type": ALLOWED, ALLOWED: {"mode": choice.get("mode"), "tools": named}}
     if not isinstance(choice, dict) or choice.get("type") != "function" or "name" not in choice:
         raise invalid(
             "tool_choice",
-            'must be "none", "auto", "required" or {"type": "function", "name": ...}',
+            'must be "none", "auto", "required", {"type": "function", "name": ...} or '
+            '{"type": "allowed_tools", "mode": ..., "tools": [...]}',
         )
     return {"type": "function", "function": {"name": choice["name"]}}
 
@@ -148,31 +163,6 @@ def _format(text: TextOptions | None) -> dict[str, Any] | None:
         return chosen
     schema = {name: value for name, value in chosen.items() if name != "type"}
     return {"type": "json_schema", "json_schema": schema}
-
-
-def _without_tags(error: ApiError) -> ApiError:
-    """Pydantic names an item's type in the path to its field."""
-    param = _ITEM.sub(r"\1", error.param or "") or None
-    message = _ITEM.sub(r"\1", error.message)
-    return ApiError(error.status, message, param=param, code=error.code)
-
-
-def _sent(param: str) -> str:
-    """The client's name of a chat's field."""
-    for of_chat, sent in _SENT:
-        if (match := of_chat.match(param)) and param[match.end() : match.end() + 1] in {"", "."}:
-            return match.expand(sent) + param[match.end() :]
-    return param
-
-
-def _renamed(error: ApiError) -> ApiError:
-    return ApiError(
-        error.status,
-        _PATH.sub(lambda path: _sent(path[0]), error.message),
-        param=None if error.param is None else _sent(error.param),
-        code=error.code,
-        headers=error.headers,
-    )
 
 
 def _echo(

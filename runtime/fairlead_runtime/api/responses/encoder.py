@@ -206,7 +206,8 @@ class ResponseEncoder:
         top = self._frame.top
         if top is None or not logprobs:
             return []
-        content = chat_content(tokens, logprobs, top, self._frame.token_bytes)
+        frame = self._frame
+        content = chat_content(tokens, logprobs, top, frame.token_bytes, by_id=frame.by_id)
         return [orjson.Fragment(orjson.dumps(entry)) for entry in content]
 
     def _emit(self, kind: str, **fields: Any) -> None:

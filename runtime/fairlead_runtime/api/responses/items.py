@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, WithJsonSchema, field_validator
+from pydantic import Discriminator, Field, Tag, ValidationInfo, WithJsonSchema, field_validator
 
 from fairlead_runtime.front.strict_body import MAX_NAME, StrictBody, text_of
 
@@ -37,8 +37,9 @@ class MessageItem(StrictBody):
 
     @field_validator("content")
     @classmethod
-    def _content(cls, value: Any) -> str:
-        return text_of(value, *TEXT_TYPES)
+    def _content(cls, value: Any, info: ValidationInfo) -> str:
+        own = info.data.get("role") == "assistant"
+        return text_of(value, *TEXT_TYPES, refusals=own)
 
 
 class CallItem(StrictBody):

@@ -25,8 +25,17 @@ from fairlead_runtime.api.answers.response_bodies import (
     WholeChoice,
 )
 from fairlead_runtime.api.answers.token_ids import TokenIds
+from fairlead_runtime.api.anthropic.bodies import check_sent, message
+from fairlead_runtime.api.anthropic.encoder import MessageEncoder
 from fairlead_runtime.api.bodies import request_bodies
-from fairlead_runtime.api.bodies.prompts import PreparedRequest, Validate, prepare
+from fairlead_runtime.api.bodies.field_names import header_of
+from fairlead_runtime.api.bodies.prompts import (
+    Check,
+    PreparedRequest,
+    Validate,
+    check_nothing,
+    prepare,
+)
 from fairlead_runtime.api.responses.bodies import response
 from fairlead_runtime.api.responses.encoder import ResponseEncoder
 from fairlead_runtime.api.routes.eager import Rest, run_eagerly
@@ -35,7 +44,7 @@ from fairlead_runtime.api.state.tracing import SCOPE as TRACE
 from fairlead_runtime.api.state.tracing import Trace
 from fairlead_runtime.api.tools.reasoning import END
 from fairlead_runtime.front import errors
-from fairlead_runtime.front.access_log import REQUEST_ID, log_late_failure
+from fairlead_runtime.front.access_log import log_late_failure
 from fairlead_runtime.front.auth import key_of, tenant_of
 from fairlead_runtime.front.deadline import TimedStream
 from fairlead_runtime.front.limits import (
@@ -46,34 +55,45 @@ from fairlead_runtime.front.limits import (
     while_connected,
 )
 from fairlead_runtime.outputs import Output, OutputStream, Submission
-from fairlead_runtime.request.sequence import Failure, FailureKind, FinishReason, RequestError
+from fairlead_runtime.request.sequence import (
+    Failure,
+    FailureKind,
+    FinishReason,
+    RequestError,
+    SamplingParams,
+)
 from fairlead_runtime.request.structured import PARAM
 
+END_TOKENS = 32  # of a prompt, in which it may begin to reason
 MERGED_AHEAD = 8  # outputs per prompt that may wait to be written
 
-_SSE = [
+Headers = list[tuple[bytes, bytes]]
+
+_SSE: Headers = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
-_JSON = [(b"content-type", b"application/json")]
+_JSON: Headers = [(b"content-type", b"application/json")]
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
     """The differences between the routes. ``prefix``: of an answer's id. ``operation``: in traces,
-    as OpenTelemetry's conventions for generative AI name it.
+    as OpenTelemetry's conventions for generative AI name it. ``check``: of a body as it was sent.
     """
 
     prefix: str
     operation: str
     validate: Validate
     encoder: Callable[[Frame], Encoder]
+    check: Check = check_nothing
 
 
 CHAT = Endpoint("chatcmpl-", "chat", request_bodies.chat, ChatEncoder)
 COMPLETIONS = Endpoint("cmpl-", "text_completion", request_bodies.completion, CompletionEncoder)
 RESPONSES = Endpoint("resp_", "chat", response, ResponseEncoder)
+MESSAGES = Endpoint("msg_", "chat", message, MessageEncoder, check_sent)
 
 
 class EndpointHandler:
@@ -102,6 +122,7 @@ class EndpointHandler:
                 backend.encoder,
                 backend.service.max_model_len,
                 backend.rules,
+                self._endpoint.check,
             )
             return await while_connected(receive, preparing)
 
@@ -116,7 +137,7 @@ class EndpointHandler:
         request = prepared.request
         backend.replies.check(request.tools.use)
         usage = Usage(prompt=sum(map(len, prepared.prompts)))
-        request_id = scope[REQUEST_ID]
+        request_id = scope[errors.REQUEST_ID]
         encoder = self._endpoint.encoder(self._frame(request_id, backend, prepared, usage))
         trace: Trace | None = scope.get(TRACE)
         async with AsyncExitStack() as running:
@@ -145,11 +166,9 @@ class EndpointHandler:
                 prompt_only=request.prompt_only,
                 request_id=request_id,
             )
-            answer = (
-                _StreamedAnswer(generation, encoder, self._pool)
-                if request.stream
-                else _JsonAnswer(generation, encoder, self._pool)
-            )
+            kind, headers = (_StreamedAnswer, _SSE) if request.stream else (_JsonAnswer, _JSON)
+            headers = [*headers, *header_of(request.ignored)]
+            answer = kind(generation, encoder, self._pool, headers)
             last = await answer.write(send)
             if trace is not None and answer.failure is not None:
                 trace.failure = answer.failure.code
@@ -160,8 +179,9 @@ class EndpointHandler:
         self, request_id: str, backend: Backend, prepared: PreparedRequest, usage: Usage
     ) -> Frame:
         request, vocabulary = prepared.request, backend.vocabulary
+        of_client = request.request_id.removeprefix(self._endpoint.prefix)
         return Frame(
-            id=self._endpoint.prefix + request_id,
+            id=self._endpoint.prefix + (of_client or request_id),
             created=int(time.time()),
             model=self._state.name,
             top=request.params.logprobs,
@@ -180,6 +200,8 @@ class EndpointHandler:
             ids=TokenIds(
                 enabled=request.show_token_ids, n=request.params.n, prompts=prepared.prompts
             ),
+            by_id=request.tokens_by_id,
+            begun=request.begun,
             running=usage if request.running_usage else None,
             new_parser=functools.partial(
                 backend.replies.parser,
@@ -195,13 +217,19 @@ class EndpointHandler:
         self, scope: Scope, backend: Backend, prepared: PreparedRequest
     ) -> list[Submission]:
         request, prompts, key = prepared.request, prepared.prompts, key_of(scope)
-        request_id, several = scope[REQUEST_ID], len(prompts) > 1
+        request_id, several = scope[errors.REQUEST_ID], len(prompts) > 1
         tools = bool(request.tools.for_template)
         chat = self._endpoint is not COMPLETIONS
         visible = backend.replies.shown_ids(tools=tools) if chat else frozenset()
         params, guided = request.params, request.params.guided
         if guided is not None and chat and backend.replies.begins_inside(prepared.prompt_end):
             params = replace(params, structured_outputs=guided.after_reasoning(END))
+        budget = request.thinking_budget
+        if self._endpoint is MESSAGES and not backend.replies.reasoning:
+            budget = None  # coding tools send one to every model
+        bounded = [
+            _bounded(backend, params, budget, prepared.prompt_end or prompt) for prompt in prompts
+        ]
         salt, tenant = (request.cache_salt or "").encode(), request.user
         priority = request.priority or 0
         if key is not None:
@@ -210,7 +238,7 @@ class EndpointHandler:
         return [
             Submission(
                 prompt=prompt,
-                params=params,
+                params=bounded[number],
                 id=f"{request_id}-{number}" if several else request_id,
                 tenant=tenant,
                 salt=salt,
@@ -220,6 +248,18 @@ class EndpointHandler:
             )
             for number, prompt in enumerate(prompts)
         ]
+
+
+def _bounded(
+    backend: Backend, params: SamplingParams, budget: int | None, prompt: str | Sequence[int]
+) -> SamplingParams:
+    """``params`` with a bound on the reasoning after ``prompt``, the ids or the end of its text.
+    Raises ApiError.
+    """
+    if budget is None:
+        return params
+    end = prompt if isinstance(prompt, str) else backend.vocabulary.decode([*prompt[-END_TOKENS:]])
+    return replace(params, reasoning=backend.replies.bounded(end, budget))
 
 
 def _answer_bytes(prepared: PreparedRequest, max_model_len: int, *, buffered: bool) -> int:
@@ -285,6 +325,10 @@ class _Generation(NamedTuple):
                     rest = take(place * self.n + output.index, self._shown(output))
                     if rest is not None:
                         await rest
+        self.count_cached()
+
+    def count_cached(self) -> None:
+        """Known from a stream's first output on."""
         self.usage.cached = sum(stream.cached_tokens for stream in self.streams)
 
     def _shown(self, output: Output) -> Output:
@@ -319,16 +363,23 @@ class _JsonAnswer:
 
     failure = None  # is raised
 
-    def __init__(self, generation: _Generation, encoder: Encoder, pool: PromptPool) -> None:
+    def __init__(
+        self,
+        generation: _Generation,
+        encoder: Encoder,
+        pool: PromptPool,
+        headers: Headers = _JSON,
+    ) -> None:
         self._generation = generation
         self._encoder = encoder
         self._pool = pool
+        self._headers = headers
 
     async def write(self, send: Send) -> bytes:
         """Send the head; return the last bytes of the body."""
         choices = [WholeChoice() for _ in range(self._generation.n * len(self._generation.streams))]
         await self._generation.forward(lambda index, output: choices[index].add(output))
-        await send({"type": "http.response.start", "status": 200, "headers": _JSON})
+        await send({"type": "http.response.start", "status": 200, "headers": self._headers})
         chunks = self._encoder.body_pieces(choices, self._generation.usage)
         if all(choice.short for choice in choices):
             return b"".join(chunks)
@@ -352,10 +403,17 @@ def _next_piece(chunks: Iterator[bytes]) -> bytes:
 class _StreamedAnswer:
     """The answer as server-sent events, from the first output on."""
 
-    def __init__(self, generation: _Generation, encoder: Encoder, pool: PromptPool) -> None:
+    def __init__(
+        self,
+        generation: _Generation,
+        encoder: Encoder,
+        pool: PromptPool,
+        headers: Headers = _SSE,
+    ) -> None:
         self._generation = generation
         self._encoder = encoder
         self._pool = pool
+        self._headers = headers
         self._started = False
         self.failure: errors.ApiError | None = None  # after the first byte
 
@@ -384,7 +442,8 @@ class _StreamedAnswer:
         """
         if not self._started:
             self._started = True
-            await send({"type": "http.response.start", "status": 200, "headers": _SSE})
+            self._generation.count_cached()
+            await send({"type": "http.response.start", "status": 200, "headers": self._headers})
         if output.logprobs or output.prompt_logprobs:
             events = await self._pool.encode(self._encoder.events, index, output)
         else:

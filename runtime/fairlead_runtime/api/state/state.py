@@ -21,6 +21,7 @@ from fairlead_runtime.outputs import DrainResult, EngineClient, Health
 from fairlead_runtime.serving.detokenize import Vocabulary
 from fairlead_runtime.serving.metrics import FrontReport
 from fairlead_runtime.serving.prompt_encoder import PromptEncoder
+from fairlead_runtime.serving.request_templates import RequestTemplates
 from fairlead_runtime.sizing.traffic import BODY, PortBounds
 
 MAX_TENANTS = 100  # with metrics of their own
@@ -28,11 +29,12 @@ MAX_TENANTS = 100  # with metrics of their own
 
 class BodyRules(NamedTuple):
     """What the server decides about every body. ``sampling``: the values of sampling fields that a
-    body leaves out. ``templates``: it may bring a chat template.
+    body leaves out. ``templates``: it may bring a chat template, which ``renderer`` renders.
     """
 
     sampling: Mapping[str, Any] = MappingProxyType({})
     templates: bool = False
+    renderer: RequestTemplates | None = None
 
 
 NO_RULES = BodyRules()

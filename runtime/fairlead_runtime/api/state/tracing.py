@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from fairlead_runtime.front.access_log import REQUEST_ID
-from fairlead_runtime.front.errors import from_exception
+from fairlead_runtime.front.errors import REQUEST_ID, from_exception
 from fairlead_runtime.front.limits import ClientDisconnected
 from fairlead_runtime.outputs import StreamTimes
 from fairlead_runtime.request.sequence import SamplingParams

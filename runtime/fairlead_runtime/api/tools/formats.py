@@ -19,6 +19,7 @@ from fairlead_runtime.api.tools.parts import Parser, Part, PlainParser
 from fairlead_runtime.api.tools.reasoning import BEGIN, END, ReasoningParser
 from fairlead_runtime.front.errors import invalid
 from fairlead_runtime.models.chat import template_text
+from fairlead_runtime.request.structured import Reasoning
 
 _ALPHANUMERIC = string.ascii_letters + string.digits
 
@@ -110,6 +111,20 @@ class ReplyFormat:
         if not self.reasoning or prompt_end.rstrip().endswith(END):
             return False
         return self.reasoning == "deepseek_r1" or prompt_end.rstrip().endswith(BEGIN)
+
+    def bounded(self, prompt_end: str, most: int) -> Reasoning:
+        """Reasoning of at most so many tokens after a prompt that ends so. Raises ApiError 400
+        where the reasoning of the model is not known.
+        """
+        if not self.reasoning:
+            raise invalid(
+                "thinking_token_budget",
+                "this model is not known to reason; leave it out, or start the server with "
+                "--reasoning-parser",
+                "unsupported_parameter",
+            )
+        begin = "" if self.begins_inside(prompt_end) else BEGIN
+        return Reasoning(most=most, end=END, begin=begin)
 
     def _answer_parser(self, uses: "ToolUse") -> Parser:
         """The parser of what follows the reasoning."""

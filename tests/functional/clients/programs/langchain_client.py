@@ -21,7 +21,7 @@ chunks = list(model(stream_usage=True).stream(ASKED))
 called = model(max_tokens=400).bind_tools([TOOL], tool_choice="required").invoke(ASKED)
 llm = OpenAI(model="tiny", base_url=sys.argv[1], api_key="none", temperature=0, max_tokens=12)
 try:
-    model(n=99).invoke(ASKED)
+    model(n=999).invoke(ASKED)
     error = "none"
 except openai.BadRequestError as refused:
     error = str(refused)

@@ -34,7 +34,7 @@ text = litellm.text_completion(
     max_tokens=12,
 )
 try:
-    ask(n=99)
+    ask(n=999)
     error = "none"
 except litellm.BadRequestError as refused:
     error = str(refused)

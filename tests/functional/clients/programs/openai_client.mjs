@@ -22,7 +22,7 @@ const text = await client.completions.create({
 });
 let error = "none";
 try {
-  await ask({ n: 99 });
+  await ask({ n: 999 });
 } catch (refused) {
   if (!(refused instanceof OpenAI.BadRequestError)) throw refused;
   error = refused.message;

@@ -63,7 +63,7 @@ text = client.completions.create(
     model="tiny", prompt="Once upon a time", temperature=0, max_tokens=12
 )
 try:
-    ask(n=99)
+    ask(n=999)
     error = "none"
 except openai.BadRequestError as refused:
     error = f"{refused.param}: {refused}"

@@ -29,17 +29,8 @@ from fairlead_operator.resource.resource import InferenceDeployment
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.terms import GIB, DeviceFacts
 from fairlead_runtime.sizing.verdict import plan_memory
+from support.operator_bodies import QWEN
 
-QWEN: dict[str, Any] = {
-    "model_type": "qwen2",
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "num_attention_heads": 14,
-    "num_hidden_layers": 24,
-    "num_key_value_heads": 2,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-}
 # Only the base dependencies are importable.
 WITHOUT_EXTRAS = """
 import sys
