@@ -164,7 +164,7 @@ def test_a_step_that_was_not_recorded_is_named(
     assert command.main([str(path), "--tokenizer", "/no/such/model"]) == 2
     assert "/no/such/model: no such directory" in capsys.readouterr().err
     assert command.main([str(path), "--step", "999"]) == 2
-    assert capsys.readouterr().err.endswith("has no step 999\n")
+    assert "has no step 999" in capsys.readouterr().err
     with pytest.raises(SystemExit) as refusal:
         command.main([str(path), "--step", "1", "--format", "chrome"])
     assert refusal.value.code == 2
