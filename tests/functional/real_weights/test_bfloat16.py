@@ -90,7 +90,7 @@ def test_greedy_tokens_are_those_of_transformers_as_far_as_its_batches_agree() -
         )
     )
     # For each token of an answer: by how much transformers agrees more with itself than with ours.
-    # Its batches round alike: where ours has float32's token and theirs not, the rounding is theirs.
+    # Its batches round alike: where ours has float32's token and theirs not, theirs was rounded.
     gaps = [
         float(own == other) - float(token in (own, true))
         for prompt, answer, *rows in zip(prompts, ours, alone, together, exact, strict=True)
