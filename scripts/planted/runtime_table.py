@@ -1844,8 +1844,8 @@ BUGS = (
     PackageBug(
         "a large vocabulary is made on the event loop",
         "fairlead_runtime.processes.http_process:_load",
-        "await _in_thread(lambda: vocabulary_of(tokenizer))",
-        "vocabulary_of(tokenizer)",
+        "    tokenizer, vocabulary = await preparing\n",
+        "    tokenizer, vocabulary = _words_of(local.path, config)\n",
         ("unit/processes/test_http_process.py",),
     ),
     PackageBug(
@@ -2661,8 +2661,8 @@ BUGS = (
     PackageBug(
         "ranks serve int8 weights by layers that are not fused",
         "fairlead_runtime.device.proof.selftest:prepare_rank",
-        "        _check_fused(loaded, quantized, fusion)\n        served",
-        "        served",
+        "        _check_fused(loaded, quantized, fusion)\n",
+        "",
         (RANKS,),
     ),
     PackageBug(
@@ -4568,7 +4568,7 @@ BUGS = (
     ),
     PackageBug(
         "a chat template of the command line is not used",
-        "fairlead_runtime.processes.http_process:_tokenizer",
+        "fairlead_runtime.processes.http_process:_words_of",
         "    if config.chat_template:\n",
         "    if False:\n",
         ("functional/api/test_serve.py",),
