@@ -189,7 +189,7 @@ class EngineMetrics:
         self._model = model_name
         self._now = now
         self._monotonic = MonotonicCounters()
-        self._startup: Mapping[Part, float] = dict.fromkeys(PARTS, 0.0)
+        self._startup: dict[str, float] = dict.fromkeys(PARTS, 0.0)
 
     def started(self, seconds: Mapping[Part, float]) -> None:
         """Record the seconds of each part of the start."""
