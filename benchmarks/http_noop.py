@@ -111,7 +111,7 @@ def main(arguments: Sequence[str]) -> None:
     channel = wire.EngineChannel(parent_socket(), wire.FROM_ENGINE, wire.TO_ENGINE)
     channel.receive()  # Start
     facts = ModelFacts(eos_ids=frozenset({0}), vocab_size=int(vocabulary), seed=0)
-    channel.send(wire.Loaded(facts, BOUNDS, {}, time.monotonic()))
+    channel.send(wire.Loaded(facts, BOUNDS, {}))
     engine = Engine(channel, float(pace), int(token), Path(log))
     threading.Thread(target=engine.read, daemon=True).start()
     threading.Thread(target=pulse, args=(channel,), daemon=True).start()

@@ -36,7 +36,10 @@ from fairlead_runtime.request.sequence import (
 )
 from fairlead_runtime.serving.choice import ChoiceText
 from fairlead_runtime.serving.detokenize import vocabulary_of
+from fairlead_runtime.serving.startup import Startup
+from fairlead_runtime.settings import terminal
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
+from fairlead_runtime.settings.startup_parts import Part
 
 Prompt = str | Mapping[str, Sequence[int]]
 Message = Mapping[str, Any]  # role and content
@@ -110,7 +113,16 @@ class LLM:
             settings = EngineConfig.from_mapping(engine_config)
             path = resolve_with_bar(model, settings)
             # A batch has no client that waits for an answer: requests may queue for any time.
-            self._built_engine: BuiltEngine | None = build(path, settings, queue_timeout=math.inf)
+            startup = Startup()
+            with terminal.live_line("Starting") as show:
+
+                def report(part: Part, done: int = 0, total: int = 0, /) -> None:
+                    startup.reach(part, done, total)
+                    show(startup.line())
+
+                self._built_engine: BuiltEngine | None = build(
+                    path, settings, queue_timeout=math.inf, report=report
+                )
         except ConfigError as error:
             raise error.in_python() from None
         self._model = model

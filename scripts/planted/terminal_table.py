@@ -44,7 +44,7 @@ BUGS = (
     ),
     PackageBug(
         "NO_COLOR changes nothing",
-        "fairlead_runtime.settings.terminal:paint",
+        "fairlead_runtime.settings.terminal:_steers",
         'os.environ.get("NO_COLOR") or ',
         "",
         ON_A_TERMINAL,

@@ -8,6 +8,7 @@ from fairlead_runtime.engine.engine import Bounds, Engine
 from fairlead_runtime.scheduling.scheduler import Scheduler
 from fairlead_runtime.serving.measurements import EngineReport, RequestMetrics
 from fairlead_runtime.serving.metrics import EngineMetrics
+from fairlead_runtime.settings.startup_parts import PARTS
 from support.fake_engine import FULL, Clock, FakeRunner, limits, request
 
 
@@ -36,7 +37,10 @@ def test_the_operator_reads_the_load_that_the_runtime_exposes(name: str) -> None
     with pytest.raises(LoadError, match="missing for model"):
         parse(text, "another")
     assert startup.read(text, name) == {}, "0 means: not measured yet"
-    metrics.started(loaded=2.34, warmed=0.5)
+    metrics.started(dict.fromkeys(PARTS, 2.34))
     text = exposition()
-    assert startup.read(text, name) == {"loaded": 2.3, "warmed": 0.5}
+    assert startup.read(text, name) == dict.fromkeys(startup.PARTS, 2.3)
+    assert {*startup.PARTS.values()} == {*PARTS} - {"download"}, (
+        "the pod's init container does that"
+    )
     assert parse(text, name) == Load(running=2, waiting=3)

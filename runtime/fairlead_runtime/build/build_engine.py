@@ -37,6 +37,7 @@ from fairlead_runtime.scheduling.plan import Limits
 from fairlead_runtime.scheduling.scheduler import Scheduler
 from fairlead_runtime.serving.intake import Intake
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
+from fairlead_runtime.settings.startup_parts import Report, unreported
 from fairlead_runtime.sizing.report import MemoryReport, memory_report
 from fairlead_runtime.sizing.terms import DeviceFacts, decode_state
 
@@ -66,7 +67,6 @@ class BuiltEngine:
     resolved: ResolvedConfig
     memory: MemoryReport
     grammar_facts: TokenizerFacts | None  # None: the model cannot have structured output
-    loaded_at: float  # time of ``now`` at which the weights were in memory
     ranks: Ranks | None  # the other processes of a model that is split
 
     def close(self) -> None:
@@ -84,16 +84,19 @@ def build(
     queue_timeout: float | None = None,
     http_process_bytes: int | None = None,
     lost: Lost | None = None,
+    report: Report = unreported,
 ) -> BuiltEngine:
     """Load the model in directory ``path`` and build its engine; takes seconds to minutes.
 
     ``queue_timeout`` (seconds) overrides the configured one. ``http_process_bytes``: the bytes of
     RAM that the HTTP process takes beside this one; None without one. With ``tensor_parallel`` this
     process is rank 0 and starts the others; ``lost`` is called in another thread when one of them
-    ends or refuses to start, after which no step succeeds. Raises ConfigError, ModelError,
+    ends or refuses to start, after which no step succeeds. ``report`` hears what the start does,
+    from the weights on. Raises ConfigError, ModelError,
     EngineDead when another rank cannot start, or SelfTestError when the model's logits differ from
     those of transformers.
     """
+    report("weights")
     device = device_facts(config.device, config.tensor_parallel)
     process_bytes = resident_bytes() + (http_process_bytes or 0)
     inspected = check(path, config, device)
@@ -106,7 +109,9 @@ def build(
     if config.tensor_parallel > 1:
         ranks = Ranks(path, config, threads=threads, lost=lost)
     try:
-        loaded_rank = load_rank(path, config, device, ranks.rank_group if ranks else None, now)
+        group = ranks.rank_group if ranks else None
+        loaded_rank = load_rank(path, config, device, group, report)
+        report("cache")
         return _with_engine(
             loaded_rank,
             inspected,
@@ -212,7 +217,6 @@ def _with_engine(
             loaded_rank.losses,
         ),
         grammar_facts=grammar_facts,
-        loaded_at=loaded_rank.loaded_at,
         ranks=ranks,
     )
 

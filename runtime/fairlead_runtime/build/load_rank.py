@@ -4,8 +4,7 @@ Owns what every rank does alike, before the first of them sizes the cache.
 """
 
 import logging
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from fairlead_runtime.device.warmup.profiling import Profile
 from fairlead_runtime.models import loading
 from fairlead_runtime.models.loading import LoadedModel
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
+from fairlead_runtime.settings.startup_parts import Report, unreported
 from fairlead_runtime.sizing.terms import DeviceFacts, gib
 
 log = logging.getLogger("fairlead.build")
@@ -39,7 +39,6 @@ class LoadedRank:
     served: selftest.ServedModel
     result: selftest.SelfTestResult | None
     profile: Profile
-    loaded_at: float
 
     @property
     def model(self) -> PagedModel:
@@ -70,9 +69,10 @@ def load_rank(
     config: EngineConfig,
     device: DeviceFacts,
     ranks: RankGroup | None,
-    now: Callable[[], float] = time.monotonic,
+    report: Report = unreported,
 ) -> LoadedRank:
-    """Load the model, or with ``ranks`` this rank's shard of it, test and measure it.
+    """Load the model, or with ``ranks`` this rank's shard of it, test and measure it; ``report``
+    hears what it does.
 
     Every rank makes the same passes in the same order: they meet in each of them. Raises as
     ``build`` does.
@@ -83,7 +83,9 @@ def load_rank(
         log.warning("%s", shared)
     sum_in_float32()
     compilers = compilers_of(cpu_limit(), memory_limit())
-    loaded = loading.load(path, config=config, device=place if ranks is None else "cpu")
+    loaded = loading.load(
+        path, config=config, device=place if ranks is None else "cpu", report=report
+    )
     result: selftest.SelfTestResult | None
     if ranks is None:
         served, result = selftest.prepare_and_test(
@@ -94,6 +96,7 @@ def load_rank(
             deterministic=config.deterministic,
             block_size=config.block_size,
             compilers=compilers,
+            report=report,
         )
     else:
         served, result = selftest.prepare_rank(
@@ -105,8 +108,9 @@ def load_rank(
             fp8_cache=fp8_cache,
             block_size=config.block_size,
             compilers=compilers,
+            report=report,
         )
-    loaded_at = now()
+    report("profile")
     model, choice = served.model, served.choice
     if served.fusion.stored is not torch.float32:
         release_memory()  # of the weights in float32, before they were packed
@@ -116,7 +120,7 @@ def load_rank(
     if result is not None:
         log.info("%s", result)
     profile = _profile(model, choice.attention, config, loaded.max_model_len)
-    return LoadedRank(loaded, served, result, profile, loaded_at)
+    return LoadedRank(loaded, served, result, profile)
 
 
 def sum_in_float32() -> None:

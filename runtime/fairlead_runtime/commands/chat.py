@@ -8,7 +8,7 @@ import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fairlead_runtime.commands.chat_client import ChatError, Endpoint, OwnServer
@@ -86,35 +86,10 @@ def _endpoint(options: argparse.Namespace, running: contextlib.ExitStack) -> End
     flags = EngineConfig.from_namespace(options).to_args()
     server = running.enter_context(OwnServer(options.source or DEMO, flags))
     url = ""
-    with _status() as show:
+    with terminal.live_line("starting …") as show:
         for url in server.lines():
             show(url)
     return Endpoint(url, key, local=True)
-
-
-@contextlib.contextmanager
-def _status() -> Iterator[Callable[[str], None]]:
-    """What the server does until it serves: one line that is written over, on a terminal."""
-    if not sys.stderr.isatty():
-        yield lambda _: None
-        return
-
-    def show(text: str) -> None:
-        width = terminal_width() - 1
-        sys.stderr.write("\r\x1b[K" + paint(terminal.printable(text)[:width], DIM))
-        sys.stderr.flush()
-
-    show("starting …")
-    try:
-        yield show
-    finally:
-        sys.stderr.write("\r\x1b[K")
-
-
-def terminal_width() -> int:
-    with contextlib.suppress(OSError):
-        return max(20, os.get_terminal_size(sys.stderr.fileno()).columns)
-    return 80
 
 
 class _Chat:

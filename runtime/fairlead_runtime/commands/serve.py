@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from fairlead_runtime.commands.parser import Parser
 from fairlead_runtime.processes import logs, spawn, termination
+from fairlead_runtime.settings import terminal
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig, add_arguments
 
 # Of the extra `runtime`, what only the server needs.
@@ -35,9 +36,10 @@ def main(argv: Sequence[str]) -> int:
         check_model(options.model, config)
         doors = Doors.open(config, options.host, options.port, options.admin_port)
         with spawn.engine(logging.getLogger().getEffectiveLevel()) as engine:
-            _leave_torch_out()
-            logs.adopt_transformers()
-            from fairlead_runtime.processes.http_process import run
+            with terminal.live_line("Starting: imports"):
+                _leave_torch_out()
+                logs.adopt_transformers()
+                from fairlead_runtime.processes.http_process import run
 
             return run(engine, options.model, config, doors)
     except KeyboardInterrupt:  # before there is anything to drain

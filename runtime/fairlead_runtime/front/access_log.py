@@ -21,7 +21,7 @@ _SAFE_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 
 # Probes, and what the page to watch asks for: they are logged at level debug where the answer is
 # good, or that the server is not ready, which the log says by itself.
-QUIET = OPEN_PATHS | {"/metrics", "/debug/requests", "/debug/cache"}
+QUIET = OPEN_PATHS | {"/metrics", "/debug/startup", "/debug/requests", "/debug/cache"}
 
 _log = logging.getLogger("fairlead.api")
 

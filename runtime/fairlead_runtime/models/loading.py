@@ -6,7 +6,6 @@ is read. Downloads nothing and runs no forward pass; ``device`` sets the attenti
 
 import errno
 import logging
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -29,6 +28,7 @@ from fairlead_runtime.models.identity import identity
 from fairlead_runtime.models.model_error import ModelError, first_line
 from fairlead_runtime.models.tokenizer_files import load_tokenizer
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
+from fairlead_runtime.settings.startup_parts import Report, unreported
 from fairlead_runtime.settings.supported import check_supported
 from fairlead_runtime.sizing.checkpoint_formats import published as stored_format
 from fairlead_runtime.sizing.config_json import has_parts
@@ -109,11 +109,16 @@ def inspect(path: Path | str, config: EngineConfig | None = None) -> InspectedMo
 
 
 def load(
-    path: Path | str, *, config: EngineConfig | None = None, device: str | torch.device = "cpu"
+    path: Path | str,
+    *,
+    config: EngineConfig | None = None,
+    device: str | torch.device = "cpu",
+    report: Report = unreported,
 ) -> LoadedModel:
-    """Read a checkpoint (safetensors only) onto ``device``, with eager attention. Raises as
-    ``inspect`` does.
+    """Read a checkpoint (safetensors only) onto ``device``, with eager attention; ``report`` hears
+    how many bytes are read. Raises as ``inspect`` does.
     """
+    report("weights")
     settings = config or EngineConfig()
     inspected = inspect(path, settings)
     started = time.monotonic()
@@ -121,7 +126,7 @@ def load(
     log.info("loading %s of weights as %s", size, str(inspected.dtype).removeprefix("torch."))
     tokenizer = load_tokenizer(inspected.files.path)
     sharded = settings.tensor_parallel > 1
-    model = _load_weights(inspected, torch.device(device), sharded=sharded)
+    model = _load_weights(inspected, torch.device(device), report, sharded=sharded)
     model.requires_grad_(False).eval()
     log.info("loaded %s in %.1f s", size, time.monotonic() - started)
     # RoPE is pinned to the longest sequence, so for some models that length decides the keys.
@@ -158,10 +163,10 @@ def eos_ids(
 
 
 def _load_weights(
-    inspected: InspectedModel, device: torch.device, *, sharded: bool
+    inspected: InspectedModel, device: torch.device, report: Report, *, sharded: bool
 ) -> PreTrainedModel:
     try:
-        return _read_weights(inspected, device, sharded=sharded).to(device)
+        return _read_weights(inspected, device, report, sharded=sharded).to(device)
     except (MemoryError, RuntimeError, OSError) as error:
         if not _out_of_memory(error):
             raise
@@ -183,13 +188,13 @@ def _out_of_memory(error: BaseException) -> bool:
 
 
 def _read_weights(
-    inspected: InspectedModel, device: torch.device, *, sharded: bool
+    inspected: InspectedModel, device: torch.device, report: Report, *, sharded: bool
 ) -> PreTrainedModel:
     path, stored = inspected.files.path, stored_format(inspected.config_json)
     try:
         settings = text_model.config_to_load(path, inspected.config_json)
         factory = text_model.class_to_load(settings)
-        with _progress_on_terminals_only():
+        with _reported(inspected, report):
             model, info = factory.from_pretrained(
                 path,
                 config=settings,
@@ -243,19 +248,35 @@ def _dtype(files: ModelFiles, shape: ModelShape, settings: EngineConfig) -> torc
 
 
 @contextmanager
-def _progress_on_terminals_only() -> Iterator[None]:
-    """Shows transformers' progress bar only on a terminal; elsewhere the log lines of ``load`` must
-    do.
+def _reported(inspected: InspectedModel, report: Report) -> Iterator[None]:
+    """In place of transformers' progress bar, ``report`` hears the bytes of the tensors that its
+    loop has done. Those that are stored under another name count as a mean one.
     """
+    sizes = {
+        name: tensor.end - tensor.begin
+        for header in inspected.files.weights.values()
+        for name, tensor in header.tensors.items()
+    }
+    total = sum(sizes.values())
+
+    def hook(_factory: Any, arguments: tuple[Any, ...], _options: Mapping[str, Any]) -> Any:
+        tensors = arguments[0]
+
+        def counted() -> Iterator[Any]:
+            done = 0
+            for name, mapping in tensors:
+                yield name, mapping
+                done += sizes.get(name, total // max(1, len(tensors)))
+                report("weights", min(done, total), total)
+
+        return counted()
+
     control: Any = transformers.utils.logging
-    enabled = control.is_progress_bar_enabled()
-    if not sys.stderr.isatty():
-        control.disable_progress_bar()
+    before = control.set_tqdm_hook(hook)
     try:
         yield
     finally:
-        if enabled:
-            control.enable_progress_bar()
+        control.set_tqdm_hook(before)
 
 
 def _size(count: int) -> str:

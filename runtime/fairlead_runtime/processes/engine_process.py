@@ -33,6 +33,8 @@ from fairlead_runtime.request.sequence import FinishReason, Request
 from fairlead_runtime.serving import wire
 from fairlead_runtime.serving.engine_link import run_engine, settle_memory
 from fairlead_runtime.serving.measurements import EngineReport, RequestMetrics
+from fairlead_runtime.serving.startup import Teller
+from fairlead_runtime.settings import terminal
 
 log = logging.getLogger("fairlead.engine")
 
@@ -47,6 +49,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
     end_with(parent)
     connection = parent_socket()
     logs.configure(logging.getLevelName(level), log_format)
+    terminal.share_line(shared=True)  # with the HTTP process, until it is ready
     leave(_serve(wire.EngineChannel(connection, wire.FROM_ENGINE, wire.TO_ENGINE)))
 
 
@@ -81,6 +84,7 @@ def _serve(channel: wire.EngineChannel) -> int:
                 observer=measurements,
                 http_process_bytes=start.beside,
                 lost=lost,
+                report=Teller(channel.send),
             )
         except Exception as error:
             refusal = wire.Refused.of(error)
@@ -89,8 +93,8 @@ def _serve(channel: wire.EngineChannel) -> int:
             channel.send(refusal)
             return FAILED
         engine, memory = built_engine.engine, built_engine.memory.as_dict()
-        facts, loaded_at = built_engine.facts, built_engine.loaded_at
-        channel.send(wire.Loaded(facts, engine.bounds, memory, loaded_at))
+        terminal.share_line(shared=False)
+        channel.send(wire.Loaded(built_engine.facts, engine.bounds, memory))
         return Server(engine, measurements, channel).run()
     except FrameError:
         log.exception("the HTTP process sent what is no message")

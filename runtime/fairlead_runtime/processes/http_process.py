@@ -11,7 +11,6 @@ import logging
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -36,13 +35,14 @@ from fairlead_runtime.models.sampling_defaults import sampling_defaults
 from fairlead_runtime.outputs import DrainResult
 from fairlead_runtime.processes import termination
 from fairlead_runtime.serving import wire
-from fairlead_runtime.serving.detokenize import vocabulary_of
+from fairlead_runtime.serving.detokenize import Vocabulary, vocabulary_of
 from fairlead_runtime.serving.intake import Intake
 from fairlead_runtime.serving.metrics import EngineMetrics
 from fairlead_runtime.serving.prompt_encoder import PromptEncoder
 from fairlead_runtime.serving.remote_engine import RemoteEngine
 from fairlead_runtime.serving.request_templates import RequestTemplates
 from fairlead_runtime.serving.service import Service
+from fairlead_runtime.serving.startup import Startup
 from fairlead_runtime.settings import terminal
 from fairlead_runtime.settings.engine_config import EngineConfig
 from fairlead_runtime.settings.terminal import BOLD, paint
@@ -50,6 +50,7 @@ from fairlead_runtime.sizing.traffic import body_bytes, public_connections
 
 log = logging.getLogger("fairlead.serve")
 STOP_SECONDS = 5.0  # for the running step of the engine
+LINE_SECONDS = 0.2  # between two looks of the terminal's line
 T = TypeVar("T")
 
 
@@ -57,7 +58,9 @@ def run(engine: Child, model: str, config: EngineConfig, doors: Doors) -> int:
     """Serve until SIGTERM. Returns 0 after a drain; raises ConfigError, ModelError, SelfTestError
     or EngineDead.
     """
+    startup = Startup(process_age())
     state = ServerState(
+        startup=startup,
         name=config.served_name or model,
         source=model,
         keys=doors.keys,
@@ -91,23 +94,46 @@ async def _serve(
         return await http.serve(
             state,
             doors.listeners,
-            lambda: _load(state, engine, model, config, running),
+            lambda: _load_shown(state, engine, model, config, running),
             drain_grace=config.drain_grace,
             drain_timeout=config.drain_timeout,
             connections=public_connections(config),
-            ready=lambda: _say_ready(doors),
+            ready=lambda: _say_ready(doors, state.startup),
         )
 
 
-def _say_ready(doors: Doors) -> None:
+def _say_ready(doors: Doors, startup: Startup) -> None:
     """For programs one word, for a person on a terminal the addresses and what to try."""
+    log.info("started in %.1f s: %s", startup.elapsed, startup.summary())
     if not terminal.as_text():
         log.info("serving")
         return
     public, admin = doors.urls(local=True).values()
-    ready = paint(f"Ready in {process_age():.0f} s:", BOLD)
+    ready = paint(f"Ready in {startup.elapsed:.0f} s:", BOLD)
     sys.stderr.write(f"{ready} {public}/v1 · page {admin}/\n")
     sys.stderr.write(f"Try:  fairlead chat --url {public}   (Ctrl-C ends this server)\n")
+
+
+async def _load_shown(
+    state: ServerState,
+    started: Child,
+    model: str,
+    config: EngineConfig,
+    running: AsyncExitStack,
+) -> Backend:
+    """``_load``, with what it does on one line of the terminal, in log lines elsewhere."""
+    with terminal.live_line(state.startup.line()) as show:
+
+        async def follow() -> None:
+            while True:
+                show(state.startup.line())
+                await asyncio.sleep(LINE_SECONDS)
+
+        following = asyncio.create_task(follow())
+        try:
+            return await _load(state, started, model, config, running)
+        finally:
+            following.cancel()
 
 
 async def _load(
@@ -124,22 +150,21 @@ async def _load(
     engine = RemoteEngine(started)
     running.push_async_callback(engine.stop, STOP_SECONDS)
     await engine.open()
+    startup = state.startup
     report = _progress_report(state)
     local = await _in_thread(lambda: source.resolve(model, revision=config.revision, report=report))
+    startup.reach("imports")  # of the other process, beside which the download ran
     source.warn_of_moving_revision(local, config.revision)
     state.model_config = await _in_thread(lambda: _config_json(local.path))
     rules = await _in_thread(lambda: _rules(config, local.path))
     start = wire.Start(str(local.path), config, beside=resident_bytes())
-    loading = engine.load(start)
-    # Imported here: transformers takes seconds, and the probes must answer before that.
-    load_tokenizer = await _in_thread(_tokenizer_loader)
-    loaded = await loading
-    tokenizer = await _in_thread(lambda: _tokenizer(load_tokenizer, local.path, config))
+    loading = engine.load(start, lambda told: _reached(startup, told))
+    # Seconds for a large vocabulary: beside the loading, in a thread, so that the probes answer.
+    preparing = asyncio.ensure_future(_in_thread(lambda: _words_of(local.path, config)))
+    preparing.add_done_callback(lambda done: done.cancelled() or done.exception())
+    loaded = await loading  # what the engine refuses comes first
+    tokenizer, vocabulary = await preparing
     metrics = EngineMetrics(state.name)
-    warmed = time.monotonic() - loaded.loaded_at
-    metrics.started(loaded=process_age() - warmed, warmed=warmed)
-    # Seconds for a large vocabulary, in which the probes must be answered.
-    vocabulary = await _in_thread(lambda: vocabulary_of(tokenizer))
     ids = loaded.facts
     facts = await _in_thread(lambda: TokenizerFacts.of(tokenizer, ids.vocab_size, ids.eos_ids))
     intake = Intake(loaded.bounds.resolve_max_tokens, loaded.facts)
@@ -151,6 +176,8 @@ async def _load(
         running.callback(renderer.close)
         rules = rules._replace(renderer=renderer)
     service.start()
+    startup.end()
+    metrics.started(startup.seconds)
     running.push_async_callback(service.stop, STOP_SECONDS)
 
     async def exposition() -> bytes:
@@ -175,14 +202,22 @@ async def _load(
     )
 
 
-def _tokenizer(
-    load: "Callable[[Path], PreTrainedTokenizerBase]", path: Path, config: EngineConfig
-) -> PreTrainedTokenizerBase:
+def _reached(startup: Startup, told: wire.Progress) -> None:
+    """Keep what the engine's process has told; each part's begin is one line of the log."""
+    if not startup.seconds[told.part] and not terminal.as_text():
+        log.info("starting: %s", told.part)
+    startup.reach(told.part, told.done, told.total, at=told.at)
+
+
+def _words_of(path: Path, config: EngineConfig) -> tuple[PreTrainedTokenizerBase, Vocabulary]:
     """Raises ModelError, ConfigError."""
-    tokenizer = load(path)
+    # Imported here: transformers takes seconds, and the probes must answer before that.
+    from fairlead_runtime.models.tokenizer_files import load_tokenizer
+
+    tokenizer = load_tokenizer(path)
     if config.chat_template:
         use_template(tokenizer, config.chat_template)
-    return tokenizer
+    return tokenizer, vocabulary_of(tokenizer)
 
 
 def _rules(config: EngineConfig, path: Path) -> BodyRules:
@@ -233,12 +268,6 @@ def _config_json(path: Path) -> bytes | None:
     return file.read_bytes() if file.is_file() else None
 
 
-def _tokenizer_loader() -> "Callable[[Path], PreTrainedTokenizerBase]":
-    from fairlead_runtime.models.tokenizer_files import load_tokenizer
-
-    return load_tokenizer
-
-
 async def _in_thread(work: Callable[[], T]) -> T:
     """Run ``work`` in a daemon thread, so that a signal ends the process at once while weights
     load.
@@ -272,6 +301,7 @@ def _progress_report(state: ServerState) -> Callable[[Progress], None]:
         nonlocal last_tenth
         if progress.path is not None and state.model_config is None:
             state.model_config = (progress.path / CONFIG).read_bytes()
+        state.startup.reach("download", progress.done, progress.total)
         tenth = 10 * progress.done // max(1, progress.total)
         if tenth > last_tenth:
             last_tenth = tenth

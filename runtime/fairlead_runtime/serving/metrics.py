@@ -25,6 +25,7 @@ from fairlead_runtime.outputs import EngineSnapshot
 from fairlead_runtime.request.sequence import FinishReason
 from fairlead_runtime.serving.measurements import EngineReport, Histogram, MetricsSnapshot, Totals
 from fairlead_runtime.settings import metric_names as names
+from fairlead_runtime.settings.startup_parts import PARTS, Part
 
 HELP = {
     names.RUNNING: "Choices of requests that are running.",
@@ -111,8 +112,8 @@ HELP = {
     names.HTTP_RESIDENT_BYTES: "Bytes of RAM that the HTTP process uses.",
     names.HTTP_LOOP_LAG: "How late the HTTP process's event loop is, looked at 4 times a second.",
     names.STARTUP: (
-        "Duration of the start: until the weights were in memory (loaded), "
-        "and from then until the self-test passed (warmed)."
+        "Duration of each part of the start, from the process's begin until it was ready; "
+        "their sum is the whole."
     ),
 }
 
@@ -188,13 +189,11 @@ class EngineMetrics:
         self._model = model_name
         self._now = now
         self._monotonic = MonotonicCounters()
-        self._startup = {"loaded": 0.0, "warmed": 0.0}
+        self._startup: dict[str, float] = dict.fromkeys(PARTS, 0.0)
 
-    def started(self, *, loaded: float, warmed: float) -> None:
-        """Record the duration of the start in seconds: from the start of the process until the
-        weights are in memory, and from then until the self-test has passed.
-        """
-        self._startup = {"loaded": loaded, "warmed": warmed}
+    def started(self, seconds: Mapping[Part, float]) -> None:
+        """Record the seconds of each part of the start."""
+        self._startup = {part: seconds.get(part, 0.0) for part in PARTS}
 
     def exposition(
         self, report: EngineReport, *, draining: bool = False, front: FrontReport = NOTHING

@@ -52,6 +52,7 @@ class RemoteEngine:
         self._numbers = itertools.count()
         self._questions: dict[int, asyncio.Future[Any]] = {}
         self._report: EngineReport | None = None
+        self._reached: Callable[[wire.Progress], None] = lambda _: None
         self._dead_reason = ""
         self._stopping = self._refused = False
 
@@ -62,10 +63,14 @@ class RemoteEngine:
         reader, self._writer = await asyncio.open_unix_connection(sock=self._child.connection)
         self._reading = asyncio.get_running_loop().create_task(self._read(reader))
 
-    def load(self, start: wire.Start) -> Awaitable[wire.Loaded]:
-        """Let the process load the model; awaiting the result raises ConfigError, ModelError,
-        SelfTestError or EngineDead.
+    def load(
+        self, start: wire.Start, reached: Callable[[wire.Progress], None] | None = None
+    ) -> Awaitable[wire.Loaded]:
+        """Let the process load the model, which calls ``reached`` for what the start does;
+        awaiting the result raises ConfigError, ModelError, SelfTestError or EngineDead.
         """
+        if reached is not None:
+            self._reached = reached
         if not self._loaded.done():  # else it could not even import
             self._send(start)
         return self._loaded
@@ -195,6 +200,8 @@ class RemoteEngine:
                 question = self._questions.get(number)
                 if question is not None and not question.done():
                     question.set_result(answer)
+            case wire.Progress():
+                self._reached(message)
             case wire.Loaded():
                 if not self._loaded.done():
                     self._loaded.set_result(message)

@@ -27,6 +27,7 @@ from fairlead_runtime.outputs import (
 from fairlead_runtime.request.sequence import Request
 from fairlead_runtime.serving.measurements import EngineReport
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
+from fairlead_runtime.settings.startup_parts import Part
 
 MAX_FRAME = 64 << 20  # bytes; the largest body of a request becomes a fifth of it
 PULSE_SECONDS = 1.0  # between two messages of an engine, at most
@@ -89,14 +90,24 @@ ToEngine = Start | Submit | Abort | Finish | Ask | Stop
 
 
 class Loaded(Message):
-    """The model passed its self-test, and the engine steps. Times on the machine's monotonic
-    clock, in seconds; ``memory`` is the body of /debug/memory.
+    """The model passed its self-test, and the engine steps. ``memory``: the body of
+    /debug/memory.
     """
 
     facts: ModelFacts
     bounds: Bounds
     memory: dict[str, Any]
-    loaded_at: float
+
+
+class Progress(Message):
+    """The start is in this part since ``at``, of the machine's monotonic clock in seconds, or has
+    done more of it: as ``startup_parts.Report``.
+    """
+
+    part: Part
+    done: int
+    total: int
+    at: float
 
 
 class Refused(Message):
@@ -163,7 +174,7 @@ class Gone(Message):
     reason: str
 
 
-FromEngine = Loaded | Refused | Events | Pulse | Views | Cache | Reset | Report | Gone
+FromEngine = Loaded | Progress | Refused | Events | Pulse | Views | Cache | Reset | Report | Gone
 
 
 def _encode_other(value: object) -> object:

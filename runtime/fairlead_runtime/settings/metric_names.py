@@ -10,7 +10,7 @@ work unchanged; ``kv_cache_usage_perc`` is a share from 0 to 1 despite its name.
 # Labels of every series.
 MODEL = "model_name"
 ENGINE = "engine"
-PHASE = "phase"  # of STARTUP: loaded, warmed; of RUNNING_BY_PHASE: prefilling, decoding
+PHASE = "phase"  # of STARTUP: startup_parts.PARTS; of RUNNING_BY_PHASE: prefilling, decoding
 
 # -- gauges
 RUNNING = "vllm:num_requests_running"

@@ -5,12 +5,13 @@ Reads the environment's NO_COLOR and TERM. What a command prints as its result i
 business, except that a character which the stream cannot encode must not end the command.
 """
 
+import contextlib
 import io
 import json
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from typing import Any, Literal, TextIO
 
@@ -23,6 +24,8 @@ BOLD, DIM, RED, GREEN, YELLOW, CYAN = "1", "2", "31", "32", "33", "36"
 _LEVELS = {"WARNING": YELLOW, "ERROR": RED, "CRITICAL": RED}
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 _chosen: dict[str, LogFormat] = {"format": "auto"}  # of this process
+_FRESH = "\r\x1b[K"  # to the begin of the line, and erase it
+_line = {"shared": False}
 
 
 def use(log_format: str) -> None:
@@ -47,10 +50,54 @@ def paint(text: str, colour: str, stream: TextIO | None = None) -> str:
     """``text`` in a colour where ``stream`` (default: stderr) is a terminal that has some, and
     https://no-color.org does not forbid it.
     """
-    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-    if plain or not (stream or sys.stderr).isatty():
+    if not _steers(stream or sys.stderr):
         return text
     return f"\x1b[{colour}m{text}\x1b[0m"
+
+
+@contextlib.contextmanager
+def live_line(first: str) -> Iterator[Callable[[str], None]]:
+    """A line of stderr that is written over, ``first`` with this text, then with each that the
+    function gets; it is gone at the end. Nothing is written where escape sequences are not wanted.
+    Log lines and refusals of this process come in its place.
+    """
+    if not as_text() or not _steers(sys.stderr):
+        yield lambda _: None
+        return
+
+    def show(text: str) -> None:
+        sys.stderr.write(_FRESH + paint(printable(text)[: terminal_width() - 1], DIM))
+        sys.stderr.flush()
+
+    share_line(shared=True)
+    show(first)
+    try:
+        yield show
+    finally:
+        share_line(shared=False)
+        sys.stderr.write(_FRESH)
+        sys.stderr.flush()
+
+
+def share_line(*, shared: bool) -> None:
+    """Whether a process has a live line on this one's stderr, which log lines then write over."""
+    _line["shared"] = shared and as_text() and _steers(sys.stderr)
+
+
+def _fresh() -> str:
+    return _FRESH if _line["shared"] else ""
+
+
+def terminal_width() -> int:
+    with contextlib.suppress(OSError):
+        return max(20, os.get_terminal_size(sys.stderr.fileno()).columns)
+    return 80
+
+
+def _steers(stream: TextIO) -> bool:
+    """Whether escape sequences are for ``stream``."""
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    return not plain and stream.isatty()
 
 
 def printable(text: str) -> str:
@@ -63,6 +110,7 @@ def refuse(code: str, message: str, hint: str = "", stream: TextIO | None = None
     ``hint: …``, or one line of JSON.
     """
     out = stream or sys.stderr
+    out.write(_fresh() if out is sys.stderr else "")
     if not as_text(out):
         print(json_line(code, message, hint), file=out, flush=True)
         return
@@ -102,7 +150,7 @@ class TextFormatter(logging.Formatter):
         head = f"{paint(f'{level.lower()}:', _LEVELS[level])} " if level in _LEVELS else ""
         fields = " ".join(f"{name}={value}" for name, value in extras(record).items())
         tail = paint(f" {printable(fields)}", DIM) if fields else ""
-        line = f"{time} {head}{printable(record.getMessage())}{tail}"
+        line = f"{_fresh()}{time} {head}{printable(record.getMessage())}{tail}"
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 

@@ -25,6 +25,7 @@ from cluster.harness.resources import (
     reason,
     status,
 )
+from fairlead_operator.decide.pods.startup import PARTS
 from support.hub_server import MAIN, Hub, Repository, sharded
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("crd")]
@@ -111,9 +112,9 @@ def test_a_model_is_fetched_with_its_progress_shown_and_then_served_offline(
         startup = eventually(
             lambda: status(api, namespace).get("startup"), 20, "what the start took"
         )
-        assert set(startup) == {"scheduled", "imagePulled", "weightsFetched", "loaded", "warmed"}
+        assert set(startup) == {"scheduled", "imagePulled", "weightsFetched", *PARTS}
         assert QUIET <= startup["weightsFetched"] < START
-        assert 0 < startup["warmed"] < startup["loaded"] < START
+        assert 0 < startup["imports"] < sum(startup[part] for part in PARTS) < START
         (pod,) = api.items("Pod", namespace)
         (fetch,) = pod["status"]["initContainerStatuses"]
         assert fetch["state"]["terminated"]["exitCode"] == 0

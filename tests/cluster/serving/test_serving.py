@@ -25,6 +25,7 @@ from cluster.harness.resources import (
     ready,
     status,
 )
+from fairlead_operator.decide.pods.startup import PARTS
 
 pytestmark = [pytest.mark.cluster("kubectl"), pytest.mark.usefixtures("crd")]
 
@@ -79,15 +80,14 @@ def test_a_resource_becomes_ready_by_a_token_and_survives_the_operator(
         kubelet.kill(namespace, pod["metadata"]["name"])
         eventually(lambda: ready(api, namespace) is None, 20, "not Ready while no pod serves")
         startup = status(api, namespace)["startup"]
-        assert set(startup) == {"scheduled", "imagePulled", "loaded", "warmed"}
+        assert set(startup) == {"scheduled", "imagePulled", *PARTS}
         eventually(lambda: ready(api, namespace), START, "Ready again")
         operator.kill()
     before = api.get("Deployment", namespace, "chat")["metadata"]["generation"]
     with OperatorProcess(plane, (namespace,)):
         eventually(lambda: ready(api, namespace), 20, "still Ready")
-        parts = {"loaded", "warmed"}
         eventually(
-            lambda: set(status(api, namespace)["startup"]) == parts,
+            lambda: set(status(api, namespace)["startup"]) == {*PARTS},
             20,
             "the restart in place is reported",
         )

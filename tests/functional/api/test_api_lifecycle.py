@@ -61,6 +61,10 @@ def test_while_the_model_loads_probes_and_configuration_answer_and_nothing_else(
             for path in ("/metrics", "/debug/memory", "/debug/requests", "/debug/cache"):
                 assert (await admin.get(path)).status_code == 503
             assert (await client.get("/v1/models")).status_code == 503
+            server.state.startup.reach("kernels", 3, 30)
+            start = (await admin.get("/debug/startup")).json()
+            assert (start["ready"], start["phase"]) == (False, "kernels")
+            assert (start["done"], start["total"]) == (3, 30)
             loaded.set()
             await until(lambda: server.state.backend is not None)
             assert (await client.get("/readyz")).status_code == 200

@@ -118,10 +118,41 @@ def opened(server: Process) -> Iterator[Tab]:
             if event["method"] == "Network.requestWillBeSent"
         }
         own = server.ports["admin"]
-        paths = ["/", "/debug/cache", "/debug/requests", "/metrics", "/readyz"]
+        paths = ["/", "/debug/startup", "/debug/cache", "/debug/requests", "/metrics", "/readyz"]
         assert asked == {*(own + path for path in paths)} | {
             url for url in asked if url.startswith("data:")
         }
+
+
+def endless_profile() -> None:
+    """Let a start never end."""
+    from fairlead_runtime.device.warmup import profiling
+
+    def wait(*_: Any, **__: Any) -> Any:
+        threading.Event().wait()
+
+    profiling.profile = wait
+
+
+@needs_chromium
+def test_the_page_shows_the_parts_of_a_start_until_the_server_is_ready() -> None:
+    with serve("demo:", prepare=endless_profile) as server, tab() as page:
+        server.until_logged("starting: profile")
+        page.call("Page.navigate", url=server.ports["admin"] + "/")
+        page.until("document.readyState === 'complete' && document.title === 'Fairlead'")
+        page.until("document.querySelector('#starting-parts tr.now td')?.textContent === 'profile'")
+        assert text(page, "state") == "starting"
+        assert page.value("getComputedStyle(document.querySelector('.tiles')).display") == "none"
+        assert "until now" in text(page, "starting-more")
+        page.value(
+            "drawStart({ready: false, model: 'm', phase: 'weights', done: 2 ** 29, "
+            "total: 2 ** 30, elapsed: 7, seconds: {imports: 5, download: 0, weights: 2}})"
+        )
+        assert text(page, "starting-more").startswith("0.50 of 1.00 GiB")
+        assert text(page, "starting-parts") == (
+            "importslibraries are imported5.0 sweightsweights are read2.0 s"
+        )
+        assert page.value("document.getElementById('starting-share').value") == 0.5
 
 
 def text(page: Tab, element: str) -> str:

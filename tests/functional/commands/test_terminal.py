@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -119,7 +120,11 @@ def test_a_server_speaks_text_names_its_addresses_and_ends_at_ctrl_c() -> None:
         assert "text/html" in httpx.get(page).headers["content-type"]
         assert "\x1b[1mReady in" in terminal.text
         assert '{"' not in terminal.text
-        assert len(terminal.text.splitlines()) <= 14
+        assert terminal.text.count("\n") <= 14
+        live = [line for line in terminal.text.split("\r\x1b[K") if "Starting: " in line]
+        assert all(line.count("\n") == 0 for line in live), "one line, written over"
+        assert "Starting: imports" in live[0]
+        assert re.search(r"started in [\d.]+ s: imports [\d.]+ s, weights", terminal.text)
         terminal.type("\x03")
         terminal.until("draining: ")
         terminal.until("\n")

@@ -13,6 +13,7 @@ import pytest
 from fairlead_runtime.api.state.state import ServerState
 from fairlead_runtime.outputs import ModelFacts
 from fairlead_runtime.processes import http_process
+from fairlead_runtime.serving import wire
 from fairlead_runtime.settings.engine_config import EngineConfig
 from support.fake_engine import rig
 
@@ -27,12 +28,11 @@ class Engine:
     async def stop(self, max_wait: float) -> None: ...
     def start(self, deliver: Any, ended: Any) -> None: ...
 
-    def load(self, _start: Any) -> Awaitable[Any]:
+    def load(self, _start: Any, reached: Any) -> Awaitable[Any]:
         loaded: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         facts = ModelFacts(frozenset({2}), 1024, 0)
-        loaded.set_result(
-            SimpleNamespace(facts=facts, bounds=self.bounds, memory={}, loaded_at=time.monotonic())
-        )
+        reached(wire.Progress("profile", 0, 0, time.monotonic()))
+        loaded.set_result(SimpleNamespace(facts=facts, bounds=self.bounds, memory={}))
         return loaded
 
 
@@ -62,6 +62,8 @@ def test_what_takes_as_long_as_the_vocabulary_is_large_is_made_off_the_event_loo
             state = ServerState(name="demo:")
             backend = await http_process._load(state, child, "demo:", EngineConfig(), running)
             assert backend.vocabulary.decode([5])
+            assert state.startup.ended
+            assert state.startup.seconds["profile"] > 0
 
     asyncio.run(go())
     assert threads == {"vocabulary": "loading", "facts": "loading"}

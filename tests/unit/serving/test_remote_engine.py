@@ -76,7 +76,7 @@ class EngineThread(Child):
     def _run(self) -> None:
         channel = Counted(self._other_end, self.sent)
         assert isinstance(channel.receive(), wire.Start)
-        channel.send(wire.Loaded(FACTS, self.engine.bounds, {"planned": 1}, 0.0))
+        channel.send(wire.Loaded(FACTS, self.engine.bounds, {"planned": 1}))
         engine_process.Server(self.engine, self.measurements, channel).run()
         self._other_end.close()
 

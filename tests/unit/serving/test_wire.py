@@ -163,8 +163,10 @@ def test_a_report_and_the_views_of_a_working_engine_cross() -> None:
 def test_what_a_start_reports_crosses() -> None:
     bounds = Bounds(4, 60.0, 8, 64, 4, 256, Bound(100, "{max_queue} of the test"))
     facts = ModelFacts(frozenset({1, 2}), 1000, 7)
-    loaded = wire.Loaded(facts, bounds, {"terms": [{"name": "kv", "measuredBytes": None}]}, 12.5)
+    loaded = wire.Loaded(facts, bounds, {"terms": [{"name": "kv", "measuredBytes": None}]})
     assert across(loaded) == loaded
+    progress = wire.Progress("self_test", 3, 30, 12.5)
+    assert across(progress) == progress
     pulse = wire.Pulse(EngineState("", "no canary", 1.5, 3.0))
     assert across(pulse) == pulse
 

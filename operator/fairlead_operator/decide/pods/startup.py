@@ -14,7 +14,16 @@ from fairlead_operator.decide.pods.pod import fetch_status, runtime_status
 from fairlead_operator.resource.kinds import Object
 from fairlead_runtime.settings.metric_names import PHASE, STARTUP
 
-PARTS = ("loaded", "warmed")  # the runtime's own
+# The runtime's own, as the status and as its metrics have them. A pod's runtime downloads nothing.
+PARTS = {
+    "imports": "imports",
+    "weights": "weights",
+    "kernels": "kernels",
+    "selfTest": "self_test",
+    "profile": "profile",
+    "cache": "cache",
+}
+OUTSIDE = ("scheduled", "imagePulled", "weightsFetched")
 SERIES = (STARTUP,)  # all that is read here
 
 
@@ -29,9 +38,9 @@ def read(text: str, model: str = "") -> Mapping[str, float]:
     except LoadError:
         return {}
     return {
-        name: round(measured_parts[name], 1)
-        for name in PARTS
-        if 0 < measured_parts.get(name, math.inf) < math.inf
+        name: round(measured_parts[phase], 1)
+        for name, phase in PARTS.items()
+        if 0 < measured_parts.get(phase, math.inf) < math.inf
     }
 
 
@@ -41,8 +50,10 @@ def startup(
     previous: Mapping[str, Any],
 ) -> Mapping[str, Any]:
     """The newest serving pod's start. ``measured``: what ``read`` returned, by pod uid.
-    ``previous``, the start in the status, stays until that is known.
+    ``previous``, the start in the status, stays until that is known, without parts that an older
+    operator named otherwise: the resource's schema has them no longer.
     """
+    previous = {name: value for name, value in previous.items() if name in (*OUTSIDE, *PARTS)}
     if not serving:
         return previous
     pod = max(

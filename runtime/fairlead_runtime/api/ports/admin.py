@@ -55,6 +55,11 @@ class Admin:
             raise ApiError(503, "the model's configuration is not loaded yet", code="not_ready")
         return Response(self._state.model_config, media_type="application/json")
 
+    async def startup(self) -> Response:
+        """What the start does, and the seconds of its parts; also while it lasts."""
+        state = self._state
+        return JSONResponse({"model": state.name, **state.startup.as_dict})
+
     async def memory(self) -> Response:
         return JSONResponse(self._sizing())
 

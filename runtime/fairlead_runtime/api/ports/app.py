@@ -116,6 +116,7 @@ def admin_app(state: ServerState, drain: Drain) -> ASGIApp:
     app.add_api_route("/canary", admin.canary, methods=["POST"])
     app.add_api_route("/reset_prefix_cache", admin.reset_prefix_cache, methods=["POST"])
     app.add_api_route("/model/config.json", admin.model_config, methods=["GET"])
+    app.add_api_route("/debug/startup", admin.startup, methods=["GET"])
     app.add_api_route("/debug/memory", admin.memory, methods=["GET"])
     app.add_api_route("/debug/requests", admin.requests, methods=["GET"])
     app.add_api_route("/debug/cache", admin.cache, methods=["GET"])

@@ -21,6 +21,7 @@ ADMIN_PATHS = frozenset(
         "/canary",
         "/reset_prefix_cache",
         "/model/config.json",
+        "/debug/startup",
         "/debug/memory",
         "/debug/requests",
         "/debug/cache",

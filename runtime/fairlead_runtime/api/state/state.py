@@ -22,6 +22,7 @@ from fairlead_runtime.serving.detokenize import Vocabulary
 from fairlead_runtime.serving.metrics import FrontReport
 from fairlead_runtime.serving.prompt_encoder import PromptEncoder
 from fairlead_runtime.serving.request_templates import RequestTemplates
+from fairlead_runtime.serving.startup import Startup
 from fairlead_runtime.sizing.traffic import BODY, PortBounds
 
 MAX_TENANTS = 100  # with metrics of their own
@@ -68,6 +69,7 @@ class ServerState:
     """
 
     name: str  # clients send it as "model"
+    startup: Startup = field(default_factory=Startup)
     source: str = ""  # where the model came from, shown by /v1/models
     keys: KeyRing | None = None  # API keys of the public port; None: it needs no key
     certificates: Certificates | None = None  # TLS of the public port; None: it has none

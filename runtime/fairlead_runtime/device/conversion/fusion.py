@@ -74,6 +74,7 @@ from fairlead_runtime.device.model.paged_attention import (
 from fairlead_runtime.device.model.paged_model import PagedModel, ProbePass, causal_attention
 from fairlead_runtime.device.model.rank_group import RankGroup
 from fairlead_runtime.models.quantized import QuantizedEmbedding, QuantizedLinear
+from fairlead_runtime.settings.startup_parts import Report, unreported
 
 T = TypeVar("T")
 OTHER_RANK = "it does not fit on another rank"
@@ -166,6 +167,7 @@ def fuse(
     operations: LayerOperations | None,
     ranks: RankGroup | None = None,
     repack: Callable[[Packed], Packed] | None = None,
+    report: Report = unreported,
 ) -> Fusion:
     """Replace every layer that fits by a fused one on these operations; without any, none. Weights
     are packed in the model's type, quantized ones as they are.
@@ -176,7 +178,8 @@ def fuse(
     what lies around the layers is replaced, too, or the matrices that the model's own code
     multiplies by are packed; where sums have one order, the last norm and the head are.
 
-    ``repack`` gives each matrix the layout in which it is served, once its layer is proven.
+    ``repack`` gives each matrix the layout in which it is served, once its layer is proven;
+    ``report`` hears of each layer.
 
     With ``ranks`` the model is one rank's shard (``shards.shard``), and every rank must call this
     with the same kind of operations: a layer is fused on all of them or on none, and what lies
@@ -186,7 +189,7 @@ def fuse(
         return Fusion(0, len(model.windows))
     if model.mixed:
         return Fusion(0, len(model.windows), "its layers differ in their heads")
-    fusion, runs = _fuse_layers(model, operations, ranks, repack)
+    fusion, runs = _fuse_layers(model, operations, ranks, repack, report)
     step = _ScratchPass(model.heads, model.device)
     model_operations: CpuOperations | None = operations.model_operations
     if fusion.fused == fusion.layers:
@@ -209,6 +212,7 @@ def _fuse_layers(
     operations: LayerOperations,
     ranks: RankGroup | None,
     repack: Callable[[Packed], Packed] | None,
+    report: Report,
 ) -> tuple[Fusion, list[FusedRun]]:
     layers, total = decoder_layers(model), len(model.windows)
     if not layers:
@@ -217,6 +221,7 @@ def _fuse_layers(
     reasons: dict[str, int] = {}
     owners = owners_of(model.model)
     for index, recorded in enumerate(record(model, layers)):
+        report("kernels", index, total)
         try:
             with widened_to_float32(recorded.layer):
                 layer, replacement = _fused(index, recorded, owners, model, operations, ranks)

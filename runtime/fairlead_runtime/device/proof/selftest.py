@@ -12,7 +12,7 @@ difference.
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -32,7 +32,10 @@ from fairlead_kernels.packages.humming_products import HummingProducts
 from fairlead_kernels.plain.torch_attention import TorchAttention
 from fairlead_kernels.proofs.attention_proof import BLOCK_SIZE as PROVEN
 from fairlead_runtime.device.conversion.fusion import Fusion, fuse, quantize_weights
-from fairlead_runtime.device.conversion.recording_pass import modules_in_float32
+from fairlead_runtime.device.conversion.recording_pass import (
+    decoder_layers,
+    modules_in_float32,
+)
 from fairlead_runtime.device.conversion.rounding import Changes
 from fairlead_runtime.device.memory.storage import CacheStorage
 from fairlead_runtime.device.model import paged_model
@@ -48,6 +51,7 @@ from fairlead_runtime.models.model_error import ModelError, SelfTestError
 from fairlead_runtime.request.sequence import Request, SamplingParams, Sequence
 from fairlead_runtime.scheduling.plan import Row, Work
 from fairlead_runtime.settings.engine_config import ConfigError
+from fairlead_runtime.settings.startup_parts import Report, unreported
 from fairlead_runtime.sizing.config_json import EXPERTS
 from fairlead_runtime.sizing.family_table import FAMILIES
 from fairlead_runtime.sizing.terms import packaged
@@ -214,6 +218,7 @@ def prepare_and_test(
     deterministic: bool = False,
     block_size: int = PROVEN,
     compilers: int = 1,
+    report: Report = unreported,
 ) -> tuple[ServedModel, SelfTestResult]:
     """The model on our paged attention and on the kernels that serve it, and the result. Raises
     ModelError, SelfTestError, or ConfigError where the kernels that are asked for cannot serve the
@@ -228,9 +233,11 @@ def prepare_and_test(
 
     With ``deterministic`` on kernels whose sums have one order, which the canary shows.
     ``block_size``: of the cache that will be served, for which kernels may be compiled;
-    ``compilers``: how many compilers of a package's 4-bit products may run at a time.
+    ``compilers``: how many compilers of a package's 4-bit products may run at a time; ``report``
+    hears which part runs, and of its layers.
     """
     name = str(loaded.config.model_type)
+    report("kernels")
     with _packed_or_not(name):
         model = paged_model.prepare(loaded, fp8_cache=fp8_cache)
         settings: dict[str, Any] = {"deterministic": deterministic, "block_size": block_size}
@@ -243,12 +250,15 @@ def prepare_and_test(
             to,
             _rounded_weights(model, choice, to),
             _input_rounding(choice, quantized),
+            report,
         )
+        report("kernels")
         products = _products(loaded, quantized, choice, model, compilers)
-        fusion, choice = _fused(model, choice, kernels, products=products, **settings)
+        fusion, choice = _fused(model, choice, kernels, None, products, report, **settings)
         _check_fused(loaded, quantized, fusion)
         if deterministic:
             determinism.check(model, fusion)
+        report("self_test")
         fp8, length = quantized == "fp8", loaded.max_model_len
         result = _check(model, choice, reference, length, fp8=fp8)
         if deterministic:
@@ -350,6 +360,7 @@ def prepare_rank(
     fp8_cache: bool = False,
     block_size: int = PROVEN,
     compilers: int = 1,
+    report: Report = unreported,
 ) -> tuple[ServedModel, SelfTestResult | None]:
     """One rank's shard of a model, on ``device``, and on rank 0 the result of the self-test; the
     other ranks only compute in it. The other arguments as in ``prepare_and_test``.
@@ -359,6 +370,7 @@ def prepare_rank(
     does, and ConfigError for a model that cannot be split.
     """
     name = str(loaded.config.model_type)
+    report("kernels")
     with _packed_or_not(name):
         plan = shards.plan_of(loaded.model, loaded.shape, ranks.size)
         quantized = loaded.shape.held or quantization
@@ -371,15 +383,17 @@ def prepare_rank(
             if ranks.rank == 0:
                 rounds = nullcontext() if to is None else shards.quantized(model.model, plan, to)
                 inputs = _input_rounding(choice, quantized)
-                reference = _ReferenceLogits.of(model, loaded, to, rounds, inputs)
+                reference = _ReferenceLogits.of(model, loaded, to, rounds, inputs, report)
+        report("kernels")
         shards.shard(loaded.model, loaded.shape, ranks, device, to)
         ranks.connect(device)
         model.probe_again()
         shards.check_heads(model.heads, loaded.shape, ranks.size)
         products = _products(loaded, quantized, choice, model, compilers, ranks.size)
-        settings: dict[str, Any] = {"products": products, "block_size": block_size}
-        fusion, choice = _fused(model, choice, kernels, ranks, **settings)
+        settings: dict[str, Any] = {"block_size": block_size}
+        fusion, choice = _fused(model, choice, kernels, ranks, products, report, **settings)
         _check_fused(loaded, quantized, fusion)
+        report("self_test")
         served, fp8 = ServedModel(model, choice, fusion), quantized == "fp8"
         if reference is None:
             prompts = _prompts(model, loaded.max_model_len, text_ids(loaded))
@@ -439,15 +453,19 @@ class _ReferenceLogits:
         to: Format | None,
         rounds: AbstractContextManager[None],
         input_rounding: float,
+        report: Report,
     ) -> Self:
         """Compute them by transformers' code, inside ``rounds`` with the weights rounded ``to``
         this format. ``input_rounding``: as ``Expected`` has it.
         """
+        report("self_test")
         rounding: Rounding | None = None
         cached: Expected | None = None
         cache: Rounding | None = None
-        expect = partial(Expected.of, model, loaded.max_model_len, text_ids(loaded))
+        expect = partial(Expected.of, model, loaded.max_model_len, text_ids(loaded), report=report)
         expected = expect(judged=to is None, input_rounding=input_rounding)
+        if to is not None:
+            report("kernels")
         with rounds:
             if to is not None:
                 plain = expected
@@ -498,6 +516,7 @@ def _fused(
     kernels: str,
     ranks: RankGroup | None = None,
     products: Products = (None, ""),
+    report: Report = unreported,
     **settings: Any,
 ) -> tuple[Fusion, BackendChoice]:
     """Fuse the layers that fit, choose attention again where they call it otherwise than the
@@ -505,9 +524,8 @@ def _fused(
     gives them. ``kernels`` and ``settings``: what the choice was made from.
     """
     kinds, (int4_product, int4_reason) = model.kinds, products
-    fusion = fuse(
-        model, choice.operations, ranks, None if int4_product is None else int4_product.repack
-    )
+    repack = None if int4_product is None else int4_product.repack
+    fusion = fuse(model, choice.operations, ranks, repack, report)
     if model.kinds != kinds:  # the operations are those that fused layers have
         choice = replace(_pick(model, kernels, **settings), operations=choice.operations)
     product, notes = choose(samples_of(model.model), model.device, kernels)
@@ -551,9 +569,10 @@ class Expected:
         fp8_cache: bool = False,
         judged: bool = True,
         input_rounding: float = 0.0,
+        report: Report = unreported,
     ) -> Self:
         """``judged``: whether ours will be compared with them, so that ``reference_error`` is
-        needed.
+        needed. ``report`` hears of the layers of all passes.
         """
         prompts = _prompts(model, max_model_len, text or [])
         chunk_ends = [[end - 1 for end in accumulate(_chunks(len(p)))] for p in prompts]
@@ -565,6 +584,7 @@ class Expected:
             chunk_ends,
             scored,
             fp8_cache=fp8_cache,
+            report=_CountedLayers(report, len(prompts) * (1 + judged) * len(model.windows)),
         )
         half = model.heads.dtype is not torch.float32
         with modules_in_float32(model.model) if half else nullcontext():
@@ -801,19 +821,43 @@ def _plain_and_text(
     scored: list[int],
     *,
     fp8_cache: bool,
+    report: "_CountedLayers",
 ) -> tuple[list[torch.Tensor], tuple[float, ...]]:
     """``_plain_logits``, once more those of the first prompt's last token for the fork, and the
     perplexity of what follows the ``scored`` positions of that prompt, if there are some: from the
     same pass.
     """
     first, *rest = positions
-    logits = _plain_logits(model, prompts, [first + scored, *rest], fp8_cache=fp8_cache)
+    at = [first + scored, *rest]
+    with report.of(model):
+        logits = _plain_logits(model, prompts, at, fp8_cache=fp8_cache)
     logits[0], of_text = logits[0][: len(first)].clone(), logits[0][len(first) :]
     logits.append(logits[0][-1:])
     if not scored:
         return logits, ()
     following = torch.tensor([prompts[0][at + 1] for at in scored], device=of_text.device)
     return logits, (math.exp(float(cross_entropy(of_text.float(), following))),)
+
+
+class _CountedLayers:
+    """Reports the layers of transformers' passes, of which all have ``total``."""
+
+    def __init__(self, report: Report, total: int) -> None:
+        self._report, self._total = report, total
+        self._done = 0
+
+    @contextmanager
+    def of(self, model: PagedModel) -> Iterator[None]:
+        """Count the decoder layers that run in the ``with`` block."""
+        self._report("self_test", self._done, self._total)
+        with ExitStack() as hooks:
+            for layer in decoder_layers(model):
+                hooks.enter_context(layer.register_forward_hook(self._count))
+            yield
+
+    def _count(self, *_: object) -> None:
+        self._done += 1
+        self._report("self_test", min(self._done, self._total), self._total)
 
 
 def _plain_logits(

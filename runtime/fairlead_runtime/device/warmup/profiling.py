@@ -18,7 +18,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -45,6 +45,8 @@ from fairlead_runtime.request.sequence import Request, SamplingParams, Sequence
 from fairlead_runtime.scheduling.plan import Row
 from fairlead_runtime.sizing.groups import LayerGroup
 from fairlead_runtime.sizing.terms import KEPT_MASKS, ROW_SAMPLING_BYTES, sampler_rows
+
+Result = TypeVar("Result")
 
 CPU_TOKENS = 256
 # A longer row's attention is scaled up from this many keys: what it gathers grows with them.
@@ -107,16 +109,15 @@ def profile(
         prefill = _step(model, lengths, samples=False)
         decode = _step(model, [1] * rows, samples=True)
     began = time.monotonic()
-    activations = _peak(model.device, prefill)
+    activations, _ = _peak(model.device, prefill)
     token_seconds = (time.monotonic() - began) / tokens
     began = time.monotonic()
-    logits = _peak(model.device, decode)
+    logits, scores = _peak(model.device, decode)
     decode_seconds = time.monotonic() - began
-    scores = decode()
     batch = SamplingBatch.of([_sequence(i, 1) for i in range(rows)])
-    sampling = _peak(model.device, lambda: sample(scores, batch).outcomes())
+    sampling, _ = _peak(model.device, lambda: sample(scores, batch).outcomes())
     if isinstance(backend, DecodeAttention):
-        sampling = max(sampling, _peak(model.device, _dense_draw(scores)))
+        sampling = max(sampling, _peak(model.device, _dense_draw(scores))[0])
     measured = {
         "activations": activations * max_batch_tokens // tokens,
         "logits": logits * max_rows // rows,
@@ -225,7 +226,7 @@ def _attend_one(
         plan = backend.plan(batch.ragged[0])
         backend.run(plan, query, cached_keys, cached_values, spec)
 
-    return _peak(model.device, run) - output
+    return _peak(model.device, run)[0] - output
 
 
 def _batch(model: PagedModel, tokens: int, rows: int, max_model_len: int, block_size: int) -> int:
@@ -278,7 +279,8 @@ def _cpu_step(
     model: PagedModel, backend: CpuAttention, count: int, tokens: int, *, samples: bool
 ) -> Callable[[], torch.Tensor]:
     """A forward pass of ``count`` rows of one token each, in the place of ``tokens`` tokens, on a
-    cache of its own: layers in C++ contain their attention. It has run once.
+    cache of its own: layers in C++ contain their attention. They keep no memory between steps, so
+    it need not have run before it is measured.
     """
     groups = model.groups
     units, rows = count * len(groups), list[Row]()
@@ -293,22 +295,21 @@ def _cpu_step(
     def run() -> torch.Tensor:
         return model.run(batch.input_ids, batch.positions, step)
 
-    run()
     return run
 
 
-def _peak(device: torch.device, run: Callable[[], object]) -> int:
-    """Peak bytes that ``run`` allocates beyond those allocated before."""
+def _peak(device: torch.device, run: Callable[[], Result]) -> tuple[int, Result]:
+    """Peak bytes that ``run`` allocates beyond those allocated before, and what it returns."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
-        run()
+        result = run()
         torch.cuda.synchronize(device)
-        return torch.cuda.max_memory_allocated(device) - before
+        return torch.cuda.max_memory_allocated(device) - before, result
     with _meter() as meter:
-        run()
-    return meter.peak
+        result = run()
+    return meter.peak, result
 
 
 class _TensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not annotate it

@@ -479,7 +479,7 @@ START: Object = {
 }
 STEPS: list[Object] = [
     {"readyReplicas": 2, "replicas": 3, "updatedReplicas": 1, "drainingReplicas": 1},
-    {"currentRevision": "new", "startup": {"loaded": 1.5}},
+    {"currentRevision": "new", "startup": {"weights": 1.5}},
     {"rollout": {**START["rollout"], "drained": 7, "aborted": 1}},
     {"blockers": [{"code": "Starting", "object": "Pod/chat-2", "message": "loads"}]},
     {"blockers": []},

@@ -105,6 +105,6 @@ def test_the_parts_of_a_start_are_the_operators_containers(place: str) -> None:
         container={"name": "runtime", "restartCount": 0, "state": started},
         init=fetch,
     )
-    measured = {"uid-of-chat-1": {"loaded": 3.2}}
-    expected = {"scheduled": 2, "imagePulled": 5, "weightsFetched": 40, "loaded": 3.2}
+    measured = {"uid-of-chat-1": {"weights": 3.2}}
+    expected = {"scheduled": 2, "imagePulled": 5, "weightsFetched": 40, "weights": 3.2}
     assert startup([with_injected(body, place)], measured, {}) == expected

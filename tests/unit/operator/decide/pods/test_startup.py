@@ -5,7 +5,7 @@ afterwards.
 from fairlead_operator.decide.pods.startup import read, startup
 from support.operator_bodies import Object, pod
 
-MEASURED = {"uid-of-chat-1": {"loaded": 3.2, "warmed": 1.5}}
+MEASURED = {"uid-of-chat-1": {"imports": 3.2, "selfTest": 1.5}}
 
 
 def at(seconds: int) -> str:
@@ -39,8 +39,8 @@ def test_every_part_of_a_start_with_a_download() -> None:
         "scheduled": 2,
         "imagePulled": 5,
         "weightsFetched": 40,
-        "loaded": 3.2,
-        "warmed": 1.5,
+        "imports": 3.2,
+        "selfTest": 1.5,
     }
 
 
@@ -48,8 +48,8 @@ def test_a_start_without_a_download_fetched_nothing() -> None:
     assert startup([started()], MEASURED, {}) == {
         "scheduled": 2,
         "imagePulled": 5,
-        "loaded": 3.2,
-        "warmed": 1.5,
+        "imports": 3.2,
+        "selfTest": 1.5,
     }
 
 
@@ -57,51 +57,59 @@ def test_when_the_first_container_started_is_not_known_of_a_download_that_was_tr
     assert set(startup([started(retries=2)], MEASURED, {})) == {
         "scheduled",
         "weightsFetched",
-        "loaded",
-        "warmed",
+        "imports",
+        "selfTest",
     }
 
 
 def test_a_container_started_again_has_the_runtimes_parts_only() -> None:
-    assert startup([started(restarts=1, retries=0)], MEASURED, {}) == {"loaded": 3.2, "warmed": 1.5}
+    assert startup([started(restarts=1, retries=0)], MEASURED, {}) == {
+        "imports": 3.2,
+        "selfTest": 1.5,
+    }
 
 
 def test_it_is_the_newest_pods_whichever_order_they_come_in() -> None:
     old, new, twin = started("chat-1"), started("chat-2", created=1), started("chat-3", created=1)
     measured = {
-        "uid-of-chat-1": {"loaded": 1.0},
-        "uid-of-chat-2": {"loaded": 2.0},
-        "uid-of-chat-3": {"loaded": 3.0},
+        "uid-of-chat-1": {"weights": 1.0},
+        "uid-of-chat-2": {"weights": 2.0},
+        "uid-of-chat-3": {"weights": 3.0},
     }
     assert (
-        startup([new, old], measured, {})["loaded"]
-        == startup([old, new], measured, {})["loaded"]
+        startup([new, old], measured, {})["weights"]
+        == startup([old, new], measured, {})["weights"]
         == 2.0
     )
     assert (
-        startup([twin, new], measured, {})["loaded"]
-        == startup([new, twin], measured, {})["loaded"]
+        startup([twin, new], measured, {})["weights"]
+        == startup([new, twin], measured, {})["weights"]
         == 3.0
     )
 
 
 def test_the_last_parts_stay_while_the_newest_pod_has_none_or_none_serves() -> None:
-    before = {"scheduled": 9, "loaded": 8.0}
+    before = {"scheduled": 9, "weights": 8.0}
     assert startup([started()], {}, before) == before
     assert startup([], MEASURED, before) == before
     assert startup([started()], {"uid-of-chat-1": {}}, before) == {"scheduled": 2, "imagePulled": 5}
 
 
+def test_parts_as_an_older_operator_named_them_do_not_stay() -> None:
+    before = {"scheduled": 9, "loaded": 8.0, "warmed": 2.0}
+    assert startup([], MEASURED, before) == startup([started()], {}, before) == {"scheduled": 9}
+
+
 def test_missing_or_impossible_series_give_no_parts() -> None:
     line = 'fairlead_startup_seconds{{model_name="{}",engine="0",phase="{}"}} {}\n'
-    good = line.format("chat", "loaded", 3.21) + line.format("chat", "warmed", 0.96)
-    assert read(good, "chat") == {"loaded": 3.2, "warmed": 1.0}
+    good = line.format("chat", "kernels", 3.21) + line.format("chat", "self_test", 0.96)
+    assert read(good, "chat") == {"kernels": 3.2, "selfTest": 1.0}
     assert read(good, "other") == read("", "chat") == {}
     bad = (
-        line.format("chat", "loaded", "NaN")
-        + line.format("chat", "warmed", -1)
+        line.format("chat", "weights", "NaN")
+        + line.format("chat", "self_test", -1)
         + line.format("chat", "x", 1)
     )
     assert read(bad, "chat") == {}
-    assert read(line.format("chat", "loaded", "+Inf"), "chat") == {}
+    assert read(line.format("chat", "weights", "+Inf"), "chat") == {}
     assert read("fairlead_startup_seconds{ 1\n", "chat") == {}
