@@ -66,6 +66,7 @@ def run(engine: Child, model: str, config: EngineConfig, doors: Doors) -> int:
         certificates=doors.certificates,
         cors_origin=config.cors_origin,
         public_metrics=config.public_metrics,
+        page=_has_page(config),
         tracing=Tracing.of(config.served_name or model, os.environ),
     )
     try:
@@ -94,18 +95,24 @@ async def _serve(
             drain_grace=config.drain_grace,
             drain_timeout=config.drain_timeout,
             connections=public_connections(config),
-            ready=lambda: _say_ready(doors),
+            ready=lambda: _say_ready(doors, page=state.page),
         )
 
 
-def _say_ready(doors: Doors) -> None:
+def _has_page(config: EngineConfig) -> bool:
+    """Whether the public port has the page to chat. A pod has no terminal."""
+    return config.page == "on" or (config.page == "auto" and sys.stderr.isatty())
+
+
+def _say_ready(doors: Doors, *, page: bool) -> None:
     """For programs one word, for a person on a terminal the addresses and what to try."""
     if not terminal.as_text():
         log.info("serving")
         return
     public, admin = doors.urls(local=True).values()
     ready = paint(f"Ready in {process_age():.0f} s:", BOLD)
-    sys.stderr.write(f"{ready} {public}/v1 · page {admin}/\n")
+    chat = f" · chat {public}/" if page else ""
+    sys.stderr.write(f"{ready} {public}/v1{chat} · watch {admin}/\n")
     sys.stderr.write(f"Try:  fairlead chat --url {public}   (Ctrl-C ends this server)\n")
 
 
