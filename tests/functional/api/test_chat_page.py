@@ -487,7 +487,7 @@ def take_pictures(page: Tab, tmp_path: Path) -> None:
     page.until("conversation.length === 2")
     backgrounds = set()
     for scheme in ("light", "dark"):
-        picture = page.screenshot(1180, 800, scheme=scheme)
+        picture = page.screenshot(1180, 860, scheme=scheme)
         assert picture.startswith(b"\x89PNG")
         (folder / f"chat-{scheme}.png").write_bytes(picture)
         backgrounds.add(page.value("getComputedStyle(document.body).backgroundColor"))
@@ -496,4 +496,8 @@ def take_pictures(page: Tab, tmp_path: Path) -> None:
         page.value(f"at('{details}').open = true")
     for width in (420, 320):
         page.screenshot(width, 900, scheme="light")
-        assert page.value("document.documentElement.scrollWidth") <= width
+        wide = page.value(
+            "[...document.querySelectorAll('body *')].filter((e) =>"
+            " e.getBoundingClientRect().right > innerWidth).map((e) => e.tagName + e.id)"
+        )
+        assert (page.value("document.documentElement.scrollWidth") <= width, wide) == (True, [])

@@ -96,6 +96,7 @@ function drawLanes() {
   const lanes = Math.min(LANES, Math.max(4, most)), row = 22, gutter = 210, axis = 18;
   const [pen, width] = prepared(at("lanes"), lanes * row + axis);
   const right = width - (width > 620 ? gutter : 8), x = (t) => right - (now - t) * right / SPAN_S;
+  pen.lineWidth = 1;
   pen.strokeStyle = tint("line");
   pen.fillStyle = tint("soft");
   pen.textAlign = "center";
