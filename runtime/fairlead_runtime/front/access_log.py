@@ -13,15 +13,15 @@ import uuid
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from fairlead_runtime.front.auth import OPEN_PATHS, tenant_of
+from fairlead_runtime.front.auth import LIVE, OPEN_PATHS, tenant_of
 from fairlead_runtime.front.errors import REQUEST_ID, internal_error, speaks_anthropic
 from fairlead_runtime.front.limits import ClientDisconnected
 
 _SAFE_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 
-# Probes, and what the page to watch asks for: they are logged at level debug where the answer is
+# Probes, and what the pages ask for each second: they are logged at level debug where the answer is
 # good, or that the server is not ready, which the log says by itself.
-QUIET = OPEN_PATHS | {"/metrics", "/debug/startup", "/debug/requests", "/debug/cache"}
+QUIET = OPEN_PATHS | {LIVE, "/metrics", "/debug/startup", "/debug/requests", "/debug/cache"}
 
 _log = logging.getLogger("fairlead.api")
 

@@ -1,7 +1,7 @@
 """API keys: which requests are allowed, and whose they are.
 
 Owns the decision on ``scope["path"]``, made before the body is read. Every path of the public port,
-existing or not, needs a key, except the probes.
+existing or not, needs a key, except the probes and, where it is served, the page to chat.
 """
 
 from contextlib import ExitStack
@@ -14,20 +14,24 @@ from fairlead_runtime.front.key_file import MAX_KEY, Key, KeyRing
 # /readyz and its names on other servers, for load balancers that are configured for those.
 READINESS = ("/readyz", "/health", "/ping")
 OPEN_PATHS = frozenset({"/healthz", *READINESS})
+PAGE, LIVE = "/", "/page/live"  # the page to chat, and the picture that it asks for each second
 KEY = "fairlead.key"  # the scope's entry for the caller's Key; absent without keys
 
 
 class AuthMiddleware:
     """Pure ASGI: refuses requests to the public app without a valid key, or beyond the limits of
-    their key. Without a key ring it refuses none.
+    their key. Without a key ring it refuses none. ``page``: the port has the page, which is open,
+    and its picture, which needs a key and does not count in the key's limits.
     """
 
-    def __init__(self, app: ASGIApp, keys: KeyRing | None) -> None:
+    def __init__(self, app: ASGIApp, keys: KeyRing | None, *, page: bool = False) -> None:
         self._app = app
         self._keys = keys
+        self._open = OPEN_PATHS | {PAGE} if page else OPEN_PATHS
+        self._uncounted = {LIVE} if page else set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._keys is None or scope["path"] in OPEN_PATHS:
+        if self._keys is None or scope["path"] in self._open:
             await self._app(scope, receive, send)
             return
         key = _key(self._keys, scope)
@@ -36,6 +40,9 @@ class AuthMiddleware:
             await _unauthorized().response_to(scope)(scope, receive, send)
             return
         scope[KEY] = key
+        if scope["path"] in self._uncounted:
+            await self._app(scope, receive, send)
+            return
         with ExitStack() as running:
             try:
                 running.enter_context(key.usage.request(key.limits))

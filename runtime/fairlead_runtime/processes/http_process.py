@@ -67,6 +67,7 @@ def run(engine: Child, model: str, config: EngineConfig, doors: Doors) -> int:
         certificates=doors.certificates,
         cors_origin=config.cors_origin,
         public_metrics=config.public_metrics,
+        page=_has_page(config),
         tracing=Tracing.of(config.served_name or model, os.environ),
     )
     try:
@@ -98,11 +99,16 @@ async def _serve(
             drain_grace=config.drain_grace,
             drain_timeout=config.drain_timeout,
             connections=public_connections(config),
-            ready=lambda: _say_ready(doors, state.startup),
+            ready=lambda: _say_ready(doors, state.startup, page=state.page),
         )
 
 
-def _say_ready(doors: Doors, startup: Startup) -> None:
+def _has_page(config: EngineConfig) -> bool:
+    """Whether the public port has the page to chat. A pod has no terminal."""
+    return config.page == "on" or (config.page == "auto" and sys.stderr.isatty())
+
+
+def _say_ready(doors: Doors, startup: Startup, *, page: bool) -> None:
     """For programs one word, for a person on a terminal the addresses and what to try."""
     log.info("started in %.1f s: %s", startup.elapsed, startup.summary())
     if not terminal.as_text():
@@ -110,7 +116,8 @@ def _say_ready(doors: Doors, startup: Startup) -> None:
         return
     public, admin = doors.urls(local=True).values()
     ready = paint(f"Ready in {startup.elapsed:.0f} s:", BOLD)
-    sys.stderr.write(f"{ready} {public}/v1 · page {admin}/\n")
+    chat = f" · chat {public}/" if page else ""
+    sys.stderr.write(f"{ready} {public}/v1{chat} · watch {admin}/\n")
     sys.stderr.write(f"Try:  fairlead chat --url {public}   (Ctrl-C ends this server)\n")
 
 

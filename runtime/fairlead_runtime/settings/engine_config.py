@@ -41,6 +41,7 @@ SERVER_ONLY = frozenset(
         "ssl_keyfile",
         "cors_origin",
         "public_metrics",
+        "page",
         "tool_call_parser",
         "reasoning_parser",
         "generation_config",
@@ -356,6 +357,11 @@ class EngineConfig:
         False,
         "/metrics on the public port too, behind the API keys where there are any",
         when="Where what scrapes cannot reach the admin port.",
+    )
+    page: Switch = knob(
+        "auto",
+        "a page to chat, / on the public port; auto: where a person starts it in a terminal",
+        when="off on a machine that others reach; on to try a pod, through kubectl port-forward.",
     )
     tool_call_parser: ToolCallParser = knob(
         "auto",

@@ -236,7 +236,7 @@ def test_nothing_is_asked_while_nobody_looks_and_a_server_that_is_gone_is_shown(
             page.until("document.getElementById('state')?.textContent === 'serving'")
             hidden = (
                 "Object.defineProperty(document, 'hidden', {{ value: {}, configurable: true }});"
-                "let looks = 0; every(0, async () => {{ looks++; }});"
+                "let looks = 0; every(() => 0, async () => {{ looks++; }});"
                 "new Promise((done) => {{ let turns = 0; const next = () =>"
                 "  (turns++ === 20 ? done(looks) : setTimeout(next, 5)); next(); }})"
             )

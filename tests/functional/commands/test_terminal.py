@@ -116,8 +116,9 @@ def test_a_server_speaks_text_names_its_addresses_and_ends_at_ctrl_c() -> None:
         ready = next(line for line in terminal.text.splitlines() if "Ready in" in line)
         url = next(word for word in ready.split() if word.endswith("/v1"))
         assert httpx.get(f"{url}/models").json()["data"][0]["id"] == "demo:"
-        page = ready.split("page ")[1].strip()
-        assert "text/html" in httpx.get(page).headers["content-type"]
+        for page in ("chat ", "watch "):
+            address = ready.split(page)[1].split()[0]
+            assert "text/html" in httpx.get(address).headers["content-type"]
         assert "\x1b[1mReady in" in terminal.text
         assert '{"' not in terminal.text
         assert terminal.text.count("\n") <= 14

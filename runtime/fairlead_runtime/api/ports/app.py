@@ -19,7 +19,9 @@ from starlette.types import ASGIApp
 from fairlead_runtime.api.ports import elsewhere
 from fairlead_runtime.api.ports.admin import Admin, metrics
 from fairlead_runtime.api.ports.health import Probes
-from fairlead_runtime.api.ports.page import Page
+from fairlead_runtime.api.ports.live import LivePicture
+from fairlead_runtime.api.ports.page import CHAT as CHAT_PAGE
+from fairlead_runtime.api.ports.page import WATCH, Page
 from fairlead_runtime.api.routes.completions import (
     CHAT,
     COMPLETIONS,
@@ -33,7 +35,7 @@ from fairlead_runtime.api.state.state import ServerState
 from fairlead_runtime.api.state.tracing import Traced
 from fairlead_runtime.front import errors
 from fairlead_runtime.front.access_log import AccessLogMiddleware
-from fairlead_runtime.front.auth import READINESS, AuthMiddleware
+from fairlead_runtime.front.auth import LIVE, PAGE, READINESS, AuthMiddleware
 from fairlead_runtime.front.cors import ForeignPages, readable_by_pages
 from fairlead_runtime.front.drain import CloseWhileDraining, Drain
 from fairlead_runtime.front.key_file import KeyRing
@@ -45,7 +47,7 @@ DOCUMENT = "openapi.json"  # of the public port, beside this module; scripts/mak
 
 
 def public_app(state: ServerState, pool: PromptPool, keys: KeyRing | None = None) -> ASGIApp:
-    """The public port: all routes but the probes need one of ``keys``."""
+    """The public port: all routes but the probes and the page need one of ``keys``."""
     app = _bare(elsewhere.PUBLIC_PORT)
     probes = Probes(state)
     document = (files(__package__) / DOCUMENT).read_bytes()
@@ -69,6 +71,9 @@ def public_app(state: ServerState, pool: PromptPool, keys: KeyRing | None = None
     app.add_api_route("/openapi.json", show_document, methods=["GET"])
     if state.public_metrics:
         app.add_api_route("/metrics", functools.partial(metrics, state), methods=["GET"])
+    if state.page:
+        app.add_api_route(PAGE, Page(CHAT_PAGE).__call__, methods=["GET"])
+        app.add_api_route(LIVE, LivePicture(state).__call__, methods=["GET"])
     tokens = TokenizeRoutes(state, pool)
     app.router.routes.append(Route("/tokenize", tokens.tokenize, methods=["POST"]))
     app.router.routes.append(Route("/detokenize", tokens.detokenize, methods=["POST"]))
@@ -94,7 +99,8 @@ def public_app(state: ServerState, pool: PromptPool, keys: KeyRing | None = None
     for path in READINESS:
         app.add_api_route(path, probes.readyz, methods=["GET"])
     app.add_api_route("/ping", probes.readyz, methods=["POST"])  # as SageMaker's containers have it
-    outer: ASGIApp = CloseWhileDraining(AuthMiddleware(HeadAsGet(app), keys), state)
+    guarded = AuthMiddleware(HeadAsGet(app), keys, page=state.page)
+    outer: ASGIApp = CloseWhileDraining(guarded, state)
     # Outside the keys: a browser's preflight has none, and a page may read a refusal.
     outer = readable_by_pages(outer, state.cors_origin)
     return AccessLogMiddleware(outer, port=elsewhere.PUBLIC_PORT)
@@ -106,7 +112,7 @@ def admin_app(state: ServerState, drain: Drain) -> ASGIApp:
     """
     app = _bare(elsewhere.ADMIN_PORT)
     admin, probes = Admin(state, drain), Probes(state)
-    app.add_api_route("/", Page().__call__, methods=["GET"])
+    app.add_api_route("/", Page(WATCH, state.name).__call__, methods=["GET"])
     app.add_api_route("/metrics", functools.partial(metrics, state), methods=["GET"])
     app.add_api_route("/healthz", probes.healthz, methods=["GET"])
     for path in READINESS:

@@ -117,7 +117,8 @@ _NOT_SERVED = {
     + _COMPLETIONS,
     "/v1/chat/completions/batch": f"send each chat to {_CHAT}: requests run in batches by "
     "themselves",
-    "/": f"it speaks OpenAI's API below /v1: begin with GET {_MODELS} or GET /openapi.json",
+    "/": f"it speaks OpenAI's API below /v1: begin with GET {_MODELS} or GET /openapi.json; "
+    "--page on shows a page to chat here",
     "/v1": f"/v1 is the base URL of a client, which adds a route such as {_CHAT}",
 }
 

@@ -1,26 +1,36 @@
-"""The page to watch, ``/`` on the admin port: one file without outside assets.
+"""The two pages, ``/`` on each port: one to watch the engine, one to chat with it.
 
-Owns its headers. The page reads the admin port's own routes and shows no text of a user.
+Owns how they are put together of the files in ``pages``, and their headers. A page is one file that
+loads nothing from elsewhere; it is the same for everybody and holds no data but the model's name,
+on the admin port.
 """
 
 import base64
 import hashlib
+import html
 import re
 from importlib.resources import files
 
 from starlette.responses import Response
 
-_FILE = "page.html"
+WATCH, CHAT = "watch.html", "chat.html"
+_PART = re.compile(r"\{\{([a-z]+\.[a-z]+)\}\}")
+_MODEL = "{{model}}"
 
 
 class Page:
-    """The page, read once."""
+    """A page, put together once. ``model``: the name that it shows before the model is loaded."""
 
-    def __init__(self) -> None:
-        content = (files(__package__) / _FILE).read_bytes()
-        self._content = content
+    def __init__(self, name: str, model: str = "") -> None:
+        folder = files(__package__) / "pages"
+
+        def text(part: str) -> str:
+            return (folder / part).read_text("utf-8")
+
+        content = _PART.sub(lambda found: text(found[1]), text(name))
+        self._content = content.replace(_MODEL, html.escape(model)).encode()
         self._headers = {
-            "content-security-policy": _policy(content),
+            "content-security-policy": _policy(self._content),
             "cache-control": "no-cache",
             "referrer-policy": "no-referrer",
             "x-content-type-options": "nosniff",

@@ -78,6 +78,7 @@ class ServerState:
     port_bounds: PortBounds | None = None  # once the ports are open
     cors_origin: str = ""  # whose pages may read answers of the public port; empty: no other's
     public_metrics: bool = False  # the public port has /metrics, too
+    page: bool = False  # the public port has the page to chat
     created: int = field(default_factory=lambda: int(time.time()))
     model_config: bytes | None = None  # config.json, available before the weights are loaded
     backend: Backend | None = None
