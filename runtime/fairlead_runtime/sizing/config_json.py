@@ -247,6 +247,15 @@ def with_stored_head(config: Mapping[str, Any], names: Iterable[str]) -> Mapping
     return {**config, **tied} | ({TEXT: {**text, **tied}} if text else {})
 
 
+def is_tied(config: Mapping[str, Any]) -> bool:
+    """Whether the configuration alone says that the head is the embedding."""
+    try:
+        family, settings = family_of(config)
+    except UnknownFamilyError:
+        return config.get(_TIED) is True
+    return settings.get(_TIED, family.defaults.get(_TIED)) is True
+
+
 class ConfigReader:
     """A config over its family's defaults: every read checks the type and the bounds."""
 

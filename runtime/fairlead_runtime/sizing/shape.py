@@ -20,7 +20,6 @@ from fairlead_runtime.sizing.config_json import (
     check_traits,
     dtype_of,
     family_of,
-    has_parts,
     longest_text,
 )
 from fairlead_runtime.sizing.family_table import FAMILIES, UNKNOWN_DENSE, UNKNOWN_EXPERTS, Family
@@ -334,8 +333,6 @@ def _slab_width(s: ConfigReader, family: Family, inner: int) -> int:
 
 def _quantized(config: Mapping[str, Any], family: Family, unfused: str) -> Published:
     stored = published(config)
-    if has_parts(config) and (stored is not None or (config.get(TEXT) or {}).get(KEY)):
-        raise QuantizedError(KEY, "quantized models of several parts are not supported")
     if stored is not None and stored.format == "mxfp4":
         if not family.mxfp4:
             works = " and ".join(f"{name!r}" for name, other in FAMILIES.items() if other.mxfp4)
