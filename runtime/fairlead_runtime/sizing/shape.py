@@ -13,7 +13,6 @@ from typing import Any
 from fairlead_runtime.sizing.checkpoint_formats import published
 from fairlead_runtime.sizing.config_json import (
     EXPERTS,
-    TEXT,
     ConfigReader,
     ShapeError,
     UnknownFamilyError,
@@ -263,7 +262,7 @@ class ModelShape:
             tied=bool(settings.get("tie_word_embeddings")),
             experts=s.integer(experts_setting) if experts_setting else 0,
             experts_per_token=chosen,
-            dtype=dtype_of(config) or dtype_of(config.get(TEXT) or {}),
+            dtype=dtype_of(config),
             quantized=stored.format,
             parameters=sum(math.prod(dimensions) for _, dimensions in sizes),
             layer_matrices=in_layers,
