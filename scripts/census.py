@@ -51,7 +51,8 @@ def config_of(name: str) -> dict[str, Any]:
     if "text_config" not in parts and name not in WHOLES:
         return {"model_type": name}
     kind = WHOLES[name].text if name in WHOLES else parts["text_config"].model_type
-    return {"model_type": name, "text_config": {"model_type": kind}}
+    sizes = dict(WHOLES[name].head) if name in WHOLES else {}
+    return {"model_type": name, "text_config": {"model_type": kind, **sizes}}
 
 
 def planned(name: str) -> str:
