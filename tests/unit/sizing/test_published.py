@@ -441,9 +441,16 @@ def test_the_settings_may_be_those_of_the_text_alone() -> None:
 
 
 def test_gptqs_rules_may_leave_other_parts_out() -> None:
-    for works in ({}, None, {"-:.*visual.*": {}}, {"-:visual": {}, r"-:.*vision_tower\..*": {}}):
+    served: list[Any] = [
+        {},
+        None,
+        {"-:.*visual.*": {}},
+        {"-:visual": {}, r"-:.*vision_tower\..*": {}},
+    ]
+    for works in served:
         assert ModelShape.from_config(whole(gptq(), "dynamic", works)).quantized == "int4"
-    for other in ({"-:.*mlp.*": {}}, {"+:.*visual.*": {}}, {".*visual.*": {"bits": 8}}, ["-:x"]):
+    others: list[Any] = [{"-:.*mlp.*": {}}, {"+:.*visual.*": {}}, {".*visual.*": {"bits": 8}}]
+    for other in (*others, ["-:x"]):
         with pytest.raises(QuantizedError, match="dynamic "):
             ModelShape.from_config(whole(gptq(), "dynamic", other))
     alone = four_bits(gptq(), lambda s: s.update(dynamic={"-:.*visual.*": {}}))
