@@ -23,7 +23,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from fairlead_runtime.sizing.config_json import ShapeError, UnknownFamilyError, family_of
-from fairlead_runtime.sizing.family_table import PARTS
+from fairlead_runtime.sizing.families.wholes import WHOLES
 
 LIST = Path(__file__).with_name("census.json")
 PLANNED, TRIED, REFUSED = "plan", "tries", "refused: "
@@ -48,10 +48,11 @@ def types() -> list[str]:
 def config_of(name: str) -> dict[str, Any]:
     """A config.json that says the type, and the type of its text where it has several parts."""
     parts = getattr(CONFIG_MAPPING[name], "sub_configs_defaults", None) or {}
-    if "text_config" not in parts and name not in PARTS:
+    if "text_config" not in parts and name not in WHOLES:
         return {"model_type": name}
-    kind = PARTS[name].text if name in PARTS else parts["text_config"].model_type
-    return {"model_type": name, "text_config": {"model_type": kind}}
+    kind = WHOLES[name].text if name in WHOLES else parts["text_config"].model_type
+    sizes = dict(WHOLES[name].head) if name in WHOLES else {}
+    return {"model_type": name, "text_config": {"model_type": kind, **sizes}}
 
 
 def planned(name: str) -> str:

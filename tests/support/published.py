@@ -236,9 +236,13 @@ def publish(
     directory: Path,
     settings: Mapping[str, Any],
     store: Callable[[Tensor], Stored],
+    *,
+    beside: str = "",
+    inside: bool = False,
 ) -> tuple[Path, Path]:
     """A copy of the checkpoint ``model``, the matrices of its layers stored so; and one that holds
-    the float32 matrices that they stand for.
+    the float32 matrices that they stand for. Tensors whose name has ``beside`` in it stay plain.
+    ``inside``: the settings are in those of the model's text.
     """
     quantized, plain = directory / "quantized", directory / "plain"
     for path in (quantized, plain):
@@ -246,7 +250,7 @@ def publish(
     tensors = load_file(model / "model.safetensors")
     stored: Tensors = {}
     for name, tensor in tensors.items():
-        if ".layers." in name and tensor.dim() == 2:
+        if ".layers." in name and tensor.dim() == 2 and not (beside and beside in name):
             parts, tensors[name] = store(tensor.float())
             module = name.removesuffix(".weight")
             stored |= {f"{module}.{leaf}": part.contiguous() for leaf, part in parts.items()}
@@ -255,7 +259,8 @@ def publish(
     save_file(tensors, plain / "model.safetensors", {"format": "pt"})
     save_file(stored, quantized / "model.safetensors", {"format": "pt"})
     config = quantized / "config.json"
-    value = json.loads(config.read_text()) | {"quantization_config": settings}
+    value = json.loads(config.read_text())
+    (value["text_config"] if inside else value)["quantization_config"] = settings
     config.write_text(json.dumps(value))
     return quantized, plain
 

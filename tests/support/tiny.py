@@ -49,6 +49,7 @@ UNLISTED = (
     "helium",
     "hunyuan_v1_dense",
     "ministral",
+    "ministral3",
     "nemotron",
     "olmo",
     "olmo3",
@@ -111,6 +112,17 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {"head_dim": 16},
     **dict.fromkeys(("cohere2", "exaone4", "olmo3"), _WINDOWS),
     "ministral": {**_WINDOWS, "head_dim": 16},
+    # Queries grow with their positions, from the seventeenth on.
+    "ministral3": {
+        "head_dim": 16,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 64.0,
+            "original_max_position_embeddings": 16,
+            "llama_4_scaling_beta": 0.5,
+        },
+    },
     "granitemoe": _MOE,
     "olmoe": {**_MOE, "num_experts": 4},
     "opt": {"ffn_dim": 128, "word_embed_proj_dim": HIDDEN},

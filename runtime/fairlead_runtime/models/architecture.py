@@ -17,7 +17,7 @@ from fairlead_runtime.sizing.config_json import (
     family_named,
     with_stored_head,
 )
-from fairlead_runtime.sizing.family_table import PARTS
+from fairlead_runtime.sizing.families.wholes import WHOLES
 from fairlead_runtime.sizing.shape import ModelShape
 
 _OWN_CODE_FIX = "serve a model whose architecture is part of transformers"
@@ -64,7 +64,7 @@ def _in_transformers(model_type: object) -> bool:
 
 def _in_table(model_type: object) -> bool:
     return isinstance(model_type, str) and (
-        model_type in PARTS or family_named(model_type) is not None
+        model_type in WHOLES or family_named(model_type) is not None
     )
 
 

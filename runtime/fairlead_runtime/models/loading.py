@@ -62,7 +62,8 @@ class InspectedModel:
     def weight_bytes(self) -> int:
         """Bytes to read: those of the files, or what a model of several parts has for its text."""
         if has_parts(self.config_json):
-            return self.shape.parameters * self.dtype.itemsize
+            text = self.shape.parameters * self.dtype.itemsize
+            return min(text, self.files.weight_bytes)
         return self.files.weight_bytes
 
 
@@ -223,7 +224,7 @@ def _read_weights(
             f"{len(missing)} tensors are missing, first {missing[0]}",
             "fetch the model again",
         )
-    published.check_biases(model, info["unexpected_keys"], path, inspected.files.weights)
+    published.check_biases(model, path, inspected.files.weights)
     published.finish(model, device, sharded=sharded)
     if info["unexpected_keys"]:
         log.warning(

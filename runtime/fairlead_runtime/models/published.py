@@ -7,7 +7,8 @@ product takes, become plain ones, a few rows at a time. Which formats there are 
 and must be those of the layer.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, apply_renamings, dot_natural_key
 from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -26,9 +29,11 @@ from fairlead_runtime.models.headers import Header, TensorEntry
 from fairlead_runtime.models.int4 import matrix_of
 from fairlead_runtime.models.model_error import ModelError
 from fairlead_runtime.models.quantized import QuantizedLinear
+from fairlead_runtime.models.text_model import text_of
 from fairlead_runtime.sizing.stored import (
     BLOCK_SCALES,
     BLOCKS,
+    KEY,
     MXFP4_BLOCK,
     SCALE,
     ZERO,
@@ -67,15 +72,14 @@ class _Loader(HfQuantizer):  # type: ignore[misc] # the same
             _hold_blocks(model, settings)
             return
         scale = f".{settings.stored.scale}"
-        layers = {name.removesuffix(scale) for name in settings.tensors if name.endswith(scale)}
+        layers = _stored_names(model, settings, [scale])
         for name, module in list(model.named_modules()):
             prefixes = (name, name.removeprefix(f"{model.base_model_prefix}."))
             layer = next((prefix for prefix in prefixes if prefix in layers), None)
             if layer is not None and isinstance(module, nn.Linear):
-                layers.discard(layer)
-                model.set_submodule(name, StoredLinear(settings, layer, module))
+                model.set_submodule(name, StoredLinear(settings, layers.pop(layer), module))
         if layers:
-            raise ValueError(f"{min(layers)[:100]!r} is no linear layer of the model")
+            raise ValueError(f"{min(layers.values())[:100]!r} is no linear layer of the model")
 
     def is_serializable(self) -> bool:
         return False
@@ -88,7 +92,7 @@ class _Loader(HfQuantizer):  # type: ignore[misc] # the same
 class StoredLinear(nn.Module):
     """Holds the tensors of one matrix as the checkpoint has them, on the meta device until they are
     loaded. Computes with what they stand for, which it finds out each time. ``name``: the layer's
-    in the checkpoint, which may lack the base model's prefix.
+    in the checkpoint, where the model's may have another.
     """
 
     def __init__(self, settings: StoredWeights, name: str, linear: nn.Linear) -> None:
@@ -231,21 +235,34 @@ def _hold_blocks(model: PreTrainedModel, settings: StoredWeights) -> None:
     """Put a module for the stored tensors in the place of each module of experts that has some.
     Raises ValueError for tensors that do not fit the model's.
     """
-    names = {
-        name.removesuffix(end)
-        for name in settings.tensors
-        for end in (BLOCKS, BLOCK_SCALES)
-        if name.endswith(end)
-    }
+    names = _stored_names(model, settings, (BLOCKS, BLOCK_SCALES))
     for name, module in list(model.named_modules()):
         leaves = {leaf for leaf, x in module.named_parameters(recurse=False) if x.dim() == 3}
         for prefix in (name, name.removeprefix(f"{model.base_model_prefix}.")):
             if packed := {leaf for leaf in leaves if f"{prefix}.{leaf}" in names}:
-                names -= {f"{prefix}.{leaf}" for leaf in packed}
-                model.set_submodule(name, StoredExperts(settings, prefix, module, packed))
+                stored = {names.pop(f"{prefix}.{leaf}").rpartition(".")[0] for leaf in packed}
+                model.set_submodule(name, StoredExperts(settings, min(stored), module, packed))
                 break
     if names:
-        raise ValueError(f"{min(names)[:100]!r} is no matrix of the model's experts")
+        raise ValueError(f"{min(names.values())[:100]!r} is no matrix of the model's experts")
+
+
+def _stored_names(
+    model: PreTrainedModel, settings: StoredWeights, ends: Sequence[str]
+) -> dict[str, str]:
+    """What tensors that end so are of, but for parts that are not loaded: by the name that
+    transformers' loader takes it for the name that is stored.
+    """
+    changes = get_model_conversion_mapping(model)
+    renamings = [change for change in changes if isinstance(change, WeightRenaming)]
+    patterns = model._keys_to_ignore_on_load_unexpected or ()  # noqa: SLF001 - no public one
+    names: dict[str, str] = {}
+    for tensor in sorted(settings.tensors, key=dot_natural_key):  # some act on what came before
+        if end := next((end for end in ends if tensor.endswith(end)), ""):
+            renamed = apply_renamings(tensor, renamings)
+            if not any(re.search(pattern, renamed) for pattern in patterns):
+                names[renamed.removesuffix(end)] = tensor.removesuffix(end)
+    return names
 
 
 def _empty(entry: TensorEntry) -> nn.Parameter:
@@ -264,25 +281,24 @@ def loader_arguments(
     settings: Any, stored: Published | None, weights: Mapping[str, Header]
 ) -> dict[str, Any]:
     """Arguments with which ``from_pretrained`` loads a checkpoint. Takes the quantization out of
-    ``settings``, its configuration: transformers' own readers of quantized weights must not know of
-    it.
+    ``settings``, its configuration, and out of its text's: transformers' own readers of quantized
+    weights must not know of it.
     """
     if stored is None:
         return {}
-    del settings.quantization_config
+    for part in {id(part): part for part in (settings, text_of(settings))}.values():
+        if hasattr(part, KEY):
+            delattr(part, KEY)
     return {"quantization_config": StoredWeights(stored, weights)}
 
 
-def check_biases(
-    model: PreTrainedModel, unexpected: Iterable[str], folder: Path, weights: Mapping[str, Header]
-) -> None:
+def check_biases(model: PreTrainedModel, folder: Path, weights: Mapping[str, Header]) -> None:
     """Raise ModelError where a layer that is stored quantized has a bias that the architecture does
     not add. GPTQ writes one for each layer, of zeros where the model had none; any other is a part
-    of what was calibrated. ``unexpected``: names of tensors that were not loaded; ``weights``: the
-    headers of the files in ``folder``.
+    of what was calibrated. ``weights``: the headers of the files in ``folder``.
     """
-    biases = {f"{x.name}.bias" for x in model.modules() if isinstance(x, StoredLinear)}
-    biases.intersection_update(unexpected)
+    layers = [x for x in model.modules() if isinstance(x, StoredLinear)]
+    biases = {f"{layer.name}.bias" for layer in layers if layer.bias is None}
     for file, header in weights.items():
         if not (names := sorted(biases.intersection(header.tensors))):
             continue

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from fairlead_runtime.sizing.config_json import CAUSAL_TEXT, TEXT
-from fairlead_runtime.sizing.family_table import PARTS
+from fairlead_runtime.sizing.families.wholes import WHOLES
 
 
 def text_of(config: PretrainedConfig) -> PretrainedConfig:
@@ -52,7 +52,7 @@ def config_to_load(folder: Path, config: Mapping[str, Any]) -> PretrainedConfig:
     (``Parts.alone``): what describes those is not read.
     """
     name = str(config.get("model_type"))
-    parts = PARTS.get(name)
+    parts = WHOLES.get(name)
     if parts is None or not parts.alone:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     text, whole = dict(config[TEXT]), CONFIG_MAPPING[name]

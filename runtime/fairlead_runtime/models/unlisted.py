@@ -9,10 +9,9 @@ headers. Loads no weight. The self-test decides whether its text is right
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
-from fairlead_runtime.models import families, text_model
+from fairlead_runtime.models import families
 from fairlead_runtime.models.headers import Header
 from fairlead_runtime.models.model_error import ModelError, first_line, unsupported_shape
 from fairlead_runtime.sizing.checkpoint_formats import published
@@ -29,21 +28,17 @@ def shape_of(config: Mapping[str, Any], weights: Mapping[str, Header]) -> ModelS
     """
     full_config = _complete(config)
     windows = families.check(full_config)
-    text = text_model.text_of(full_config)
     try:
-        settings = {name: getattr(text, name, None) for name in STANDARD}
+        settings = {name: getattr(full_config, name, None) for name in STANDARD}
     # transformers refuses to read one value of a setting that layers have each for themselves.
     except Exception as error:
         raise families.unsupported(str(config.get("model_type")), first_line(error)) from error
     sizes = [(name, t.shape) for header in weights.values() for name, t in header.tensors.items()]
-    if text is not full_config:
-        settings["tie_word_embeddings"] = getattr(full_config, "tie_word_embeddings", None)
-        sizes = _sizes_of_text(full_config) if weights else []
     try:
         stored = published(config)
         if stored is not None:
             sizes = [plain for size in sizes if (plain := stored.plain(*size)) is not None]
-        sources = families.sources_of(text)
+        sources = families.sources_of(full_config)
         shape = ModelShape.from_tensors(config, settings, windows, sources, sizes)
     except ShapeError as error:
         raise unsupported_shape(error) from error
@@ -52,17 +47,6 @@ def shape_of(config: Mapping[str, Any], weights: Mapping[str, Header]) -> ModelS
             shape.model_type, f"{len(windows)} layer types for {shape.layers} layers"
         )
     return shape
-
-
-def _sizes_of_text(config: PretrainedConfig) -> list[tuple[str, tuple[int, ...]]]:
-    """Name and dimensions of the parameters that are loaded of a model of several parts."""
-    try:
-        with torch.device("meta"):
-            model = text_model.class_to_load(config)(config)
-    # As where the values are read: they are untrusted.
-    except Exception as error:
-        raise families.unsupported(str(config.model_type), first_line(error)) from error
-    return [(name, tuple(x.shape)) for name, x in model.named_parameters()]
 
 
 def _complete(config: Mapping[str, Any]) -> PretrainedConfig:

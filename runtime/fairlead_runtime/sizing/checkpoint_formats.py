@@ -5,12 +5,13 @@ configuration and, for models whose size is not known from it, the names of tens
 untrusted. ``models/published.py`` reads the tensors.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
 from fairlead_runtime.settings.supported import check_supported
+from fairlead_runtime.sizing.config_json import TEXT, has_parts, is_tied
 from fairlead_runtime.sizing.stored import (
     GROUP_SIZES,
     HEAD,
@@ -19,6 +20,8 @@ from fairlead_runtime.sizing.stored import (
     QuantizedError,
     Stored,
     check_value,
+    is_head,
+    of_the_text,
     refusal,
 )
 
@@ -87,21 +90,38 @@ def published(config: Mapping[str, Any]) -> Published | None:
     """How a quantized checkpoint stores its weights; None for one that is not quantized. Raises
     QuantizedError for one that is not served.
     """
-    settings = config.get(KEY)
+    settings, parts = _settings(config), has_parts(config)
     if settings is None:
         return None
     if not isinstance(settings, Mapping):
         raise QuantizedError(KEY, "must be an object")
     method = settings.get("quant_method")
     if method == "gptq":
-        return gptq(settings)
+        return gptq(settings, parts=parts)
     if method == "awq":
-        return awq(settings)
+        return awq(settings, parts=parts)
     if method == "mxfp4":
         return mxfp4(settings)
     if method != "compressed-tensors":
         raise refusal("quant_method", method, "compressed-tensors, gptq, awq and mxfp4 are served")
     return _compressed_tensors(config, settings)
+
+
+def _settings(config: Mapping[str, Any]) -> object:
+    """What is said of the weights: by the whole, or by its text alone."""
+    whole, text = config.get(KEY), config.get(TEXT)
+    own = text.get(KEY) if isinstance(text, Mapping) else None
+    if whole is not None and own is not None and whole != own:
+        raise QuantizedError(KEY, f"must be the same as in {TEXT}, or in one of them alone")
+    return own if whole is None else whole
+
+
+def _beside_head(names: Iterable[object], *, parts: bool) -> list[object]:
+    """Of modules that are not quantized those that are not the head, and of a model of several
+    ``parts`` those that may be matrices of its text.
+    """
+    others = [name for name in names if name not in HEAD]
+    return of_the_text(others) if parts else others
 
 
 def _compressed_tensors(config: Mapping[str, Any], settings: Mapping[str, Any]) -> Published:
@@ -172,10 +192,9 @@ def _check_ignored(config: Mapping[str, Any], settings: Mapping[str, Any]) -> No
     """The head must not be quantized, and every layer whole."""
     ignored = settings.get("ignore")
     names = ignored if isinstance(ignored, list) else []
-    others = [name for name in names if name not in HEAD]
-    if others:
+    if others := _beside_head(names, parts=has_parts(config)):
         raise refusal("ignore", others[0], "models of which all layers are quantized are served")
-    if not names and config.get("tie_word_embeddings") is not True:
+    if not any(map(is_head, names)) and not is_tied(config):
         raise refusal("ignore", ignored, "models whose lm_head is not quantized are served")
 
 
@@ -186,9 +205,10 @@ def _object(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return value
 
 
-def gptq(settings: Mapping[str, Any]) -> Published:
+def gptq(settings: Mapping[str, Any], *, parts: bool = False) -> Published:
     """4 bits, packed in int32, of all layers and not the head; what a file omits is what
-    transformers takes it for. Raises QuantizedError.
+    transformers takes it for. Of a model of several ``parts`` the others may be left out. Raises
+    QuantizedError.
     """
     check_value(settings, "bits", (4,))
     check_value(settings, "group_size", (*reversed(GROUP_SIZES), -1))
@@ -198,7 +218,7 @@ def gptq(settings: Mapping[str, Any]) -> Published:
     check_value(settings, "is_marlin_format", (False, None))
     check_value(settings, "pack_dtype", ("int32", None))
     for key in ("dynamic", "modules_in_block_to_quantize", "adapter"):
-        if settings.get(key):
+        if settings.get(key) and not (parts and key == "dynamic" and _leaves_parts(settings[key])):
             raise refusal(key, settings[key], PARTLY)
     form = str(settings.get("checkpoint_format") or settings.get("format") or "gptq").lower()
     layout: Literal["gptq", "gptq_v2"]
@@ -214,9 +234,17 @@ def gptq(settings: Mapping[str, Any]) -> Published:
     return Published("int4", WEIGHT, PACKED, layout, max(0, size), ordered)
 
 
-def awq(settings: Mapping[str, Any]) -> Published:
-    """4 bits with zero points, in the layout for products, of all layers and not the head. Raises
-    QuantizedError.
+def _leaves_parts(rules: object) -> bool:
+    """Whether GPTQ's rules for single modules only leave out such that are not of the text."""
+    left_out = "-:"
+    if not isinstance(rules, Mapping) or not all(str(key).startswith(left_out) for key in rules):
+        return False
+    return not of_the_text(f"re:{str(key).removeprefix(left_out)}" for key in rules)
+
+
+def awq(settings: Mapping[str, Any], *, parts: bool = False) -> Published:
+    """4 bits with zero points, in the layout for products, of all layers and not the head. Of a
+    model of several ``parts`` the others may be left out. Raises QuantizedError.
     """
     check_value(settings, "bits", (4,))
     check_value(settings, "group_size", tuple(reversed(GROUP_SIZES)))
@@ -225,8 +253,7 @@ def awq(settings: Mapping[str, Any]) -> Published:
     if version != "gemm":
         raise refusal("version", version, "gemm is served")
     plain = settings.get("modules_to_not_convert") or []
-    layers = [name for name in plain if name not in HEAD] if isinstance(plain, list) else [plain]
-    if layers:
+    if layers := _beside_head(plain, parts=parts) if isinstance(plain, list) else [plain]:
         raise refusal("modules_to_not_convert", layers[0], PARTLY)
     return Published("int4", WEIGHT, PACKED, "awq", int(settings.get("group_size", 128)))
 

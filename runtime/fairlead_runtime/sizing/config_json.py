@@ -13,12 +13,11 @@ from typing import Any
 from fairlead_runtime.sizing.families.judged import SIZED
 from fairlead_runtime.sizing.families.makers import nearest, working_of
 from fairlead_runtime.sizing.families.refusals import INNER, NO_TEXT, NO_WHOLE, OWN_INPUTS, REFUSED
+from fairlead_runtime.sizing.families.wholes import WHOLES
 from fairlead_runtime.sizing.family_table import (
     FAMILIES,
     JUDGED,
-    PARTS,
     TEXTS,
-    TRIED,
     Family,
     Parts,
 )
@@ -124,7 +123,7 @@ def _digits(value: int) -> str:
 def has_parts(config: Mapping[str, Any]) -> bool:
     """Whether the model has parts beside its text, as for images; no pod loads them."""
     name = config.get("model_type")
-    return isinstance(config.get(TEXT), Mapping) or (isinstance(name, str) and name in PARTS)
+    return isinstance(config.get(TEXT), Mapping) or (isinstance(name, str) and name in WHOLES)
 
 
 def family_of(config: Mapping[str, Any]) -> tuple[Family, Mapping[str, Any]]:
@@ -167,7 +166,7 @@ def _check_texts(name: str, config: Mapping[str, Any]) -> None:
                 raise _refused(key, name, f"settings of its text are served as {TEXT} alone")
     if text is not None and not isinstance(text, Mapping):
         raise ShapeError(TEXT, "must be an object with the settings of the text")
-    if text is not None and name not in PARTS and name not in TRIED:
+    if text is not None and name not in WHOLES:
         raise _refused(TEXT, name, NO_WHOLE)
 
 
@@ -179,12 +178,12 @@ def of_the_maker(name: str) -> str:
 
 def nearest_family(name: str) -> str:
     """A served family with nearly that name, to end a message with; "" for none."""
-    near = nearest(name, {**FAMILIES, **SIZED, **PARTS, **dict.fromkeys(TRIED)})
+    near = nearest(name, {**FAMILIES, **SIZED, **WHOLES})
     return f"; the nearest name that is served is {near!r}" if near else ""
 
 
 def _refused(field: str, name: str, reason: str) -> ShapeError:
-    supported = ", ".join(sorted({**FAMILIES, **PARTS}))
+    supported = ", ".join(sorted({**FAMILIES, **WHOLES}))
     return ShapeError(
         field,
         f"{name[:100]!r} is not supported: {reason}{of_the_maker(name)}; supported are "
@@ -193,30 +192,32 @@ def _refused(field: str, name: str, reason: str) -> ShapeError:
 
 
 def _family_of_text(name: str, config: Mapping[str, Any]) -> tuple[Family, Mapping[str, Any]]:
-    parts = PARTS.get(name)
+    parts = WHOLES[name]
     text = _text_settings(config, parts)
     kind = str(text.get("model_type"))
     family = TEXTS.get(kind) or (family_named(kind) if kind in {*FAMILIES, *JUDGED} else None)
     if family is None:
         raise _refused(f"{TEXT}.model_type", kind, REFUSED.get(kind, NO_TEXT))
-    if parts is not None and not parts.any_text and kind != parts.text:
+    if not parts.any_text and kind != parts.text:
         raise _refused(f"{TEXT}.model_type", kind, f"the text of {name!r} is {parts.text!r}")
-    if parts is not None and kind in parts.never:
-        raise _refused(f"{TEXT}.model_type", kind, f"{name!r} reads the text's rms_norm_eps")
-    if family.layer_inputs and (parts is None or kind != parts.text):
+    if kind in parts.never:
+        raise _refused(f"{TEXT}.model_type", kind, f"{name!r} reads what such a text has not")
+    for key, default in parts.head.items():
+        if config.get(key, default) != text.get(key, family.defaults.get(key)):
+            raise ShapeError(key, f"must be that of {TEXT}: the head of {name!r} has this size")
+    if family.layer_inputs and kind != parts.text:
         raise _refused(f"{TEXT}.model_type", kind, OWN_INPUTS)
-    if parts is None:
-        raise UnknownFamilyError(name)
     # The head is the whole's, which has no bias.
     return replace(family, head_bias=False), _with_outer(text, config, parts)
 
 
-def _text_settings(config: Mapping[str, Any], parts: Parts | None) -> Mapping[str, Any]:
-    """The text's own settings, with its model_type where that is known."""
+def _text_settings(config: Mapping[str, Any], parts: Parts) -> Mapping[str, Any]:
+    """The text's own settings, with its model_type."""
     text = config.get(TEXT)
     if isinstance(text, Mapping):
-        return text if parts is None else {"model_type": parts.text, **text}
-    if parts is None or not parts.flat:
+        kind = text.get("model_type", parts.formerly)
+        return {**text, "model_type": parts.text if kind == parts.formerly else kind}
+    if not parts.flat:
         raise ShapeError(TEXT, "must be an object with the settings of the text")
     return {**config, "model_type": parts.text}
 
@@ -237,14 +238,23 @@ def _with_outer(
 
 
 def with_stored_head(config: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, Any]:
-    """The config of a model of PARTS with what the names of its tensors say of the head: it is the
+    """The config of a model of WHOLES with what the names of its tensors say of the head: it is the
     embedding where none is stored. Another config as it is.
     """
     text = config.get(TEXT, {})
-    if str(config.get("model_type")) not in PARTS or not isinstance(text, Mapping):
+    if str(config.get("model_type")) not in WHOLES or not isinstance(text, Mapping):
         return config
     tied = {_TIED: not any(name.endswith("lm_head.weight") for name in names)}
     return {**config, **tied} | ({TEXT: {**text, **tied}} if text else {})
+
+
+def is_tied(config: Mapping[str, Any]) -> bool:
+    """Whether the configuration alone says that the head is the embedding."""
+    try:
+        family, settings = family_of(config)
+    except UnknownFamilyError:
+        return config.get(_TIED) is True
+    return settings.get(_TIED, family.defaults.get(_TIED)) is True
 
 
 class ConfigReader:

@@ -386,6 +386,14 @@ TEXTS: Mapping[str, Family] = {
 }
 
 
+# Texts whose embedding has another name than the one by which a whole ties its head to it, and
+# those without a setting that the code of some wholes reads.
+NO_EMBEDDING = frozenset(("gpt2", "gpt_bigcode", "gpt_neox", "opt"))
+NO_RMS = NO_EMBEDDING | {
+    *("cohere", "cohere2", "nemotron", "olmo", "persimmon", "phi", "stablelm", "starcoder2")
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Parts:
     """How the config of a model of several parts describes its text. ``text``: the text's
@@ -397,28 +405,25 @@ class Parts:
     tied: bool | None = None
     either: bool = False  # the head is the embedding, too, where the text alone says so
     flat: bool = False  # older checkpoints have the text's settings among those of the whole
-    # Whether transformers builds the text of the type that its settings name, and the types of
-    # which the whole's own code reads a setting that they lack.
+    formerly: str = ""  # another name of ``text``, which older files give it
+    # Whether transformers builds the text of the type that its settings name, and the types that
+    # lack what the whole's own code reads.
     any_text: bool = False
-    never: frozenset[str] = frozenset()
+    never: frozenset[str] = NO_EMBEDDING
     # Whether the whole's own code needs its other parts for text, too: the text is loaded as the
     # model of its own that it is.
     alone: bool = False
+    # Settings of the whole, and their defaults, that size its head: they must be the text's.
+    head: Mapping[str, int] = field(default_factory=dict)
 
 
-_NO_RMS = frozenset(
-    (
-        *("cohere", "cohere2", "gpt2", "gpt_bigcode", "gpt_neox", "nemotron", "olmo", "opt"),
-        *("persimmon", "phi", "stablelm", "starcoder2"),
-    )
-)
-# By the model_type of the whole.
+# Those that are tested as a whole, by its model_type; families/wholes.py has more.
 PARTS: Mapping[str, Parts] = {
     "gemma3": Parts("gemma3_text"),
     "gemma3n": Parts("gemma3n_text", alone=True),
     "gemma4": Parts("gemma4_text"),
     "gemma4_unified": Parts("gemma4_unified_text"),
-    "mistral3": Parts("mistral", any_text=True, never=_NO_RMS),
+    "mistral3": Parts("mistral", any_text=True, never=NO_RMS),
     "qwen2_vl": Parts("qwen2_vl_text", tied=False, either=True, flat=True),
     "qwen2_5_vl": Parts("qwen2_5_vl_text", tied=False, either=True, flat=True),
     "qwen3_vl": Parts("qwen3_vl_text", tied=False),
@@ -430,23 +435,14 @@ PARTS: Mapping[str, Parts] = {
     "aya_vision": Parts("cohere2", any_text=True),
     "cohere2_vision": Parts("cohere2", any_text=True),
 }
-# Further wholes whose text transformers builds of the type that its settings name: they are tried
-# and measured where it is of FAMILIES, TEXTS or JUDGED.
-TRIED = frozenset(
-    (
-        *("cosmos3_omni", "deepseek_vl", "deepseek_vl_hybrid", "exaone4_5", "fuyu", "glm46v"),
-        *("glmga", "hyperclovax_vision_v2", "idefics2", "janus", "lfm3_vl", "lighton_ocr", "llava"),
-        *("llava_next", "llava_next_video", "llava_onevision", "ovis2", "qianfan_ocr"),
-        *("video_llama_3", "video_llava", "vipllava"),
-    )
-)
 
 # Families of families/ that may be the text of a model of several parts: tests compare their text
 # with transformers'.
 JUDGED = frozenset(
     (
         *("apertus", "arcee", "ernie4_5", "exaone4", "glm", "glm4", "gpt_bigcode", "granitemoe"),
-        *("helium", "hunyuan_v1_dense", "ministral", "nemotron", "olmo", "olmo3", "olmoe", "opt"),
+        *("helium", "hunyuan_v1_dense", "ministral", "ministral3", "nemotron", "olmo", "olmo3"),
+        *("olmoe", "opt"),
         *("persimmon", "phi", "phimoe", "qwen2_moe", "seed_oss", "smollm3", "stablelm"),
     )
 )

@@ -13,14 +13,12 @@ from typing import Any
 from fairlead_runtime.sizing.checkpoint_formats import published
 from fairlead_runtime.sizing.config_json import (
     EXPERTS,
-    TEXT,
     ConfigReader,
     ShapeError,
     UnknownFamilyError,
     check_traits,
     dtype_of,
     family_of,
-    has_parts,
     longest_text,
 )
 from fairlead_runtime.sizing.family_table import FAMILIES, UNKNOWN_DENSE, UNKNOWN_EXPERTS, Family
@@ -264,7 +262,7 @@ class ModelShape:
             tied=bool(settings.get("tie_word_embeddings")),
             experts=s.integer(experts_setting) if experts_setting else 0,
             experts_per_token=chosen,
-            dtype=dtype_of(config) or dtype_of(config.get(TEXT) or {}),
+            dtype=dtype_of(config),
             quantized=stored.format,
             parameters=sum(math.prod(dimensions) for _, dimensions in sizes),
             layer_matrices=in_layers,
@@ -334,8 +332,6 @@ def _slab_width(s: ConfigReader, family: Family, inner: int) -> int:
 
 def _quantized(config: Mapping[str, Any], family: Family, unfused: str) -> Published:
     stored = published(config)
-    if has_parts(config) and (stored is not None or (config.get(TEXT) or {}).get(KEY)):
-        raise QuantizedError(KEY, "quantized models of several parts are not supported")
     if stored is not None and stored.format == "mxfp4":
         if not family.mxfp4:
             works = " and ".join(f"{name!r}" for name, other in FAMILIES.items() if other.mxfp4)

@@ -4,7 +4,11 @@ Owns the names and sizes of its tensors, and the words of a refusal. Pure. Which
 what is ``published``'s; ``models/published.py`` reads the tensors.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -30,6 +34,23 @@ Stored = Literal["", "int8", "fp8", "int4", "mxfp4"]
 # MXFP4's, beside the name of the plain tensor.
 BLOCKS, BLOCK_SCALES = "_blocks", "_scales"
 MXFP4_BLOCK = 32  # numbers that share a scale
+
+# What files and configurations call the text of a model of several parts, and a layer's matrices.
+_TEXTS = (
+    *("", "model.", "language_model.", "language_model.model.", "model.language_model."),
+    *("text_model.", "model.text_model.", "model.text_model.model."),
+)
+_MATRICES = (
+    *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
+    *("self_attn.qkv_proj", "self_attn.out_proj", "self_attn.dense", "mlp.fc1", "mlp.fc2"),
+    *("self_attn.query_key_value", "attention.query_key_value", "attention.dense", "fc1", "fc2"),
+    *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "mlp.gate_up_proj", "mlp.c_fc"),
+    *("mlp.dense_h_to_4h", "mlp.dense_4h_to_h", "attn.c_attn", "attn.c_proj", "mlp.c_proj"),
+)
+_NUMBER = re.compile(r"\d+")
+# Patterns that do not take long to try on names: these signs, and so few of those that branch.
+_PATTERN = re.compile(r"(?:[\w.-]|\\[.d_-]|[|()^$]|(?<=[.d])[*+]|(?<=[\w.)])\?){1,200}")
+_MOST_PATTERNS, _MOST_REPEATS, _MOST_BRANCHES, _MOST_NUMBERS = 8, 3, 5, 2
 
 
 class QuantizedError(ShapeError):
@@ -110,3 +131,60 @@ def check_value(
     value = settings.get(key, works[0])
     if not any(value == x and isinstance(value, bool) is isinstance(x, bool) for x in works):
         raise refusal(prefix + key, value, " or ".join(map(str, works)) + " is served")
+
+
+def of_the_text(names: Iterable[object]) -> list[object]:
+    """Of a list of modules that are not quantized in a model of several parts those that are no
+    other part and not the head: they may be matrices of the text's layers.
+
+    An entry is a name, or a piece of one, or a pattern as in ``re``, which compressed-tensors
+    begins with ``re:``. Raises QuantizedError for patterns that are not tried.
+    """
+    listed = list(names)
+    patterns = [name for name in listed if isinstance(name, str) and not _is_plain(name)]
+    if len(patterns) > _MOST_PATTERNS:
+        raise refusal("patterns", len(patterns), f"up to {_MOST_PATTERNS} in a list are served")
+    return [name for name in listed if not isinstance(name, str) or _means_matrices(name)]
+
+
+def is_head(name: object) -> bool:
+    """Whether an entry of such a list that is not of the text is the head."""
+    return isinstance(name, str) and (name in HEAD or name.rstrip(".*$").endswith("lm_head"))
+
+
+def _is_plain(name: str) -> bool:
+    return re.fullmatch(r"[\w.-]*", name) is not None
+
+
+def _means_matrices(name: str) -> bool:
+    if not _is_plain(name):
+        pattern = _pattern(name)
+        return any(pattern.match(matrix) for matrix in _names_of_matrices(name))
+    layer = re.match(rf"(?:{'|'.join(map(re.escape, _TEXTS))})(?:decoder\.)?(?:layers|h)\.\d", name)
+    # A name may be that of a class.
+    return name == "Linear" or layer is not None or _NUMBER.sub("0", name) in _pieces()
+
+
+def _pattern(name: str) -> re.Pattern[str]:
+    """Raises QuantizedError for one that is not tried."""
+    plain = name.removeprefix("re:")
+    repeats, branches = (sum(map(plain.count, signs)) for signs in ("*+", "*+|?"))
+    few = repeats <= _MOST_REPEATS and branches <= _MOST_BRANCHES
+    if few and _PATTERN.fullmatch(plain) and "(?" not in plain:
+        if len(_NUMBER.findall(plain)) <= _MOST_NUMBERS:
+            with suppress(re.error):
+                return re.compile(plain)
+    raise refusal("pattern", name, "names, and short patterns of '.*' and '|', are served")
+
+
+def _names_of_matrices(pattern: str = "") -> Iterator[str]:
+    """Names of matrices in layers of a text, some with the numbers that ``pattern`` has."""
+    numbers = {"0", "12", *_NUMBER.findall(pattern)}
+    for text, number, matrix in itertools.product(_TEXTS, numbers, _MATRICES):
+        yield f"{text}{'h' if matrix.startswith('attn.') else 'layers'}.{number}.{matrix}"
+
+
+@functools.cache
+def _pieces() -> str:
+    """The same, one after the other, with 0 for each number."""
+    return "\n".join(_NUMBER.sub("0", matrix) for matrix in _names_of_matrices())

@@ -12,7 +12,8 @@ from fairlead_runtime.sizing.config_json import ShapeError, UnknownFamilyError
 from fairlead_runtime.sizing.families.judged import SIZED
 from fairlead_runtime.sizing.families.makers import MAKERS
 from fairlead_runtime.sizing.families.refusals import REFUSED
-from fairlead_runtime.sizing.family_table import FAMILIES, PARTS, TEXTS, TRIED
+from fairlead_runtime.sizing.families.wholes import WHOLES
+from fairlead_runtime.sizing.family_table import FAMILIES, TEXTS
 from fairlead_runtime.sizing.shape import ModelShape
 from support import tiny
 from support.full import LONG_FORM
@@ -146,26 +147,29 @@ def reads_the_type(name: str) -> bool:
 
 
 def test_a_text_of_any_type_is_admitted_where_transformers_builds_it() -> None:
-    assert {name for name, parts in PARTS.items() if parts.any_text} == {
-        name for name in PARTS if reads_the_type(name)
+    assert {name for name, parts in WHOLES.items() if parts.any_text} == {
+        name for name in WHOLES if reads_the_type(name)
     }
-    for name, parts in PARTS.items():
-        assert parts.any_text or CONFIG_MAPPING[name]().text_config.model_type == parts.text
+    for name, parts in WHOLES.items():
+        assert CONFIG_MAPPING[name]().text_config.model_type == parts.text
+        if parts.any_text and not parts.formerly:
+            nothing = CONFIG_MAPPING[name].from_dict({"text_config": {"hidden_size": 64}})
+            assert nothing.text_config.model_type == parts.text
     classes = {kind.model_type for kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING}
     names = {name for name, _ in text_types() if name in classes and reads_the_type(name)}
     # Their own code keeps states, or is an encoder-decoder's.
     states = {"florence2", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "nemotron_h_omni"}
-    assert names - {*PARTS} - REFUSED.keys() == TRIED | states
+    assert names - {*WHOLES} - REFUSED.keys() == states
 
 
-@pytest.mark.parametrize("name", sorted({*PARTS, "aria", "clip", "mllama", "olmo", "llama"}))
+@pytest.mark.parametrize("name", sorted({*WHOLES, "aria", "clip", "mllama", "olmo", "llama"}))
 def test_a_text_of_a_type_that_transformers_does_not_build_is_refused_by_plan_and_pod(
     name: str,
 ) -> None:
     for kind in ("llama", "qwen3", "olmo", "qwen2_vl_text"):
         text = {**SMALL, "model_type": kind}
-        admitted = name in PARTS and PARTS[name].any_text
-        if admitted or (name in PARTS and kind == PARTS[name].text):
+        admitted = name in WHOLES and WHOLES[name].any_text and kind not in WHOLES[name].never
+        if admitted or (name in WHOLES and kind == WHOLES[name].text):
             continue
         refused_alike({"model_type": name, "text_config": text}, "text_config")
 
@@ -225,7 +229,10 @@ def test_a_model_whose_text_is_under_another_key_is_refused(name: str) -> None:
 
 def test_the_pod_serves_or_tries_every_model_of_several_parts_that_the_plan_admits() -> None:
     admitted = [name for name, text in text_types() if admitted_by_the_plan(name, text)]
-    assert {*admitted} >= {*PARTS, "llava", "lighton_ocr", "exaone4_5", "idefics2"}
+    # The text that the class gives them is not served, and others are.
+    others = {name for name, parts in WHOLES.items() if parts.text in ("lfm3", "hyperclovax")}
+    others |= {name for name, parts in WHOLES.items() if parts.head}  # of another size by default
+    assert {*admitted} >= {*WHOLES} - others
     for name in admitted if LONG_FORM else admitted[::6]:  # each imports its model's code
         assert families.check(CONFIG_MAPPING[name]())
 
@@ -262,7 +269,7 @@ def test_latent_attention_is_refused_by_its_settings(monkeypatch: pytest.MonkeyP
 
 
 def test_what_works_of_a_maker_is_served() -> None:
-    served = {*FAMILIES, *SIZED, *PARTS}
+    served = {*FAMILIES, *SIZED, *WHOLES}
     for beginning, works in MAKERS.items():
         assert {*works.split("'")[1::2]} <= served, beginning
         assert "'" in works

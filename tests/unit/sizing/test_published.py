@@ -1,6 +1,7 @@
 """What a quantization_config says of a checkpoint's weights, and what of it is refused."""
 
 import copy
+import time
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -331,3 +332,135 @@ def test_stored_tensors_count_as_the_matrices_that_they_stand_for() -> None:
     assert packed.plain("norm.weight", (8,)) == ("norm.weight", (8,))
     plain = Published("int8")
     assert plain.plain("layers.0.up.weight", (8, 16)) == ("layers.0.up.weight", (8, 16))
+
+
+def whole(form: Any, key: str = "", names: Any = None, **more: Any) -> dict[str, Any]:
+    """A Mistral Small 3's config.json, its list of plain modules changed."""
+    settings = copy.deepcopy(form[0]) | ({key: names} if key else {})
+    text = {"model_type": "mistral", "head_dim": 128}
+    return {"model_type": "mistral3", "text_config": text, "quantization_config": settings} | more
+
+
+OTHER_PARTS = (
+    *("visual", "model.visual", "vision_tower", "model.vision_tower.encoder", "audio_tower"),
+    *("vision_tower.transformer.layers.0.attention.k_proj", "visual.blocks.31.attn.qkv"),
+    *("vision_tower.vision_model.encoder.layers.26.self_attn.k_proj", "merger", "mlp1"),
+    *("multi_modal_projector.linear_1", "language_model.lm_head", "model.lm_head", "lm_head"),
+    *("model.vision_model.encoder.layers.0.mlp.fc1", "model.connector", "re:.*vision.*"),
+    *("re:vision_tower.*", "re:.*multi_modal_projector.*", "re:model.visual.*", "re:.*lm_head"),
+    *(r"re:^model\.(visual|vision_tower)\..*$", "re:visual.+", r"re:.*visual\.blocks\.\d+\.mlp.*"),
+    *(".*visual.*", "vision.*", "re:(model.)?visual.*", "patch_merger.merging_layer"),
+)
+OF_THE_TEXT = (
+    *("model.layers.0.mlp.down_proj", "language_model.model.layers.39.self_attn.q_proj"),
+    *("model.language_model.layers.7.mlp.gate_proj", "layers.3.other", "mlp.down_proj", "mlp"),
+    *("self_attn", "k_proj", "model", "language_model", "Linear", "", "layers.1"),
+    *("model.text_model.layers.0", "model.language_model.decoder.layers.0.fc9", "fc1"),
+    *("re:.*mlp.*", r"re:.*layers\.77\..*", "re:.*(vision|mlp).*", "re:.*down_proj$", "re:.*"),
+    *("re:.*_proj", r"re:language_model\.model\.layers\.\d+\..*", ".*o_proj", "re:model.*"),
+    *(r"re:.*self_attn.*|.*lm_head", r"re:model\.layers\.9.+"),
+)
+NOT_TRIED = (
+    *("re:(a+)+b", "re:.*.*.*.*vision", "re:(?!visual).*", "re:[v]isual.*", "re:(visual.*"),
+    *("re:a|b|c|d|e|f|g", "re:" + "v" * 201, r"re:\1", "re:(.|v)*", "re:v?i?s?u?a?l?"),
+    *("re:1.2.3.*", "re:"),
+)
+FORMS: tuple[tuple[Any, str], ...] = (
+    (compressed_tensors(), "ignore"),
+    (awq(), "modules_to_not_convert"),
+)
+
+
+@pytest.mark.parametrize("name", OTHER_PARTS)
+@pytest.mark.parametrize("form", FORMS, ids=["ignore", "awq"])
+def test_other_parts_of_a_model_of_several_may_stay_plain(form: Any, name: str) -> None:
+    made, key = form
+    config = whole(made, key, [name, "lm_head"])
+    shape, plain = ModelShape.from_config(config), copy.deepcopy(config)
+    del plain["quantization_config"]
+    assert shape.quantized != ""
+    assert shape.parameters == ModelShape.from_config(plain).parameters
+    alone = config_of() | {"quantization_config": config["quantization_config"]}
+    if "lm_head" not in name:
+        with pytest.raises(QuantizedError, match=f"{key} "):
+            ModelShape.from_config(alone)
+
+
+@pytest.mark.parametrize("name", [*OF_THE_TEXT, 1, None, ["visual"]], ids=str)
+@pytest.mark.parametrize("form", FORMS, ids=["ignore", "awq"])
+def test_what_may_be_a_layer_of_the_text_is_refused_by_its_name(form: Any, name: Any) -> None:
+    made, key = form
+    with pytest.raises(QuantizedError) as refused:
+        ModelShape.from_config(whole(made, key, ["lm_head", "visual", name]))
+    assert f"{key} {str(name)!r} is not supported" in str(refused.value)
+
+
+@pytest.mark.parametrize("name", NOT_TRIED)
+@pytest.mark.parametrize("form", FORMS, ids=["ignore", "awq"])
+def test_a_pattern_that_is_not_tried_is_refused_by_its_name(form: Any, name: str) -> None:
+    made, key = form
+    with pytest.raises(QuantizedError) as refused:
+        ModelShape.from_config(whole(made, key, ["lm_head", name]))
+    assert f"pattern {name[:60]!r} is not supported" in str(refused.value)
+
+
+def test_a_list_of_more_patterns_than_are_tried_is_refused() -> None:
+    names = [f"re:visual{number}.*" for number in range(9)]
+    ModelShape.from_config(whole(*FORMS[0], ["lm_head", *names[:8]]))
+    with pytest.raises(QuantizedError, match="patterns '9' is not supported: up to 8 in a list"):
+        ModelShape.from_config(whole(*FORMS[0], ["lm_head", *names]))
+
+
+def test_a_pattern_is_tried_in_little_time() -> None:
+    started = time.process_time()
+    names = [f"re:.*a.*a.*(x|y)?b{number}" for number in range(8)]
+    ModelShape.from_config(whole(*FORMS[0], ["lm_head", *names]))
+    assert time.process_time() - started < 20
+
+
+def test_the_head_of_a_whole_is_left_out_or_is_the_embedding() -> None:
+    for names in ([], ["visual"], None):
+        with pytest.raises(QuantizedError, match="models whose lm_head is not quantized"):
+            ModelShape.from_config(whole(*FORMS[0], names))
+        tied = whole(*FORMS[0], names, tie_word_embeddings=True)
+        assert ModelShape.from_config(tied).tied
+    gemma = whole(*FORMS[0], ["vision_tower"], model_type="gemma3", text_config={})
+    assert ModelShape.from_config(gemma).tied
+
+
+def test_the_settings_may_be_those_of_the_text_alone() -> None:
+    config = whole(*FORMS[1], ["visual"])
+    inside = copy.deepcopy(config)
+    inside["text_config"]["quantization_config"] = inside.pop("quantization_config")
+    assert ModelShape.from_config(inside) == ModelShape.from_config(config)
+    config["text_config"]["quantization_config"] = config["quantization_config"]
+    assert ModelShape.from_config(config).quantized == "int4"
+    config["text_config"]["quantization_config"] = gptq()[0]
+    with pytest.raises(QuantizedError, match="the same as in text_config"):
+        ModelShape.from_config(config)
+
+
+def test_gptqs_rules_may_leave_other_parts_out() -> None:
+    served: list[Any] = [
+        {},
+        None,
+        {"-:.*visual.*": {}},
+        {"-:visual": {}, r"-:.*vision_tower\..*": {}},
+    ]
+    for works in served:
+        assert ModelShape.from_config(whole(gptq(), "dynamic", works)).quantized == "int4"
+    others: list[Any] = [{"-:.*mlp.*": {}}, {"+:.*visual.*": {}}, {".*visual.*": {"bits": 8}}]
+    for other in (*others, ["-:x"]):
+        with pytest.raises(QuantizedError, match="dynamic "):
+            ModelShape.from_config(whole(gptq(), "dynamic", other))
+    alone = four_bits(gptq(), lambda s: s.update(dynamic={"-:.*visual.*": {}}))
+    with pytest.raises(QuantizedError, match="dynamic "):
+        ModelShape.from_config(alone)
+
+
+def test_what_is_not_served_of_a_text_is_not_of_a_whole() -> None:
+    experts = whole(*FORMS[0], ["lm_head"], model_type="qwen3_vl_moe", text_config={})
+    with pytest.raises(QuantizedError, match="quantized experts are not supported"):
+        ModelShape.from_config(experts)
+    with pytest.raises(QuantizedError, match="quant_method 'bitsandbytes'"):
+        ModelShape.from_config(whole(({"quant_method": "bitsandbytes"}, None)))

@@ -2,6 +2,8 @@
 parameter.
 """
 
+import copy
+import itertools
 import json
 from dataclasses import replace
 from typing import Any
@@ -10,10 +12,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from fairlead_runtime.models import families, text_model
 from fairlead_runtime.sizing.config_json import ShapeError, UnknownFamilyError
+from fairlead_runtime.sizing.families.wholes import TRIED, WHOLES
 from fairlead_runtime.sizing.family_table import FAMILIES, JUDGED, PARTS, TEXTS
 from fairlead_runtime.sizing.shape import ModelShape
 from support import tiny_parts
@@ -427,7 +430,7 @@ OWN_INNER = ("gpt2", "gpt_bigcode", "opt")  # transformers has another name for 
 OWN_INPUTS = {name for name, family in FAMILIES.items() if family.layer_inputs}
 FOREIGN = [
     (whole, kind)
-    for whole, parts in sorted(PARTS.items())
+    for whole, parts in sorted(WHOLES.items())
     for kind in sorted({*FAMILIES, *TEXTS, *JUDGED} - parts.never)
     if parts.any_text and kind != parts.text and kind not in OWN_INPUTS
 ]
@@ -452,12 +455,69 @@ def test_a_text_of_another_family_than_the_published_equals_transformers(
     config: dict[str, Any] = {"model_type": family, "text_config": text}
     if family == "aya_vision":
         config["vision_config"] = {"model_type": "siglip_vision_model"}
+    config |= {key: text[key] for key in WHOLES[family].head}
     resolved, model = build_whole(config, tied=False)
     windows = families.check(resolved)
     text_model.drop_other_parts(model)
     shape = ModelShape.from_config(config | {"tie_word_embeddings": False})
     assert shape.parameters == sum(p.numel() for p in model.parameters())
     assert shape.windows == windows
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, marks=[pytest.mark.full] * bool(number % 4))
+        for number, family in enumerate(sorted(TRIED))
+    ],
+)
+@pytest.mark.parametrize("outer", [None, True, False])
+def test_a_whole_that_the_self_test_judges_is_sized_as_transformers_builds_it(
+    family: str, outer: bool | None
+) -> None:
+    """But for a head of its own where nothing says whether it has one."""
+    parts = WHOLES[family]
+    for kind, own in itertools.product(("llama", "qwen3"), (None, True, False)):
+        text = {"model_type": kind, **TEXT, "head_dim": 16, "pad_token_id": 0}
+        text |= {} if own is None else {"tie_word_embeddings": own}
+        config: dict[str, Any] = {"model_type": family, "text_config": text}
+        config |= {} if outer is None else {"tie_word_embeddings": outer}
+        config |= {key: text[key] for key in parts.head}
+        resolved = CONFIG_MAPPING[family].from_dict(copy.deepcopy(config))
+        with torch.device("meta"):
+            model = text_model.class_to_load(resolved)(resolved)
+        shape, held = ModelShape.from_config(config), sum(p.numel() for p in model.parameters())
+        head = TEXT["vocab_size"] * TEXT["hidden_size"]
+        assert shape.parameters - held in ((0,) if outer is own is not None else (0, head))
+        if outer is own is None and parts.tied is False:
+            assert shape.parameters == held
+        assert shape.windows == families.check(resolved)
+
+
+def test_what_few_wholes_call_or_keep_otherwise_is_read_as_transformers_does() -> None:
+    text = {**TEXT, "tie_word_embeddings": False}
+    exaone = {"model_type": "exaone4_5", "text_config": text | {"model_type": "exaone4_5_text"}}
+    compare_text(exaone, ModelShape.from_config(exaone))
+    fuyu = {"model_type": "fuyu", **text}
+    shape = ModelShape.from_config(fuyu)
+    resolved = CONFIG_MAPPING["fuyu"].from_dict(fuyu)
+    with torch.device("meta"):
+        model = text_model.class_to_load(resolved)(resolved)
+    assert shape.parameters == sum(p.numel() for p in model.parameters())
+    ovis: dict[str, Any] = {"model_type": "ovis2", "text_config": text}
+    for key in ("hidden_size", "vocab_size"):
+        with pytest.raises(ShapeError, match=f"{key}: must be that of text_config"):
+            ModelShape.from_config({**ovis, **text, key: 1024})
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"), [("internvl", "gpt2"), ("idefics2", "gemma2"), ("llava", "glm4v_text")]
+)
+def test_a_text_that_lacks_what_the_code_of_a_whole_reads_is_refused(
+    family: str, kind: str
+) -> None:
+    with pytest.raises(ShapeError, match=f"{kind}.*reads what such a text has not"):
+        ModelShape.from_config({"model_type": family, "text_config": {"model_type": kind}})
 
 
 def test_the_head_of_a_whole_has_no_bias_of_its_text() -> None:
@@ -672,7 +732,7 @@ def test_the_type_of_the_whole_comes_before_its_texts(
             "num_hidden_layers",
         ),
         (
-            {"text_config": {}, "quantization_config": {"quant_method": "awq"}},
+            {"text_config": {}, "quantization_config": {"quant_method": "aqlm"}},
             "quantization_config",
         ),
         ({"text_config": {"quantization_config": {"bits": 4}}}, "quantization_config"),
@@ -764,13 +824,13 @@ KEYS = st.sampled_from(
 )
 
 
-@given(st.sampled_from(sorted({**FAMILIES, **PARTS})), st.dictionaries(KEYS, JSON, max_size=4))
+@given(st.sampled_from(sorted({**FAMILIES, **WHOLES})), st.dictionaries(KEYS, JSON, max_size=4))
 def test_a_hostile_config_is_sized_or_refused(family: str, change: dict[str, Any]) -> None:
     try:
         config = {"model_type": family, "num_hidden_layers": 2} | change
         shape = ModelShape.from_config(
-            {"model_type": family, "text_config": config | {"model_type": PARTS[family].text}}
-            if family in PARTS
+            {"model_type": family, "text_config": config | {"model_type": WHOLES[family].text}}
+            if family in WHOLES
             else config
         )
     except ShapeError:

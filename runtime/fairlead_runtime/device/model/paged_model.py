@@ -161,7 +161,7 @@ class PagedModel:
         """Let its experts, which must be grouped ones of transformers, run on this product."""
         experts.register(product)
         self._experts = experts.NAME
-        self.model.set_experts_implementation(experts.NAME)
+        self._set_experts(experts.NAME)
 
     def probe_again(self) -> None:
         """Find out the heads and the attention arguments again, after the model was split."""
@@ -299,7 +299,13 @@ class PagedModel:
     def _set(self, attention_name: str, experts_name: str) -> None:
         self.model.set_attn_implementation(attention_name)
         if self._fast_experts != "eager":
-            self.model.set_experts_implementation(experts_name)
+            self._set_experts(experts_name)
+
+    def _set_experts(self, name: str) -> None:
+        """Of the text, where the class of the whole does not know that it has some."""
+        knows = self.model._can_set_experts_implementation()  # noqa: SLF001 - no public one
+        model: Any = self.model if knows else self.model.get_decoder()
+        model.set_experts_implementation(name)
 
 
 def prepare(
