@@ -487,7 +487,7 @@ def test_a_whole_that_the_self_test_judges_is_sized_as_transformers_builds_it(
         with torch.device("meta"):
             model = text_model.class_to_load(resolved)(resolved)
         shape, held = ModelShape.from_config(config), sum(p.numel() for p in model.parameters())
-        head = TEXT["vocab_size"] * TEXT["hidden_size"]
+        head = shape.vocab * shape.hidden
         assert shape.parameters - held in ((0,) if outer is own is not None else (0, head))
         if outer is own is None and parts.tied is False:
             assert shape.parameters == held
