@@ -275,6 +275,27 @@ BUGS = (
         ("functional/engine/test_planned_memory.py",),
     ),
     PackageBug(
+        "attention keeps as much of a token in every layer as in the one with the most keys",
+        "fairlead_runtime.sizing.terms:terms_of",
+        "max(heads.alive_width for heads in shape.heads_on(tp))",
+        "max(shape.heads_on(tp), key=lambda heads: heads.width).alive_width",
+        ("functional/engine/test_planned_memory.py",),
+    ),
+    PackageBug(
+        "what attention gives is planned as wide as queries",
+        "fairlead_runtime.sizing.layer_heads:LayerHeads.alive_width",
+        "query + self.attended_width + key",
+        "2 * query + key",
+        ("functional/engine/test_planned_memory.py",),
+    ),
+    PackageBug(
+        "what attention gives for a strip of queries is in no plan",
+        "fairlead_runtime.sizing.terms:_attention",
+        "max(2 * longest, attended * element)",
+        "(2 * longest)",
+        ("functional/engine/test_planned_memory.py",),
+    ),
+    PackageBug(
         "layers with a window have the key-value heads of full ones",
         "fairlead_runtime.sizing.layer_heads:LayerHeads.of",
         "kv *= family.windowed_kv_times",
@@ -1846,8 +1867,8 @@ BUGS = (
     PackageBug(
         "4-bit matrices that no package takes are planned in its layout",
         "fairlead_runtime.sizing.terms:packaged",
-        "    return takes(rows, (shape.hidden, queries, inner))",
-        "    return takes(rows, (shape.hidden, queries)) or takes((), (shape.hidden,))",
+        "(shape.hidden, heads.attended_width, inner)",
+        "(shape.hidden, heads.attended_width)",
         ("unit/sizing/test_published.py",),
     ),
     PackageBug(
@@ -4185,8 +4206,8 @@ BUGS = (
     PackageBug(
         "the order of what attention returns is as wide as the hidden states",
         "fairlead_runtime.sizing.shape:ModelShape.from_config",
-        "stored.ordered * (layers * (2 * hidden + q)",
-        "stored.ordered * (layers * (3 * hidden)",
+        "* (layers * (2 * hidden + most.query_width) + sum(inners))",
+        "* (layers * (3 * hidden) + sum(inners))",
         ("unit/sizing/test_published.py",),
     ),
     PackageBug(

@@ -5,9 +5,10 @@ Owns the settings by which windowed and full layers have heads of other numbers 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
+from fairlead_runtime.sizing.arithmetic import ceil_div
 from fairlead_runtime.sizing.config_json import ConfigReader, ShapeError
 from fairlead_runtime.sizing.family_table import Family
 
@@ -29,7 +30,46 @@ class LayerHeads:
     @property
     def width(self) -> int:
         """Elements of one token's key and value."""
-        return self.kv * (self.dim + self.value_dim)
+        return self.key_width + self.value_width
+
+    @property
+    def query_width(self) -> int:
+        """Elements of one token's queries."""
+        return self.query * self.dim
+
+    @property
+    def attended_width(self) -> int:
+        """Elements that attention gives for one token."""
+        return self.query * self.value_dim
+
+    @property
+    def key_width(self) -> int:
+        """Elements of one token's key."""
+        return self.kv * self.dim
+
+    @property
+    def value_width(self) -> int:
+        """Elements of one token's value."""
+        return self.kv * self.value_dim
+
+    @property
+    def projected_width(self) -> int:
+        """Elements of one token's queries, key and value."""
+        return self.query_width + self.width
+
+    @property
+    def alive_width(self) -> int:
+        """Elements of one token that attention keeps alive, the most of three moments: a rotary
+        embedding of queries and keys, one of queries, which has two products beside what it takes
+        and gives, and the projection of what attention gives.
+        """
+        query, key = self.query_width, self.key_width
+        embedded = max(3 * query + 3 * key, 4 * query + key, query + self.attended_width + key)
+        return embedded + self.value_width
+
+    def share(self, ranks: int) -> "LayerHeads":
+        """Those that one of so many ranks has."""
+        return replace(self, query=ceil_div(self.query, ranks), kv=ceil_div(self.kv, ranks))
 
     @classmethod
     def of(cls, s: ConfigReader, family: Family, index: int, *, windowed: bool) -> "LayerHeads":

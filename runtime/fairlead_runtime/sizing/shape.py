@@ -66,6 +66,7 @@ class ModelShape:
     # (``mixed``) the four sizes before are those of the widest.
     kv_widths: tuple[int, ...]
     mixed: bool
+    head_kinds: tuple[LayerHeads, ...]  # the heads of its layers, each kind once
     rotary_width: int  # elements of a token's rotary tables, which each kind of layers has
     hidden: int
     # Elements of each token that lie beside a layer: further residual streams, inputs of layers,
@@ -106,6 +107,10 @@ class ModelShape:
     def kv_width(self) -> int:
         """Elements of one layer's key of one token, or of its value where that is wider."""
         return self.kv_heads * max(self.head_dim, self.value_dim)
+
+    def heads_on(self, ranks: int) -> tuple[LayerHeads, ...]:
+        """Each kind of its layers' heads, as one of so many ranks has them."""
+        return tuple(kind.share(ranks) for kind in self.head_kinds)
 
     @property
     def kept_width(self) -> int:
@@ -153,7 +158,6 @@ class ModelShape:
         counts = [count_layer(s, family, i, heads[i], windowed=windowed[i]) for i in range(layers)]
         body = sum((c for c, _, _ in counts), ParameterCount())
         most, inners = widest(heads), [inner for _, _, inner in counts]
-        q = most.query * most.dim
         parameters = body.matrices + body.rest + count_outside(s, family, tied=tied)
         if parameters > MOST_PARAMETERS:
             raise ShapeError(
@@ -173,6 +177,7 @@ class ModelShape:
             value_dim=most.value_dim,
             kv_widths=tuple(layer.width for layer in heads),
             mixed=is_mixed(heads),
+            head_kinds=tuple(dict.fromkeys(heads)),
             rotary_width=2 * sum(dict(zip(windows, (h.dim for h in heads), strict=True)).values()),
             hidden=hidden,
             beside_width=beside,
@@ -194,9 +199,12 @@ class ModelShape:
             layer_matrices=body.matrices,
             largest_layer=max(c.matrices for c, _, _ in counts),
             layer_channels=body.channels,
-            int4_groups=stored.int4_groups(body.matrices, body.channels, (hidden, q, *inners)),
+            int4_groups=stored.int4_groups(
+                body.matrices, body.channels, (hidden, most.query_width, *inners)
+            ),
             int4_group_size=stored.int4_group_size,
-            reordered_columns=stored.ordered * (layers * (2 * hidden + q) + sum(inners)),
+            reordered_columns=stored.ordered
+            * (layers * (2 * hidden + most.query_width) + sum(inners)),
             mlp_width_unit=math.gcd(*inners),
             shardable=family.shardable and not has_flat_norm(s, family),
             sharded_parameters=body.sharded,
@@ -250,6 +258,7 @@ class ModelShape:
             value_dim=s.head_dim,
             kv_widths=(2 * s.kv_heads * s.head_dim,) * layers,
             mixed=False,
+            head_kinds=(LayerHeads(s.heads, s.kv_heads, s.head_dim, s.head_dim),),
             rotary_width=2 * s.head_dim * len({*windows}),
             hidden=hidden,
             beside_width=0,
