@@ -298,7 +298,7 @@ BUGS = (
     PackageBug(
         "layers with a window have the key-value heads of full ones",
         "fairlead_runtime.sizing.layer_heads:LayerHeads.of",
-        "kv *= family.windowed_kv_times",
+        "kv *= times",
         "kv *= 1",
         ("unit/sizing/test_shape.py",),
     ),
@@ -312,15 +312,29 @@ BUGS = (
     PackageBug(
         "full layers have the heads of those with a window",
         "fairlead_runtime.sizing.layer_heads:_own_sizes",
-        "return own or s.kv_heads, s.integer(family.full_dim)",
+        "return kv or s.kv_heads, s.integer(family.full_dim)",
         "return s.kv_heads, s.head_dim",
         ("unit/sizing/test_shape.py",),
     ),
     PackageBug(
         "the settings of single layers are not read",
-        "fairlead_runtime.sizing.layer_heads:_own_sizes",
-        "if int(key) == index:",
-        "if False:",
+        "fairlead_runtime.sizing.layer_heads:heads_of",
+        "own.get(index, {})",
+        "{}",
+        ("unit/sizing/test_shape.py",),
+    ),
+    PackageBug(
+        "the number of a layer may have any digits",
+        "fairlead_runtime.sizing.layer_heads:_settings_by_layer",
+        " and len(digits) <= len(str(layers))",
+        "",
+        ("unit/sizing/test_shape.py",),
+    ),
+    PackageBug(
+        "settings of layers that a model does not have are read",
+        "fairlead_runtime.sizing.layer_heads:_settings_by_layer",
+        "int(digits) >= layers or ",
+        "",
         ("unit/sizing/test_shape.py",),
     ),
     PackageBug(

@@ -25,7 +25,7 @@ from fairlead_runtime.sizing.config_json import (
 )
 from fairlead_runtime.sizing.family_table import FAMILIES, UNKNOWN_DENSE, UNKNOWN_EXPERTS, Family
 from fairlead_runtime.sizing.groups import LayerGroup, group_layers
-from fairlead_runtime.sizing.layer_heads import LayerHeads, check_types, is_mixed, widest
+from fairlead_runtime.sizing.layer_heads import LayerHeads, check_types, heads_of, is_mixed, widest
 from fairlead_runtime.sizing.parameters import (
     ParameterCount,
     count_layer,
@@ -33,6 +33,7 @@ from fairlead_runtime.sizing.parameters import (
     first_mixture,
     has_experts,
     has_flat_norm,
+    layer_input_width,
     layers_with_keys,
 )
 from fairlead_runtime.sizing.stored import (
@@ -147,7 +148,7 @@ class ModelShape:
         )
         windows = _windows(s, family, layers)
         windowed = [window is not None for window in windows]
-        heads = [LayerHeads.of(s, family, i, windowed=on) for i, on in enumerate(windowed)]
+        heads = heads_of(s, family, windowed)
         check_types(heads, windowed)
         experts = has_experts(s, family)
         unfused = _unfused(family, heads, experts=experts)
@@ -322,8 +323,7 @@ def _widths(s: ConfigReader, family: Family, layers: int, keys: int) -> tuple[in
     the most of them at other times than an MLP's; measured, see the profiling run.
     """
     hidden = s.integer("hidden_size")
-    width = s.integer(family.layer_inputs, low=0) if family.layer_inputs else 0
-    inputs = width * layers
+    inputs = layer_input_width(s, family) * layers
     streams = s.integer(family.streams) if family.streams else 0
     # Of all streams: those of the embedding, of the layer's input and as it predicts them.
     beside = keys + inputs + (3 * streams + 4) * hidden * bool(streams) + streams**2
