@@ -234,8 +234,9 @@ def choice_of(model: PagedModel, kernels: str) -> BackendChoice:
         return BackendChoice(fixed_attention(model.heads), fixed_operations(), reason)
     if kernels == "fixed":
         try:
-            only = {"deterministic": True, "mixed": model.mixed}
-            return pick(model.heads, model.kinds, model.device, **only)
+            return pick(
+                model.heads, model.kinds, model.device, deterministic=True, mixed=model.mixed
+            )
         except NotAvailableError as error:
             pytest.skip(str(error))
     auto = kernels in ("cpu", "int8") or kernels.startswith("ranks cpu")

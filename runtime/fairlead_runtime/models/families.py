@@ -91,7 +91,7 @@ def sources_of(config: PretrainedConfig) -> tuple[int, ...]:
         modes = getattr(config, "kv_sharing_modes", None) or [None] * len(layers)
     except ValueError as error:
         raise unsupported(name, first_line(error)) from error
-    kinds = getattr(config, "layer_types", None)
+    kinds: Any = getattr(config, "layer_types", None)
     for field, value in (("kv_sharing_modes", modes), ("layer_types", kinds)):
         used = value is modes or any(modes)
         if used and not (isinstance(value, list | tuple) and len(value) == len(layers)):

@@ -94,7 +94,10 @@ HEADS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 64},
     ),
     "wide values": ("mimo_v2_flash", _MIMO | {"num_key_value_heads": 4}),
-    "wide values of one head": ("mimo_v2_flash", _MIMO | {"num_key_value_heads": 1}),
+    "wide values of one head": (
+        "mimo_v2_flash",
+        _MIMO | {"num_key_value_heads": 1, "v_head_dim": 128},
+    ),
 }
 # Models of several parts whose text is no model of its own, and one that is not in the table.
 TEXTS_OF_THEIR_OWN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "llava")

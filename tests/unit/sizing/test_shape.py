@@ -414,13 +414,14 @@ def test_settings_of_layers_that_gemma_4_has_not_are_refused(entries: Any, probl
 
 
 def test_zeros_before_the_number_of_a_layer_say_nothing() -> None:
-    small = {"model_type": "gemma4_text", **SMALL, "num_hidden_layers": 2}
+    small: dict[str, Any] = {"model_type": "gemma4_text", **SMALL, "num_hidden_layers": 2}
     small |= {"layer_types": ["sliding_attention", "full_attention"]}
     shapes = {
         ModelShape.from_config(small | {"per_layer_config": {key: {"head_dim": 64}}}).kv_widths
         for key in ("1", "01", "0" * 5000 + "1")
     }
-    assert len(shapes) == 1
+    [widths] = shapes
+    assert widths[1] == 2 * small["num_key_value_heads"] * 64 != widths[0]
 
 
 def test_settings_of_very_many_layers_are_read_once() -> None:
