@@ -275,9 +275,30 @@ BUGS = (
         ("functional/engine/test_planned_memory.py",),
     ),
     PackageBug(
+        "attention keeps as much of a token in every layer as in the one with the most keys",
+        "fairlead_runtime.sizing.terms:terms_of",
+        "max(heads.alive_width for heads in shape.heads_on(tp))",
+        "max(shape.heads_on(tp), key=lambda heads: heads.width).alive_width",
+        ("functional/engine/test_planned_memory.py",),
+    ),
+    PackageBug(
+        "what attention gives is planned as wide as queries",
+        "fairlead_runtime.sizing.layer_heads:LayerHeads.alive_width",
+        "query + self.attended_width + key",
+        "2 * query + key",
+        ("functional/engine/test_planned_memory.py",),
+    ),
+    PackageBug(
+        "what attention gives for a strip of queries is in no plan",
+        "fairlead_runtime.sizing.terms:_attention",
+        "max(2 * longest, attended * element)",
+        "(2 * longest)",
+        ("functional/engine/test_planned_memory.py",),
+    ),
+    PackageBug(
         "layers with a window have the key-value heads of full ones",
         "fairlead_runtime.sizing.layer_heads:LayerHeads.of",
-        "kv *= family.windowed_kv_times",
+        "kv *= times",
         "kv *= 1",
         ("unit/sizing/test_shape.py",),
     ),
@@ -291,15 +312,29 @@ BUGS = (
     PackageBug(
         "full layers have the heads of those with a window",
         "fairlead_runtime.sizing.layer_heads:_own_sizes",
-        "return own or s.kv_heads, s.integer(family.full_dim)",
+        "return kv or s.kv_heads, s.integer(family.full_dim)",
         "return s.kv_heads, s.head_dim",
         ("unit/sizing/test_shape.py",),
     ),
     PackageBug(
         "the settings of single layers are not read",
-        "fairlead_runtime.sizing.layer_heads:_own_sizes",
-        "if int(key) == index:",
-        "if False:",
+        "fairlead_runtime.sizing.layer_heads:heads_of",
+        "own.get(index, {})",
+        "{}",
+        ("unit/sizing/test_shape.py",),
+    ),
+    PackageBug(
+        "the number of a layer may have any digits",
+        "fairlead_runtime.sizing.layer_heads:_settings_by_layer",
+        " and len(digits) <= len(str(layers))",
+        "",
+        ("unit/sizing/test_shape.py",),
+    ),
+    PackageBug(
+        "settings of layers that a model does not have are read",
+        "fairlead_runtime.sizing.layer_heads:_settings_by_layer",
+        "int(digits) >= layers or ",
+        "",
         ("unit/sizing/test_shape.py",),
     ),
     PackageBug(
@@ -1846,8 +1881,8 @@ BUGS = (
     PackageBug(
         "4-bit matrices that no package takes are planned in its layout",
         "fairlead_runtime.sizing.terms:packaged",
-        "    return takes(rows, (shape.hidden, queries, inner))",
-        "    return takes(rows, (shape.hidden, queries)) or takes((), (shape.hidden,))",
+        "(shape.hidden, heads.attended_width, inner)",
+        "(shape.hidden, heads.attended_width)",
         ("unit/sizing/test_published.py",),
     ),
     PackageBug(
@@ -4269,8 +4304,8 @@ BUGS = (
     PackageBug(
         "the order of what attention returns is as wide as the hidden states",
         "fairlead_runtime.sizing.shape:ModelShape.from_config",
-        "stored.ordered * (layers * (2 * hidden + q)",
-        "stored.ordered * (layers * (3 * hidden)",
+        "* (layers * (2 * hidden + most.query_width) + sum(inners))",
+        "* (layers * (3 * hidden) + sum(inners))",
         ("unit/sizing/test_published.py",),
     ),
     PackageBug(

@@ -91,10 +91,16 @@ def sources_of(config: PretrainedConfig) -> tuple[int, ...]:
         modes = getattr(config, "kv_sharing_modes", None) or [None] * len(layers)
     except ValueError as error:
         raise unsupported(name, first_line(error)) from error
+    kinds: Any = getattr(config, "layer_types", None)
+    for field, value in (("kv_sharing_modes", modes), ("layer_types", kinds)):
+        used = value is modes or any(modes)
+        if used and not (isinstance(value, list | tuple) and len(value) == len(layers)):
+            problem = f"its {field} must be a list of {len(layers)} names, one per layer"
+            raise unsupported(name, problem)
     stored: dict[str, int] = {}
     sources: list[int] = []
     for layer, mode in zip(layers, modes, strict=True):
-        kind = config.layer_types[layer] if mode else ""
+        kind = str(kinds[layer]) if mode else ""
         if mode not in (None, "store", "reuse") or (mode == "reuse" and kind not in stored):
             raise unsupported(name, f"layer {layer} shares keys in a way of its own, {mode!r}")
         if mode == "store":

@@ -82,7 +82,7 @@ def graph_bytes(
     sizes = step_sizes(config)
     graphs = min(config.max_cached_graphs, WAYS * len(sizes))
     plans = plan_bytes(config, groups) + groups * sizes[-1] * blocks * BLOCK_BYTES
-    partials = split_bytes(shape.heads, shape.kv_heads, shape.head_dim, sizes[-1])
+    partials = max(split_bytes(h.query, h.kv, h.value_dim, sizes[-1]) for h in shape.head_kinds)
     # In the workspace of all steps, which is no term of the plan, or in one of their own.
     workspace = partials if partials > WORKSPACE_BYTES else 0
     logits = sizes[-1] * shape.vocab * element

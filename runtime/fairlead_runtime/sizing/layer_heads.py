@@ -5,9 +5,10 @@ Owns the settings by which windowed and full layers have heads of other numbers 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
+from fairlead_runtime.sizing.arithmetic import ceil_div
 from fairlead_runtime.sizing.config_json import ConfigReader, ShapeError
 from fairlead_runtime.sizing.family_table import Family
 
@@ -29,45 +30,115 @@ class LayerHeads:
     @property
     def width(self) -> int:
         """Elements of one token's key and value."""
-        return self.kv * (self.dim + self.value_dim)
+        return self.key_width + self.value_width
+
+    @property
+    def query_width(self) -> int:
+        """Elements of one token's queries."""
+        return self.query * self.dim
+
+    @property
+    def attended_width(self) -> int:
+        """Elements that attention gives for one token."""
+        return self.query * self.value_dim
+
+    @property
+    def key_width(self) -> int:
+        """Elements of one token's key."""
+        return self.kv * self.dim
+
+    @property
+    def value_width(self) -> int:
+        """Elements of one token's value."""
+        return self.kv * self.value_dim
+
+    @property
+    def projected_width(self) -> int:
+        """Elements of one token's queries, key and value."""
+        return self.query_width + self.width
+
+    @property
+    def alive_width(self) -> int:
+        """Elements of one token that attention keeps alive, the most of three moments: a rotary
+        embedding of queries and keys, one of queries, which has two products beside what it takes
+        and gives, and the projection of what attention gives.
+        """
+        query, key = self.query_width, self.key_width
+        embedded = max(3 * query + 3 * key, 4 * query + key, query + self.attended_width + key)
+        return embedded + self.value_width
+
+    def share(self, ranks: int) -> "LayerHeads":
+        """Those that one of so many ranks has."""
+        return replace(self, query=ceil_div(self.query, ranks), kv=ceil_div(self.kv, ranks))
 
     @classmethod
-    def of(cls, s: ConfigReader, family: Family, index: int, *, windowed: bool) -> "LayerHeads":
-        """Those of one layer, with a window or a full one. Raises ShapeError."""
+    def of(
+        cls, s: ConfigReader, family: Family, own: Mapping[str, int] | None, *, windowed: bool
+    ) -> "LayerHeads":
+        """Those of one layer, with a window or a full one; ``own``: its settings where each layer
+        has its own. Raises ShapeError.
+        """
         kv, dim, one_product = s.kv_heads, s.head_dim, False
         if family.full_dim:
             one_product = not windowed and s.flag(family.full_if)
-            kv, dim = _own_sizes(s, family, index, full=not windowed)
+            kv, dim = _own_sizes(s, family, own, full=not windowed)
         value_dim = (s.optional(family.value_dim) if family.value_dim else None) or dim
-        if windowed:
-            kv *= family.windowed_kv_times
+        times = family.windowed_kv_times if windowed else 1
+        kv *= times
         if s.heads % kv:
-            raise ShapeError(
-                "num_key_value_heads", f"{s.heads} query heads cannot share {kv} evenly"
-            )
+            problem = f"{s.heads} query heads cannot share {kv} evenly"
+            if times > 1:
+                problem += f": layers with a window have {times} times num_key_value_heads"
+            raise ShapeError("num_key_value_heads", problem)
         return cls(s.heads, kv, dim, value_dim, one_product)
 
 
-def _own_sizes(s: ConfigReader, family: Family, index: int, *, full: bool) -> tuple[int, int]:
-    """Key-value heads of one layer, and the width of a head."""
-    layers = s.get("per_layer_config")
-    if layers is None:
-        if not full:
-            return s.kv_heads, s.head_dim
-        own = s.optional(family.full_kv_heads) if s.flag(family.full_if) else None
-        return own or s.kv_heads, s.integer(family.full_dim)
-    field = "per_layer_config"
-    if not isinstance(layers, Mapping):
+def heads_of(s: ConfigReader, family: Family, windowed: Sequence[bool]) -> list[LayerHeads]:
+    """The heads of each layer, with a window or without. Raises ShapeError."""
+    own = _settings_by_layer(s, len(windowed)) if family.full_dim else None
+    return [
+        LayerHeads.of(s, family, None if own is None else own.get(index, {}), windowed=on)
+        for index, on in enumerate(windowed)
+    ]
+
+
+def _settings_by_layer(s: ConfigReader, layers: int) -> dict[int, dict[str, int]] | None:
+    """The settings of layers that have their own, None where ``per_layer_config`` says nothing."""
+    field, entries = "per_layer_config", s.get("per_layer_config")
+    if entries is None:
+        return None
+    if not isinstance(entries, Mapping):
         raise ShapeError(field, "must be an object with the settings of layers by their numbers")
-    sizes = {"num_key_value_heads": s.kv_heads, "head_dim": s.head_dim}
-    for key, settings in layers.items():
-        if not str(key).isdecimal() or not isinstance(settings, Mapping):
-            raise ShapeError(field, f"{str(key)[:40]!r} is not the number of a layer with settings")
-        if other := settings.keys() - sizes.keys():
-            raise ShapeError(field, f"{str(min(other))[:40]!r} of a layer is not supported")
-        if int(key) == index:
-            sizes |= {name: s.checked(name, value) for name, value in settings.items()}
-    return sizes["num_key_value_heads"], sizes["head_dim"]
+    if len(entries) > layers:
+        raise ShapeError(field, f"has {len(entries)} entries, more than the {layers} layers")
+    own = dict[int, dict[str, int]]()
+    for key, settings in entries.items():
+        name = str(key)
+        digits = name.lstrip("0") or "0"
+        # A number of very many digits is none that Python reads.
+        number = name.isascii() and name.isdecimal() and len(digits) <= len(str(layers))
+        if not number or int(digits) >= layers or not isinstance(settings, Mapping):
+            problem = f"{name[:40]!r} is not the number of one of {layers} layers, with settings"
+            raise ShapeError(field, problem)
+        if int(digits) in own:
+            raise ShapeError(field, f"has the settings of layer {digits} twice")
+        if other := settings.keys() - {"num_key_value_heads", "head_dim"}:
+            word = min(map(str, other))[:40]
+            raise ShapeError(field, f"{word!r} of a layer is not supported")
+        own[int(digits)] = {name: s.checked(name, value) for name, value in settings.items()}
+    return own
+
+
+def _own_sizes(
+    s: ConfigReader, family: Family, own: Mapping[str, int] | None, *, full: bool
+) -> tuple[int, int]:
+    """Key-value heads of one layer, and the width of a head."""
+    if own is not None:
+        return own.get("num_key_value_heads", s.kv_heads), own.get("head_dim", s.head_dim)
+    if not full:
+        return s.kv_heads, s.head_dim
+    kv = s.optional(family.full_kv_heads) if s.flag(family.full_if) else None
+    return kv or s.kv_heads, s.integer(family.full_dim)
 
 
 def check_types(heads: Sequence[LayerHeads], windowed: Sequence[bool]) -> None:

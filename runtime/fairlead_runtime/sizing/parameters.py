@@ -83,13 +83,20 @@ def layers_with_keys(s: ConfigReader, family: Family) -> int:
     return layers - shared
 
 
+def layer_input_width(s: ConfigReader, family: Family) -> int:
+    """Elements of the input that each layer has of its own, 0 without. Where the layers also have
+    streams they have its norms in any case, so that none is refused.
+    """
+    if not family.layer_inputs:
+        return 0
+    return s.integer(family.layer_inputs, low=1 if family.streams else 0)
+
+
 def _count_layer_inputs(s: ConfigReader, family: Family) -> int:
     """Parameters outside the layers that make the input that each layer has of its own: a table, a
     projection of the embedding, its norm.
     """
-    if not family.layer_inputs:
-        return 0
-    width = s.integer(family.layer_inputs, low=0)
+    width = layer_input_width(s, family)
     if not width:
         return 0
     rows = s.integer("vocab_size_per_layer_input") + s.integer("hidden_size")
@@ -121,8 +128,8 @@ def _beside(s: ConfigReader, family: Family) -> ParameterCount:
     with a norm, and one beside attention; the coefficients of its streams.
     """
     hidden, count = s.integer("hidden_size"), ParameterCount()
-    for setting, normed in ((family.layer_inputs, hidden), (family.laurel, 0)):
-        inner = s.integer(setting, low=0) if setting else 0
+    laurel = s.integer(family.laurel, low=0) if family.laurel else 0
+    for inner, normed in ((layer_input_width(s, family), hidden), (laurel, 0)):
         if inner:
             count += ParameterCount(2 * hidden * inner, hidden + inner, normed)
     if family.streams:

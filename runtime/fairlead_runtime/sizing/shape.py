@@ -23,7 +23,7 @@ from fairlead_runtime.sizing.config_json import (
 )
 from fairlead_runtime.sizing.family_table import FAMILIES, UNKNOWN_DENSE, UNKNOWN_EXPERTS, Family
 from fairlead_runtime.sizing.groups import LayerGroup, group_layers
-from fairlead_runtime.sizing.layer_heads import LayerHeads, check_types, is_mixed, widest
+from fairlead_runtime.sizing.layer_heads import LayerHeads, check_types, heads_of, is_mixed, widest
 from fairlead_runtime.sizing.parameters import (
     ParameterCount,
     count_layer,
@@ -31,6 +31,7 @@ from fairlead_runtime.sizing.parameters import (
     first_mixture,
     has_experts,
     has_flat_norm,
+    layer_input_width,
     layers_with_keys,
 )
 from fairlead_runtime.sizing.stored import (
@@ -64,6 +65,7 @@ class ModelShape:
     # (``mixed``) the four sizes before are those of the widest.
     kv_widths: tuple[int, ...]
     mixed: bool
+    head_kinds: tuple[LayerHeads, ...]  # the heads of its layers, each kind once
     rotary_width: int  # elements of a token's rotary tables, which each kind of layers has
     hidden: int
     # Elements of each token that lie beside a layer: further residual streams, inputs of layers,
@@ -105,6 +107,10 @@ class ModelShape:
         """Elements of one layer's key of one token, or of its value where that is wider."""
         return self.kv_heads * max(self.head_dim, self.value_dim)
 
+    def heads_on(self, ranks: int) -> tuple[LayerHeads, ...]:
+        """Each kind of its layers' heads, as one of so many ranks has them."""
+        return tuple(kind.share(ranks) for kind in self.head_kinds)
+
     @property
     def kept_width(self) -> int:
         """Elements of one token's keys and values in all layers that keep theirs."""
@@ -140,7 +146,7 @@ class ModelShape:
         )
         windows = _windows(s, family, layers)
         windowed = [window is not None for window in windows]
-        heads = [LayerHeads.of(s, family, i, windowed=on) for i, on in enumerate(windowed)]
+        heads = heads_of(s, family, windowed)
         check_types(heads, windowed)
         experts = has_experts(s, family)
         unfused = _unfused(family, heads, experts=experts)
@@ -151,7 +157,6 @@ class ModelShape:
         counts = [count_layer(s, family, i, heads[i], windowed=windowed[i]) for i in range(layers)]
         body = sum((c for c, _, _ in counts), ParameterCount())
         most, inners = widest(heads), [inner for _, _, inner in counts]
-        q = most.query * most.dim
         parameters = body.matrices + body.rest + count_outside(s, family, tied=tied)
         if parameters > MOST_PARAMETERS:
             raise ShapeError(
@@ -171,6 +176,7 @@ class ModelShape:
             value_dim=most.value_dim,
             kv_widths=tuple(layer.width for layer in heads),
             mixed=is_mixed(heads),
+            head_kinds=tuple(dict.fromkeys(heads)),
             rotary_width=2 * sum(dict(zip(windows, (h.dim for h in heads), strict=True)).values()),
             hidden=hidden,
             beside_width=beside,
@@ -192,9 +198,12 @@ class ModelShape:
             layer_matrices=body.matrices,
             largest_layer=max(c.matrices for c, _, _ in counts),
             layer_channels=body.channels,
-            int4_groups=stored.int4_groups(body.matrices, body.channels, (hidden, q, *inners)),
+            int4_groups=stored.int4_groups(
+                body.matrices, body.channels, (hidden, most.query_width, *inners)
+            ),
             int4_group_size=stored.int4_group_size,
-            reordered_columns=stored.ordered * (layers * (2 * hidden + q) + sum(inners)),
+            reordered_columns=stored.ordered
+            * (layers * (2 * hidden + most.query_width) + sum(inners)),
             mlp_width_unit=math.gcd(*inners),
             shardable=family.shardable and not has_flat_norm(s, family),
             sharded_parameters=body.sharded,
@@ -248,6 +257,7 @@ class ModelShape:
             value_dim=s.head_dim,
             kv_widths=(2 * s.kv_heads * s.head_dim,) * layers,
             mixed=False,
+            head_kinds=(LayerHeads(s.heads, s.kv_heads, s.head_dim, s.head_dim),),
             rotary_width=2 * s.head_dim * len({*windows}),
             hidden=hidden,
             beside_width=0,
@@ -311,8 +321,7 @@ def _widths(s: ConfigReader, family: Family, layers: int, keys: int) -> tuple[in
     the most of them at other times than an MLP's; measured, see the profiling run.
     """
     hidden = s.integer("hidden_size")
-    width = s.integer(family.layer_inputs, low=0) if family.layer_inputs else 0
-    inputs = width * layers
+    inputs = layer_input_width(s, family) * layers
     streams = s.integer(family.streams) if family.streams else 0
     # Of all streams: those of the embedding, of the layer's input and as it predicts them.
     beside = keys + inputs + (3 * streams + 4) * hidden * bool(streams) + streams**2

@@ -77,15 +77,13 @@ def terms_of(
     cpu = device.kind == "cpu"
     tokens, longest = config.max_batch_tokens, max_model_len(shape, config)
     rows = config.max_rows
-    queries = ceil_div(shape.heads, tp) * shape.head_dim
-    keys = ceil_div(shape.kv_heads, tp) * shape.head_dim
     # Alive at once: the residual and its norm (in float32), the rotary tables (models with windows
-    # have two), and the larger of attention's projections before and after the rotary embedding and
-    # the widest MLP.
+    # have two), and the larger of the widest layer's attention and the widest MLP.
+    attended = max(heads.alive_width for heads in shape.heads_on(tp))
     rotary = shape.rotary_width
     # Experts also keep copies of the hidden states, which are not split.
     inside = shape.mlp_width if shape.experts else ceil_div(shape.mlp_width, tp)
-    width = 4 * shape.hidden + shape.beside_width + rotary + max(3 * queries + 4 * keys, inside)
+    width = 4 * shape.hidden + shape.beside_width + rotary + max(attended, inside)
     if shape.experts and not cpu and config.kernels != "torch" and element < 4:
         width += shape.hidden  # layers fused around experts keep the residual in float32
     # The C++ kernels compute layers without experts in float32. They have no fp8 cache.
@@ -336,10 +334,14 @@ def packaged(shape: ModelShape, tp: int) -> bool:
     """Whether a package's products take all int4 matrices that one of ``tp`` accelerators has of
     the layers. Else all products are ours, so that the size is known.
     """
-    queries, inner = ceil_div(shape.heads, tp) * shape.head_dim, ceil_div(shape.mlp_width_unit, tp)
-    keys = ceil_div(shape.kv_heads, min(tp, shape.kv_heads)) * shape.head_dim
-    rows = queries + 2 * keys, shape.hidden, inner
-    return takes(rows, (shape.hidden, queries, inner))
+    inner = ceil_div(shape.mlp_width_unit, tp)
+    return all(
+        takes(
+            (heads.projected_width, shape.hidden, inner),
+            (shape.hidden, heads.attended_width, inner),
+        )
+        for heads in shape.heads_on(tp)
+    )
 
 
 def _layer_shares(shape: ModelShape, tp: int) -> tuple[int, int]:
@@ -375,13 +377,13 @@ def _widened(shape: ModelShape, config: EngineConfig, kind: str, tokens: int) ->
     """
     if config.quantization == "none" or kind == "cpu":
         return 0
-    projections = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    projections = max(heads.projected_width for heads in shape.head_kinds)
     widest = ceil_div(max(2 * shape.mlp_width_unit, projections), config.tensor_parallel)
     largest, element = shape.hidden * widest, bytes_of(shape, config)
     if config.quantization != "int4":
         return largest * element
-    widths = shape.hidden, shape.heads * shape.head_dim, shape.mlp_width_unit
-    columns = max(widths) if shape.reordered_columns else 0
+    attended = max(heads.attended_width for heads in shape.head_kinds)
+    columns = max(shape.hidden, attended, shape.mlp_width_unit) if shape.reordered_columns else 0
     return largest * element + largest // 2 + tokens * columns * element
 
 
@@ -393,21 +395,22 @@ def _attention(
     """
     longest = max_model_len(shape, config)
     chunk = min(config.max_batch_tokens, longest)
-    heads = ceil_div(shape.heads, config.tensor_parallel)
-    kv_width = ceil_div(shape.kv_heads, config.tensor_parallel) * max(
-        shape.head_dim, shape.value_dim
-    )
-    # Keys and values with their slots and positions; those of an fp8 cache as they are, and wide.
+    kinds = shape.heads_on(config.tensor_parallel)
+    # Keys and values, each in memory that all layers use, with their slots and positions; those of
+    # an fp8 cache as they are, and wide.
+    kept = max(h.key_width for h in kinds) + max(h.value_width for h in kinds)
     wide = element + (1 if config.fp8_cache else 0)
-    gathered = longest * (2 * kv_width * wide + 16 * len(groups))
-    masks = len(groups) * min(chunk * longest, KEPT_MASKS) * element + min(
-        STRIP, chunk
-    ) * longest * (element + 2)
+    gathered = longest * (kept * wide + 16 * len(groups))
+    # A strip's mask beside what it is made of, or beside what attention gives for the strip.
+    attended = max(heads.attended_width for heads in kinds)
+    strip = min(STRIP, chunk) * (longest * element + max(2 * longest, attended * element))
+    masks = len(groups) * min(chunk * longest, KEPT_MASKS) * element + strip
     if not shape.explicit_scores:
         return gathered + masks
     # Scores before and after their cap or sinks, in float32, and keys repeated for each head that
     # shares them.
-    repeated = 2 * longest * heads * shape.head_dim * element
+    heads = max(h.query for h in kinds)
+    repeated = longest * max(h.query_width + h.attended_width for h in kinds) * element
     queries = min(scored_strip(heads, longest), chunk)
     return gathered + masks + repeated + 3 * heads * queries * longest * 4
 

@@ -56,6 +56,49 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mimo_v2_flash": {"n_routed_experts": 8, "head_dim": 96, "v_head_dim": 64}
     | {"num_experts_per_tok": 4, "moe_intermediate_size": 384, "sliding_window": 64},
 }
+# Heads by which attention keeps more of a token than an MLP does: few key-value heads, layers that
+# differ, values of another width than keys.
+_GEMMA4: dict[str, Any] = {
+    "head_dim": 32,
+    "global_head_dim": 64,
+    "sliding_window": 64,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 0,
+    "hidden_size_per_layer_input": 0,
+}
+_MIMO: dict[str, Any] = {
+    "head_dim": 32,
+    "v_head_dim": 96,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "sliding_window": 64,
+}
+HEADS: dict[str, tuple[str, dict[str, Any]]] = {
+    "one key-value head": ("llama", {"head_dim": 64, "num_key_value_heads": 1}),
+    "two": ("mistral", {"head_dim": 64, "num_key_value_heads": 2}),
+    "of two sizes": ("gemma4_text", _GEMMA4),
+    "few in full layers": (
+        "gemma4_text",
+        _GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 2},
+    ),
+    "one in full layers": (
+        "gemma4_unified_text",
+        _GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    ),
+    "few, beside experts": (
+        "gemma4_text",
+        _GEMMA4
+        | {"attention_k_eq_v": True, "num_global_key_value_heads": 2, "enable_moe_block": True}
+        | {"num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 64},
+    ),
+    "wide values": ("mimo_v2_flash", _MIMO | {"num_key_value_heads": 4}),
+    "wide values of one head": (
+        "mimo_v2_flash",
+        _MIMO | {"num_key_value_heads": 1, "v_head_dim": 128},
+    ),
+}
 # Models of several parts whose text is no model of its own, and one that is not in the table.
 TEXTS_OF_THEIR_OWN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "llava")
 NOT_IN_GPT2 = (
@@ -103,6 +146,30 @@ def test_planned_terms_are_within_a_fifth_of_measured_ones(
         assert 1.0 <= planned[term] / measured[term] <= 1.2, term
     for term in ("attention", "sampling", "batch"):
         assert planned[term] >= measured[term], term
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_no_term_of_wide_attention_is_planned_too_low(name: str) -> None:
+    family, more = HEADS[name]
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 8}
+    sizes = SIZES | {"vocab_size": 2000, "intermediate_size": 512} | heads | more
+    config = AutoConfig.for_model(family, **sizes, dtype="float32")
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    paged = PagedModel(model, families.check(config))
+    rope.pin(model, LENGTH)
+    measured = profiling.profile(
+        paged,
+        pick(paged.heads, paged.kinds, paged.device, "torch", mixed=paged.mixed).attention,
+        max_batch_tokens=256,
+        max_requests=64,
+        max_model_len=LENGTH,
+    ).measured
+    limits = EngineConfig(max_batch_tokens=256, max_requests=64, kernels="torch")
+    shape = ModelShape.from_config(json.loads(config.to_json_string()) | {"dtype": "float32"})
+    planned = plan_memory(shape, limits, DeviceFacts("cpu", 8 * GIB)).terms
+    for term in ("activations", "logits"):
+        assert 1.0 <= planned[term] / measured[term] <= 1.3, term
+    assert planned["attention"] >= measured["attention"]
 
 
 @pytest.mark.parametrize("tokens", [256, 8192])

@@ -14,6 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fairlead_kernels.choice.backend import pick
+from fairlead_kernels.interface.not_available import NotAvailableError
 from fairlead_runtime.device.proof import selftest
 from fairlead_runtime.llm import LLM
 from fairlead_runtime.models import architecture, loading, unlisted
@@ -70,6 +71,16 @@ BESIDE = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}
 )
 def test_every_form_of_gemma_4_gives_transformers_text(settings: dict[str, Any]) -> None:
     check_greedy_texts(rig("gemma4_text", **settings), 3)
+
+
+@pytest.mark.parametrize(
+    "kernels", ["flashinfer", "resident", "graphs", "triton", "triton flashinfer", "ranks ahead"]
+)
+def test_kernels_that_the_product_refuses_for_mixed_heads_are_refused_to_tests(
+    kernels: str,
+) -> None:
+    with pytest.raises(NotAvailableError, match="differ in their heads"):
+        rig("mimo_v2_flash", kernels)
 
 
 @pytest.mark.parametrize("family", tiny.UNLISTED)

@@ -214,6 +214,31 @@ def test_a_model_whose_layers_have_settings_of_their_own_is_refused() -> None:
         architecture.check({"model_type": "llama", **sizes, **single})
 
 
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"kv_sharing_modes": ["store"]}, "kv_sharing_modes must be a list of 2 names"),
+        ({"kv_sharing_modes": [None] * 3}, "kv_sharing_modes must be a list of 2 names"),
+        ({"kv_sharing_modes": 3}, "kv_sharing_modes must be a list of 2 names"),
+        ({"kv_sharing_modes": "ab"}, "kv_sharing_modes must be a list of 2 names"),
+        ({"kv_sharing_modes": {"0": None, "1": None}}, "kv_sharing_modes must be a list"),
+        ({"kv_sharing_modes": ["store", "reuse"]}, "layer_types must be a list of 2 names"),
+        ({"kv_sharing_modes": [["store"], None]}, "in a way of its own"),
+    ],
+    ids=str,
+)
+def test_keys_that_a_stray_setting_shares_are_refused(
+    settings: dict[str, Any], problem: str
+) -> None:
+    stray = AutoConfig.for_model("llama", num_hidden_layers=2, layer_types=None)
+    for name, value in settings.items():
+        setattr(stray, name, value)
+    if "in a way" in problem:
+        stray.layer_types = ["full_attention"] * 2
+    with pytest.raises(ModelError, match=problem):
+        families.sources_of(stray)
+
+
 def test_the_type_of_a_text_is_its_classes() -> None:
     whole = CONFIG_MAPPING["llama4"].from_dict({"text_config": {"model_type": "llama"}})
     whole.model_type = "new_vl"

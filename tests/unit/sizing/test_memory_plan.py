@@ -209,7 +209,8 @@ def test_graphs_of_many_rows_whose_heads_share_nothing_take_a_workspace_of_their
     """As far as it is larger than the 128 MiB that every step has: not for 256 rows of 128."""
 
     def graphs(heads: int, rows: int) -> int:
-        shape = replace(LLAMA_8B, kv_heads=heads)
+        kind = replace(LLAMA_8B.head_kinds[0], kv=heads)
+        shape = replace(LLAMA_8B, kv_heads=heads, head_kinds=(kind,))
         config = EngineConfig(max_requests=rows)
         return plan_memory(shape, config, DeviceFacts("cuda", 80 * GIB)).terms["graphs"]
 

@@ -380,6 +380,8 @@ def test_gemma_3ns_text_and_other_parts_are_the_published_checkpoints() -> None:
         ({"altup_active_idx": 4}, "altup_active_idx"),
         ({"laurel_rank": "64"}, "laurel_rank"),
         ({"hidden_size_per_layer_input": None}, "hidden_size_per_layer_input"),
+        # transformers' code has its norms even so.
+        ({"hidden_size_per_layer_input": 0}, "hidden_size_per_layer_input"),
     ],
     ids=str,
 )
@@ -387,6 +389,61 @@ def test_what_no_gemma_3n_has_is_refused_by_its_field(change: dict[str, Any], fi
     small = {"model_type": "gemma3n_text", **SMALL, "num_kv_shared_layers": 2}
     with pytest.raises(ShapeError, match=field):
         ModelShape.from_config(small | change)
+
+
+@pytest.mark.parametrize(
+    ("entries", "problem"),
+    [
+        ({"9" * 5000: {}}, "is not the number of one of 7 layers"),
+        ({"0" * 5000 + "7": {}}, "is not the number of one of 7 layers"),
+        ({"7": {}}, "is not the number of one of 7 layers"),
+        ({"-1": {}}, "is not the number of one of 7 layers"),
+        ({"\u0661": {}}, "is not the number of one of 7 layers"),
+        ({"": {}}, "is not the number of one of 7 layers"),
+        ({"1": None}, "is not the number of one of 7 layers"),
+        ({"1": {}, "01": {}}, "the settings of layer 1 twice"),
+        ({str(number): {} for number in range(20_000)}, "has 20000 entries, more than the 7"),
+        ({"1": {"sliding_window": 3}}, "'sliding_window' of a layer is not supported"),
+        ({"1": {3: 3, "a": 3}}, "'3' of a layer is not supported"),
+        ({"1": {"head_dim": 0}}, "head_dim"),
+        ([], "must be an object"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_settings_of_layers_that_gemma_4_has_not_are_refused(entries: Any, problem: str) -> None:
+    small = {"model_type": "gemma4_text", **SMALL, "num_hidden_layers": 7}
+    with pytest.raises(ShapeError, match=problem):
+        ModelShape.from_config(small | {"per_layer_config": entries})
+
+
+def test_zeros_before_the_number_of_a_layer_say_nothing() -> None:
+    small: dict[str, Any] = {"model_type": "gemma4_text", **SMALL, "num_hidden_layers": 2}
+    small |= {"layer_types": ["sliding_attention", "full_attention"]}
+    shapes = {
+        ModelShape.from_config(small | {"per_layer_config": {key: {"head_dim": 64}}}).kv_widths
+        for key in ("1", "01", "0" * 5000 + "1")
+    }
+    [widths] = shapes
+    assert widths[1] == 2 * small["num_key_value_heads"] * 64 != widths[0]
+
+
+def test_settings_of_very_many_layers_are_read_once() -> None:
+    class Entries(dict[str, Any]):
+        read = 0
+
+        def items(self) -> Any:
+            Entries.read += 1
+            return super().items()
+
+    small = {"model_type": "gemma4_text", **SMALL, "num_hidden_layers": 100}
+    ModelShape.from_config(small | {"per_layer_config": Entries({"5": {}, "99": {}})})
+    assert Entries.read < 5  # by each part of the plan, not for each layer
+
+
+def test_heads_that_windowed_layers_cannot_share_are_said_to_be_twice_as_many() -> None:
+    small = {"model_type": "mimo_v2_flash", **SMALL, "num_attention_heads": 4}
+    with pytest.raises(ShapeError, match="have 2 times num_key_value_heads"):
+        ModelShape.from_config(small | {"num_key_value_heads": 4})
 
 
 TEXT = {**SMALL, "hidden_size": 48, "num_attention_heads": 6}

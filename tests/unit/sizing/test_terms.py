@@ -10,6 +10,7 @@ from fairlead_runtime.settings.engine_config import EngineConfig
 from fairlead_runtime.sizing import tensor_parallel as ranks
 from fairlead_runtime.sizing import terms
 from fairlead_runtime.sizing.arithmetic import ceil_div
+from fairlead_runtime.sizing.layer_heads import LayerHeads
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.terms import (
     GIB,
@@ -124,7 +125,9 @@ def test_a_package_takes_all_int4_matrices_of_an_accelerator_or_none(
     sizes: Any, ranks: int, *, fit: bool
 ) -> None:
     """Rows in multiples of 128, queries, keys and values together, and columns of 64."""
-    assert packaged(replace(SHAPE, **sizes), ranks) == fit
+    shape = replace(SHAPE, **sizes)
+    kind = LayerHeads(shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim)
+    assert packaged(replace(shape, head_kinds=(kind,)), ranks) == fit
 
 
 def test_layers_of_a_split_model_on_a_cpu_are_planned_in_float32() -> None:
