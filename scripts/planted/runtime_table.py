@@ -1124,7 +1124,7 @@ BUGS = (
     PackageBug(
         "a refusal quotes the chat that transformers renders",
         "fairlead_runtime.models.chat:_refusal",
-        "type(error) is TemplateError and not own",
+        "type(error) is TemplateError  # that its author raises",
         "True",
         FORM_TESTS,
     ),
@@ -2049,9 +2049,37 @@ BUGS = (
     PackageBug(
         "a long whole answer is parsed on the event loop",
         "fairlead_runtime.api.answers.response_bodies:WholeChoice.short",
-        "sum(len(output.text) for output in self.outputs) <= SHORT",
+        "self.beside + sum(map(len, self._texts())) <= SHORT",
         "True",
         ("unit/api/test_completions.py",),
+    ),
+    PackageBug(
+        "the prompts that an answer repeats are encoded on the event loop",
+        "fairlead_runtime.api.answers.response_bodies:WholeChoice.short",
+        "self.beside + ",
+        "",
+        ("unit/api/test_completions.py",),
+    ),
+    PackageBug(
+        "programs that work on what clients send inherit keys",
+        "fairlead_runtime.child.program:ChildProgram.__init__",
+        "if name not in SECRETS",
+        "",
+        ("unit/child/test_child.py",),
+    ),
+    PackageBug(
+        "the public port's metrics name the tenants",
+        "fairlead_runtime.api.ports.admin:public_metrics",
+        "if not any(name in line for name in _BY_TENANT)",
+        "",
+        ("functional/api/test_api_routes.py",),
+    ),
+    PackageBug(
+        "an error in a stream of a message has the id of the message",
+        "fairlead_runtime.api.anthropic.encoder:MessageEncoder.failure",
+        "self._frame.request_id",
+        'self._frame.id.partition("_")[2]',
+        MESSAGE_TESTS,
     ),
     PackageBug(
         "a merged output's tokens are all of reasoning",

@@ -33,6 +33,7 @@ MOST_TEMPERATURE = 1  # of a request, in Anthropic's API
 _REFUSED: dict[str, Refused] = {
     "mcp_servers": Refused(([],), "call the tools of MCP servers from your client"),
     "container": Refused(),
+    "prompt": Refused(instead="send messages"),
     "output_format": Refused(instead="send output_config.format"),
     "n": Refused((1,)),
     "stop": Refused(([],), "send stop_sequences"),

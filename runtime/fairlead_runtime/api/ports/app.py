@@ -17,7 +17,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from fairlead_runtime.api.ports import elsewhere
-from fairlead_runtime.api.ports.admin import Admin, metrics
+from fairlead_runtime.api.ports.admin import Admin, metrics, public_metrics
 from fairlead_runtime.api.ports.health import Probes
 from fairlead_runtime.api.ports.page import Page
 from fairlead_runtime.api.routes.completions import (
@@ -68,7 +68,7 @@ def public_app(state: ServerState, pool: PromptPool, keys: KeyRing | None = None
     app.add_api_route("/version", show_version, methods=["GET"])
     app.add_api_route("/openapi.json", show_document, methods=["GET"])
     if state.public_metrics:
-        app.add_api_route("/metrics", functools.partial(metrics, state), methods=["GET"])
+        app.add_api_route("/metrics", functools.partial(public_metrics, state), methods=["GET"])
     tokens = TokenizeRoutes(state, pool)
     app.router.routes.append(Route("/tokenize", tokens.tokenize, methods=["POST"]))
     app.router.routes.append(Route("/detokenize", tokens.detokenize, methods=["POST"]))
@@ -80,13 +80,12 @@ def public_app(state: ServerState, pool: PromptPool, keys: KeyRing | None = None
         ("/v1/chat/completions", CHAT, "messages"),
         ("/v1/completions", COMPLETIONS, "prompt"),
         ("/v1/responses", RESPONSES, "input"),
-        ("/v1/messages", MESSAGES, ""),  # its bodies look like chats
+        ("/v1/messages", MESSAGES, "system"),
     ):
         route: ASGIApp = EndpointHandler(state, endpoint, pool)
         if state.tracing is not None:
             route = Traced(route, state.tracing)
-        if prompt:
-            by_prompt[prompt] = route
+        by_prompt[prompt] = route
         app.router.routes.append(Route(path, route, methods=["POST"]))
     invocations = Invocations(state, pool, by_prompt)
     app.router.routes.append(Route("/invocations", invocations, methods=["POST"]))
