@@ -205,7 +205,7 @@ def test_names_of_other_apis_that_look_like_slips_are_ignored_and_named() -> Non
     assert request_bodies.chat(body, MODEL).ignored == b"messages.context"
 
 
-ITEMS = [
+ITEMS: list[dict[str, Any]] = [
     {"role": "user", "content": "x"},
     {
         "type": "reasoning",
@@ -239,7 +239,7 @@ ITEMS = [
     },
 ]
 CACHE = {"cache_control": {"type": "ephemeral"}}
-TURNS = [
+TURNS: list[dict[str, Any]] = [
     {"role": "user", "content": [{"type": "text", "text": "x", "citations": None} | CACHE]},
     {
         "role": "assistant",
