@@ -954,9 +954,9 @@ BUGS = (
     ),
     PackageBug(
         "each unread name keeps a set of the known ones of its own",
-        "fairlead_runtime.api.bodies.field_names:unread_names",
-        "@functools.cache  # thousands of names share one set",
-        "",
+        "fairlead_runtime.api.bodies.field_names:_collect",
+        "place, name, known)",
+        "place, name, frozenset([*known]))",
         PEER_TESTS,
     ),
     PackageBug(
