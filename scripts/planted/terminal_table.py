@@ -8,6 +8,27 @@ PLANNED = ("unit/operator/test_plan.py",)
 
 BUGS = (
     PackageBug(
+        "a chat's key goes to a server that another one names",
+        "fairlead_runtime.commands.chat_client:_SameServer.redirect_request",
+        "if _origin(newurl) != _origin(req.full_url):",
+        "if False:",
+        IN_A_CHAT,
+    ),
+    PackageBug(
+        "a model's text steers the terminal",
+        "fairlead_runtime.settings.terminal:harmless",
+        "if not (stream or sys.stdout).isatty():",
+        "if True:",
+        IN_A_CHAT,
+    ),
+    PackageBug(
+        "the values of unknown flags are shown",
+        "fairlead_runtime.settings.arguments:ArgumentParser._refuse_flags",
+        """[arg.partition("=")[0] for arg in unknown if _is_flag(arg)]""",
+        "[*unknown]",
+        ("unit/processes/test_cli.py",),
+    ),
+    PackageBug(
         "a chat has no key for the server that it starts",
         "fairlead_runtime.commands.chat:_endpoint",
         "Endpoint(url, key, local=True)",

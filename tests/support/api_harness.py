@@ -190,7 +190,10 @@ class FakeService:
 
 
 async def _no_metrics() -> bytes:
-    return b"# HELP x y\n"
+    return (
+        b"# HELP x y\n# TYPE fairlead_tenant_waiting gauge\n"
+        b'fairlead_tenant_waiting{tenant="a"} 1.0\n# HELP z y\n'
+    )
 
 
 def backend_of(service: Any) -> Backend:

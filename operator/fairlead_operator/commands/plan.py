@@ -11,8 +11,18 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fairlead_operator.commands.plan_input import PLANNED, config_of, deployment_of
-from fairlead_operator.decide.children.capacity import PlanError, plan_of, planned_capacity
+from fairlead_operator.commands.plan_input import (
+    PLANNED,
+    config_of,
+    deployment_of,
+    with_host_memory,
+)
+from fairlead_operator.decide.children.capacity import (
+    PlanError,
+    host_shortage,
+    plan_of,
+    planned_capacity,
+)
 from fairlead_operator.decide.scale.target import pod_target
 from fairlead_operator.resource.fields import ResourceError
 from fairlead_operator.resource.resource import InferenceDeployment
@@ -46,6 +56,8 @@ def main(args: Sequence[str]) -> int:
         deployment = deployment_of(options)
         config = config_of(options, deployment)
         plan = plan_of(config, deployment)
+        if options.model:
+            deployment = with_host_memory(deployment, plan)
         capacity = planned_capacity(plan, deployment)
     except OSError as error:
         refuse("CannotRead", f"{error.filename}: {error.strerror}")
@@ -55,7 +67,7 @@ def main(args: Sequence[str]) -> int:
         return 2
     as_json = options.output == "json"
     print(json.dumps(capacity, indent=2) if as_json else _text(capacity, deployment, plan))  # noqa: T201 - the answer
-    return 0 if capacity["fits"] else 1
+    return 0 if capacity["fits"] and not host_shortage(deployment, plan) else 1
 
 
 def _parser() -> ArgumentParser:
@@ -144,10 +156,12 @@ def _text(capacity: Mapping[str, Any], deployment: InferenceDeployment, plan: Me
         ("concurrent tokens", f"{planned['concurrentTokens']:,}"),
         ("full-length sequences", f"{planned['fullLengthSequences']:,}"),
         ("what binds the cache", _cache_bound(deployment, plan)),
+        *_host(deployment, plan),
         *_bounds(deployment, plan),
     )
-    fits = capacity["fits"]
-    words = paint("FITS:", GREEN, sys.stdout) if fits else paint("DOES NOT FIT:", RED, sys.stdout)
+    fits, short = capacity["fits"], host_shortage(deployment, plan)
+    no = "DOES NOT FIT THE HOST:" if fits else "DOES NOT FIT:"
+    words = paint(no, RED, sys.stdout) if short or not fits else paint("FITS:", GREEN, sys.stdout)
     lines = [
         *_memory(deployment, plan),
         "",
@@ -159,6 +173,14 @@ def _text(capacity: Mapping[str, Any], deployment: InferenceDeployment, plan: Me
     if not fits and on_gpu and plan.message.endswith("or a smaller model"):
         lines.append(FOUR_BITS)
     return "\n".join(lines)
+
+
+def _host(deployment: InferenceDeployment, plan: MemoryPlan) -> list[tuple[str, str]]:
+    """The row of the memory that a pod takes beside its accelerators; on a CPU it has no other."""
+    if deployment.spec.resources.accelerator.count == 0:
+        return []
+    has = deployment.spec.resources.memory.value
+    return [("memory of the host", f"{gib(sum(plan.host.values()))} of {gib(has)} GiB")]
 
 
 def _cache_bound(deployment: InferenceDeployment, plan: MemoryPlan) -> str:

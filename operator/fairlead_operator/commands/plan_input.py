@@ -13,17 +13,19 @@ import os
 import sys
 import urllib.request
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from fairlead_operator.decide.children.capacity import PlanError
-from fairlead_operator.resource.fields import ResourceError
+from fairlead_operator.resource.fields import Quantity, ResourceError
 from fairlead_operator.resource.json_text import json_object
 from fairlead_operator.resource.kinds import RESOURCE
 from fairlead_operator.resource.resource import InferenceDeployment
 from fairlead_runtime.settings.engine_config import EngineConfig
+from fairlead_runtime.sizing.solve import MemoryPlan
 
 CONFIG_BYTES = 1 << 20
 HUB = "https://huggingface.co"
@@ -42,7 +44,12 @@ def deployment_of(options: argparse.Namespace) -> InferenceDeployment:
         body = read_resource(options.file)
     else:
         body = _resource(options)
-    deployment = InferenceDeployment.from_body(body)
+    try:
+        deployment = InferenceDeployment.from_body(body)
+    except ResourceError as error:
+        if options.file or not error.field.startswith("spec.resources."):
+            raise
+        raise ResourceError("--memory", error.message) from None
     resources = deployment.spec.resources
     for path, size in (
         ("resources.accelerator.memory", resources.accelerator.memory),
@@ -53,6 +60,18 @@ def deployment_of(options: argparse.Namespace) -> InferenceDeployment:
             fix = f"write its unit, as in {size}Gi"
             raise PlanError("InvalidConfig", f"{name}: {size} is {size.value} bytes: {fix}")
     return deployment
+
+
+def with_host_memory(deployment: InferenceDeployment, plan: MemoryPlan) -> InferenceDeployment:
+    """With at least the host memory that the plan needs: a MODEL of the command line has no pod
+    that could lack it.
+    """
+    resources = deployment.spec.resources
+    needed = sum(plan.host.values())
+    if resources.accelerator.count == 0 or needed <= resources.memory.value:
+        return deployment
+    more = replace(resources, memory=Quantity(f"{-(-needed // 2**30)}Gi"))
+    return replace(deployment, spec=replace(deployment.spec, resources=more))
 
 
 def read_resource(file: str) -> Any:

@@ -24,6 +24,7 @@ from fairlead_runtime.child.frames import Channel, Codec
 # overflow those.
 STACK = 2 * 1024 * 1024
 NICENESS = 5
+FAULT = 70  # exit code of a fork whose work raised something else than MemoryError
 
 QuestionT = TypeVar("QuestionT")
 AnswerT = TypeVar("AnswerT")
@@ -48,6 +49,7 @@ class Ending(Enum):
     LATE = "late"  # at its deadline, or by a system that lacks memory
     SLOW = "slow"  # its processor time was used up
     CRASHED = "crashed"  # it lacked memory
+    FAILED = "failed"  # it raised what nobody expected
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,22 +119,34 @@ class Forks(Generic[QuestionT, AnswerT]):
             _, answer = message
         elif end == signal.SIGKILL:
             answer = Ending.LATE
+        elif os.waitstatus_to_exitcode(status) == FAULT:
+            answer = Ending.FAILED
         else:
             answer = Ending.SLOW if end == signal.SIGXCPU else Ending.CRASHED
         return fork.number, self.finish(answer, time.monotonic() - fork.began)
 
     def _answer_and_exit(self, number: int, question: QuestionT, sending: socket.socket) -> None:
         """Work in the fork, write the answer and end without running anything of the parent's."""
+        code = 0
         try:
             _enter(self.limits)
-            answers: list[AnswerT] = []
-            thread = threading.Thread(target=lambda: answers.append(self.work(question)))
+            answers: list[AnswerT | Exception] = []
+            thread = threading.Thread(target=lambda: answers.append(self._worked(question)))
             thread.start()
             thread.join()
             for answer in answers:
-                sending.sendall(self.codec.encode((number, answer)))
+                if isinstance(answer, Exception):
+                    code = 0 if isinstance(answer, MemoryError) else FAULT
+                else:
+                    sending.sendall(self.codec.encode((number, answer)))
         finally:
-            os._exit(0)
+            os._exit(code)
+
+    def _worked(self, question: QuestionT) -> AnswerT | Exception:
+        try:
+            return self.work(question)
+        except Exception as error:  # noqa: BLE001 - its kind is all that is told
+            return error
 
 
 def _enter(limits: Limits) -> None:

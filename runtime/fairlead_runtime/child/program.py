@@ -19,6 +19,8 @@ from fairlead_runtime.child.process import Child
 
 log = logging.getLogger("fairlead.child")
 
+# A program that works on what a client sends needs none of them.
+SECRETS = frozenset({"FAIRLEAD_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"})
 END_SECONDS = 5.0  # for a process whose connection has ended to end, before it is killed
 QuestionT = TypeVar("QuestionT")
 AnswerT = TypeVar("AnswerT")
@@ -55,7 +57,8 @@ class ChildProgram(Generic[QuestionT, AnswerT]):
         answer: "Codec[tuple[int, AnswerT]]",
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        environment = {**os.environ, **(environment or {})}
+        inherited = {name: value for name, value in os.environ.items() if name not in SECRETS}
+        environment = {**inherited, **(environment or {})}
         self._start: Callable[[], _Run[QuestionT, AnswerT]] = lambda: _Run(
             Child(command, environment=environment), setup, question, answer, self._forget
         )

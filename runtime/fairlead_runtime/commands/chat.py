@@ -107,7 +107,8 @@ class _Chat:
         if self._person:
             with contextlib.suppress(ImportError):
                 import readline  # noqa: F401 - gives the line that input() reads its keys
-            words = f"Chat with {self._body['model']}. /help shows the commands, Ctrl-D ends."
+            model = terminal.printable(str(self._body["model"]))
+            words = f"Chat with {model}. /help shows the commands, Ctrl-D ends."
             sys.stdout.write(paint(words, DIM, sys.stdout) + "\n")
         while (line := self._read()) is not None:
             command = line.strip()
@@ -156,9 +157,9 @@ class _Chat:
             for piece in pieces:
                 if piece.reasoning and self._person:
                     thinking = True
-                    self._write(paint(piece.reasoning, DIM, sys.stdout))
+                    self._write(paint(terminal.harmless(piece.reasoning), DIM, sys.stdout))
                 if piece.text:
-                    self._write("\n\n" + piece.text if thinking else piece.text)
+                    self._write("\n\n" * thinking + terminal.harmless(piece.text))
                     thinking = False
                     answer.append(piece.text)
                 if piece.finish == "length":

@@ -15,13 +15,15 @@ import urllib.request
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Self
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from fairlead_runtime.child.process import command_of
 
 CONNECT_SECONDS = 10.0
 READ_SECONDS = 600.0  # a long prompt on a slow machine is silent until its first token
 END_SECONDS = 5.0
+_PORTS = {"http": 80, "https": 443}
+_PATH = "/%:@!$&'()*+,;=~"  # what a path has as it is
 MOST_BYTES = 1 << 20  # of an error's body, or of a line of a stream
 
 
@@ -41,25 +43,58 @@ class Piece(NamedTuple):
     finish: str = ""  # the finish reason, in the last one
 
 
+class _SameServer(urllib.request.HTTPRedirectHandler):
+    """Follows no redirect to another server, which would get the key and the conversation."""
+
+    def redirect_request(
+        self, req: urllib.request.Request, fp: Any, code: int, msg: str, headers: Any, newurl: str
+    ) -> urllib.request.Request | None:
+        if _origin(newurl) != _origin(req.full_url):
+            raise ChatError("the server redirects to another one", "give that one's URL")
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
+
+
+def _origin(url: str) -> tuple[str, str | None, int | None]:
+    """Raises ValueError for what is no URL."""
+    parts = urlsplit(url)
+    return parts.scheme, parts.hostname, parts.port or _PORTS.get(parts.scheme)
+
+
 class Endpoint:
-    """OpenAI's API at ``url``, with or without its ``/v1``. Raises ChatError for what is no URL."""
+    """OpenAI's API at ``url``, with or without its ``/v1``. Raises ChatError for what is no URL or
+    no key, which may hold secrets: it does not repeat them.
+    """
 
     def __init__(self, url: str, key: str = "", *, local: bool = False) -> None:
-        parts = urlsplit(url if "://" in url else f"http://{url}")
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ChatError(f"{url!r} is not the URL of a server", "use http://HOST:PORT/v1")
-        path = parts.path.rstrip("/").removesuffix("/chat/completions")
-        self.base = f"{parts.scheme}://{parts.netloc}{path.removesuffix('/v1')}/v1"
+        url = url if "://" in url else f"http://{url}"
+        try:
+            parts = urlsplit(url)
+            scheme, host, _ = _origin(url)
+            (host or "").encode("idna")
+        except ValueError:
+            scheme, host = "", None
+        if scheme not in _PORTS or not host or not url.isprintable() or " " in url:
+            raise ChatError("the address is not the URL of a server", "use http://HOST:PORT/v1")
+        if "@" in parts.netloc:
+            raise ChatError(
+                "the URL has a user or a password", "leave them out; set FAIRLEAD_API_KEY to a key"
+            )
+        if not (key.isascii() and key.isprintable()):
+            raise ChatError(
+                "the key has a character that no key has", "set FAIRLEAD_API_KEY to a key in ASCII"
+            )
+        path = quote(parts.path, safe=_PATH).rstrip("/").removesuffix("/chat/completions")
+        self.base = f"{scheme}://{parts.netloc}{path.removesuffix('/v1')}/v1"
         self._headers = {"Content-Type": "application/json"}
         if key:
             self._headers["Authorization"] = f"Bearer {key}"
         # A proxy of the environment does not reach a server of this process.
         proxies = [urllib.request.ProxyHandler({})] if local else []
-        self._opener = urllib.request.build_opener(*proxies)
+        self._opener = urllib.request.build_opener(*proxies, _SameServer)
 
     def model(self) -> str:
         """The name of the first model that is served. Raises ChatError."""
-        with self._open("/models", None, CONNECT_SECONDS) as response:
+        with self._open("/models", None, CONNECT_SECONDS) as response, _unbroken():
             body = _json(response.read(MOST_BYTES))
         models = body.get("data") if isinstance(body, Mapping) else None
         first = models[0] if isinstance(models, list) and models else None
@@ -71,13 +106,11 @@ class Endpoint:
         """The pieces of one answer, as they come; closing it early ends the request. Raises
         ChatError.
         """
-        with self._open("/chat/completions", {**body, "stream": True}, READ_SECONDS) as response:
-            try:
-                for line in iter(lambda: response.readline(MOST_BYTES), b""):
-                    if (event := _event(line)) is not None:
-                        yield event
-            except (OSError, http.client.HTTPException) as error:
-                raise ChatError(f"the connection broke: {error}") from None
+        sent = {**body, "stream": True}
+        with self._open("/chat/completions", sent, READ_SECONDS) as response, _unbroken():
+            for line in iter(lambda: response.readline(MOST_BYTES), b""):
+                if (event := _event(line)) is not None:
+                    yield event
 
     def _open(
         self, path: str, body: Mapping[str, Any] | None, seconds: float
@@ -87,15 +120,24 @@ class Endpoint:
         try:
             response: http.client.HTTPResponse = self._opener.open(request, timeout=seconds)
         except urllib.error.HTTPError as error:
-            with error:
+            with error, _unbroken():
                 raise _refused(error.code, error.read(MOST_BYTES)) from None
         except urllib.error.URLError as error:
             reason = getattr(error.reason, "strerror", None) or error.reason
             fix = "check the address, and that the server runs"
             raise ChatError(f"{self.base} cannot be reached: {reason}", fix) from None
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:
             raise ChatError(f"{self.base} does not answer: {error}") from None
         return response
+
+
+@contextlib.contextmanager
+def _unbroken() -> Iterator[None]:
+    """Raises ChatError for a connection that breaks while it is read."""
+    try:
+        yield
+    except (OSError, http.client.HTTPException) as error:
+        raise ChatError(f"the connection broke: {error}") from None
 
 
 def _json(text: bytes) -> Any:

@@ -105,7 +105,7 @@ def _generate(options: argparse.Namespace) -> None:
         else:
             ids = chat.encode(tokenizer, prompt)
         for _, output in llm.stream([Submission(prompt=tuple(ids), params=params)]):
-            sys.stdout.write(output.text)
+            sys.stdout.write(terminal.harmless(output.text))
             sys.stdout.flush()
             if output.finish_reason is FinishReason.ERROR:
                 raise RequestError("prompt", str(output.failure))

@@ -33,6 +33,7 @@ WALKS = 2  # random outputs that a check begins
 WALK_TOKENS = 32  # of each
 
 TIMED_OUT = "takes too long to compile: simplify its patterns, counts or alternatives"
+FAILED = "cannot be compiled here: simplify it"
 CRASHED = "takes too much memory to compile: simplify its patterns, counts or alternatives"
 
 
@@ -93,6 +94,8 @@ def _verdict(checked: Checked | Ending, seconds: float) -> Checked:
             checked = Checked(TIMED_OUT)
         case Ending.CRASHED:
             checked = Checked(CRASHED)
+        case Ending.FAILED:
+            checked = Checked(FAILED)
     checked.seconds = seconds
     return checked
 

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from fairlead_runtime.models.template_forms import TemplateForms, forms_of
 from fairlead_runtime.request.sequence import RequestError
 from fairlead_runtime.settings.engine_config import ConfigError
+from fairlead_runtime.settings.terminal import printable
 
 _log = logging.getLogger("fairlead.serve")
 
@@ -43,6 +44,7 @@ class TemplateInputs(NamedTuple):
 
 
 NO_INPUTS = TemplateInputs()
+MAX_WORDS = 400  # characters of what a template says
 MAX_TEMPLATE = 1024 * 1024  # bytes of a file
 _TEMPLATE_FIX = "name a file with a chat template in Jinja"
 _NO_PARAMETERS = {"type": "object", "properties": {}}
@@ -151,8 +153,12 @@ def _refusal(
     """The refusal of the field without which the template renders, else of the request's ``own``
     template or of the messages. Quotes what a template says of its input, and else no input.
     """
-    words = type(error) is TemplateError and not own  # that the model's makers raise
-    problem = str(error)[:400] if words else f"{type(error).__name__}{_line(error)}"
+    words = type(error) is TemplateError  # that its author raises
+    problem = (
+        printable(str(error)[:MAX_WORDS])[:MAX_WORDS]
+        if words
+        else f"{type(error).__name__}{_line(error)}"
+    )
     trials = (
         ("continue_final_message", inputs._replace(continue_final_message=False), _NOT_SHOWN),
         (

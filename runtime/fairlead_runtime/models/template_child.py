@@ -25,6 +25,8 @@ from fairlead_runtime.request.sequence import RequestError
 FIELD = "chat_template"
 SLOW = "takes too long to render: simplify it"
 CRASHED = "takes too much memory to render: simplify it"
+FAILED = "cannot be rendered here: simplify it"
+NO_TEXT = "renders what is no valid text: it has half of a surrogate pair"
 LONG = "renders more text than this model could read: simplify it"
 
 
@@ -102,6 +104,10 @@ def _rendered(templates: Any, question: Render) -> Rendered:
         return Rendered(param=error.param, error=str(error).removeprefix(f"{error.param}: "))
     if len(text) > question.most:
         return Rendered(param=FIELD, error=LONG)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return Rendered(param=FIELD, error=NO_TEXT)
     return Rendered(text)
 
 
@@ -113,6 +119,8 @@ def _verdict(rendered: Rendered | Ending, _seconds: float) -> Rendered:
             return Rendered(param=FIELD, error=SLOW)
         case Ending.CRASHED:
             return Rendered(param=FIELD, error=CRASHED)
+        case Ending.FAILED:
+            return Rendered(param=FIELD, error=FAILED)
     return rendered
 
 

@@ -61,12 +61,14 @@ class ArgumentParser(argparse.ArgumentParser):
         self.refuse(f"{name}: {problem}" if name else problem, hint)
 
     def _refuse_flags(self, unknown: Sequence[str]) -> NoReturn:
-        flag = next(filter(_is_flag, unknown)).partition("=")[0]
+        # Not the values: an unknown flag may be one for a key.
+        flags = [arg.partition("=")[0] for arg in unknown if _is_flag(arg)]
+        message, flag = f"unrecognized arguments: {' '.join(flags)}", flags[0]
         name = flag.lstrip("-").removeprefix("no-").replace("-", "_")
         if name in SERVER_ONLY:
-            self.refuse(f"unrecognized arguments: {' '.join(unknown)}", _OF_SERVE)
+            self.refuse(message, _OF_SERVE)
         hint = hint_for(name, self._settings(), flag_of)
-        self.refuse(f"unrecognized arguments: {' '.join(unknown)}", hint)
+        self.refuse(message, hint)
 
     def _settings(self) -> Iterable[str]:
         """The names of the flags, as Python has them."""

@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import sys
+import unicodedata
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from typing import Any, Literal, TextIO
@@ -22,6 +23,7 @@ LOG_FORMAT_HELP = "form of logs and refusals; auto: text on a terminal, JSON lin
 LARGEST = 4096  # bytes; the kubelet cuts a longer termination message
 BOLD, DIM, RED, GREEN, YELLOW, CYAN = "1", "2", "31", "32", "33", "36"
 _LEVELS = {"WARNING": YELLOW, "ERROR": RED, "CRITICAL": RED}
+_JOINERS = "\n\t\u200c\u200d"  # the last two are of scripts and emojis
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 _chosen: dict[str, LogFormat] = {"format": "auto"}  # of this process
 _FRESH = "\r\x1b[K"  # to the begin of the line, and erase it
@@ -103,6 +105,19 @@ def _steers(stream: TextIO) -> bool:
 def printable(text: str) -> str:
     """``text`` on one line, without characters that would steer a terminal."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def harmless(text: str, stream: TextIO | None = None) -> str:
+    """``text``, as another program made it, for ``stream`` (default: stdout): a terminal gets no
+    characters that would steer it. Lines, blanks and what joins letters stay.
+    """
+    if not (stream or sys.stdout).isatty():
+        return text
+    return "".join(c if c.isprintable() or _is_blank(c) else repr(c)[1:-1] for c in text)
+
+
+def _is_blank(character: str) -> bool:
+    return character in _JOINERS or unicodedata.category(character) == "Zs"
 
 
 def refuse(code: str, message: str, hint: str = "", stream: TextIO | None = None) -> None:

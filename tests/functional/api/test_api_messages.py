@@ -315,6 +315,23 @@ def test_a_call_that_was_cut_keeps_its_text_and_an_answer_without_text_has_an_em
     run(scenario())
 
 
+def test_what_was_cut_before_it_shows_anything_has_no_block() -> None:
+    async def scenario() -> None:
+        service = service_that(says="<think>", finish=FinishReason.LENGTH)
+        async with fake_server(service) as (server, _), server.client() as client:
+            cut = await ask(client, max_tokens=len(service.says))
+            assert (cut["content"], cut["stop_reason"]) == ([], "max_tokens")
+            assert same(added_up(await streamed(client, max_tokens=len(service.says)))) == same(cut)
+
+    run(scenario())
+
+
+def test_a_prompt_is_refused_by_its_own_name() -> None:
+    with pytest.raises(ApiError, match="prompt: is not supported; send messages") as refused:
+        bodies.message(message(prompt="x"), MODEL)
+    assert refused.value.param == "prompt"
+
+
 def test_numbers_of_a_calls_input_keep_their_digits() -> None:
     digits = '{"city": 123456789012345678901234567890, "x": 1.10}'
     said = CALL.replace(ARGUMENTS, digits)
@@ -786,6 +803,11 @@ def test_a_failure_after_the_first_byte_is_an_error_event() -> None:
             assert last["error"] == {"type": "overloaded_error", "message": "the engine stopped"}
             assert events[0]["message"]["id"] == "msg_" + last["request_id"]
             assert "message_stop" not in kinds(events)
+            sent = message(stream=True, request_id="of-the-client")
+            failed = await client.post(ROUTE, json=sent)
+            assert '"id":"msg_of-the-client"' in failed.text
+            last = json.loads(failed.text.strip().split("data: ")[-1])
+            assert last["request_id"] == failed.headers["request-id"] != "of-the-client"
 
     run(scenario())
 

@@ -20,11 +20,13 @@ from fairlead_runtime import LLM, SamplingParams
 from fairlead_runtime.commands.chat_client import ChatError, Endpoint
 from fairlead_runtime.hub.source import demo_directory
 from fairlead_runtime.request.sequence import RequestError
+from fairlead_runtime.settings import terminal
 from support.pseudo_terminal import on_a_terminal
 
 MAIN = "import sys; from fairlead_runtime.commands.chat import main; sys.exit(main(sys.argv[1:]))"
 CHAT = (sys.executable, "-c", MAIN)
 KEY = "a-key"
+STEERING = "\x1b]0;title\x07 a\tb\r\u202e \u65e5\u3000\u672c"
 PROMPT = "> "  # until it is there, Ctrl-D is no key of the line that is read
 
 
@@ -56,6 +58,9 @@ class OtherServer(BaseHTTPRequestHandler):
                     self._send({"content": "la "})
             except OSError:
                 self.stopped.set()
+            return
+        if text == "steer":
+            self._send({"reasoning_content": "\x1b[5mthink", "content": STEERING})
             return
         if text == "break":
             self.wfile.write(b'data: {"error": {"message": "the engine is gone"}}\n\n')
@@ -135,6 +140,97 @@ def test_an_interrupt_stops_the_answer_and_the_chat_goes_on(url: str) -> None:
     assert said[0] == "slow"
     assert said[1].startswith("la la")
     assert said[2:] == ["more"], "what failed is no part of the conversation"
+
+
+def test_a_terminal_is_not_steered_by_a_model(url: str) -> None:
+    with on_a_terminal(
+        *CHAT, "--url", url, "--model", "a\x1b[7mname", FAIRLEAD_API_KEY=KEY
+    ) as chat:
+        chat.until(PROMPT)
+        chat.type("steer\n")
+        chat.until("\u672c")
+        chat.until(PROMPT)
+        chat.type("\x04")
+        assert chat.end() == 0
+    for shown in (r"a\x1b[7mname", r"\x1b[5mthink", r"\x1b]0;title\x07 a", "\u65e5\u3000\u672c"):
+        assert shown in chat.text
+    for raw in ("\x1b[7m", "\x1b[5m", "\x1b]0", "\x07", "\u202e"):
+        assert raw not in chat.text
+    assert terminal.harmless(STEERING) == STEERING, "a file or a pipe gets all of it"
+
+
+class Elsewhere(BaseHTTPRequestHandler):
+    """Redirects what it is asked for to ``target``."""
+
+    target = ""
+
+    def do_GET(self) -> None:
+        self.send_response(302)
+        self.send_header("location", self.target + self.path)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Be silent."""
+
+
+def test_no_key_goes_to_another_server_that_the_first_one_names() -> None:
+    asked: list[Any] = []
+
+    class Thief(OtherServer):
+        def do_GET(self) -> None:
+            asked.append(self.headers["authorization"])
+            super().do_GET()
+
+    servers = [ThreadingHTTPServer(("127.0.0.1", 0), each) for each in (Elsewhere, Thief)]
+    for server in servers:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        first, second = (f"http://127.0.0.1:{each.server_port}" for each in servers)
+        Elsewhere.target = second
+        with pytest.raises(ChatError, match="redirects to another"):
+            Endpoint(first, KEY).model()
+        Elsewhere.target = "http://a:b"  # no port
+        with pytest.raises(ChatError):
+            Endpoint(first, KEY).model()
+        assert not asked
+        Elsewhere.target = ""
+        with pytest.raises(ChatError, match="HTTP 302"):  # its own, which is followed
+            Endpoint(first, KEY).model()
+        assert Endpoint(second, KEY).model() == "parrot"
+        assert asked == [f"Bearer {KEY}"]
+    finally:
+        for server in servers:
+            server.shutdown()
+            server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("address", "key"),
+    [
+        ("http://[", ""),
+        ("http://a:b", ""),
+        ("http://a:99999", ""),
+        ("http://" + "a" * 70, ""),
+        ("http://a..b", ""),
+        ("http://a b", ""),
+        ("http://a\x01", ""),
+        ("http://me:secret@a", ""),
+        ("me:secret@a", ""),
+        ("ftp://me:secret@a", ""),
+        ("http://a", "secr\u00e9t-secret"),
+        ("http://a", "secret\n"),
+        ("http://a", "\u65e5secret"),
+    ],
+)
+def test_an_address_or_a_key_that_is_none_is_not_repeated(address: str, key: str) -> None:
+    with pytest.raises(ChatError) as error:
+        Endpoint(address, key)
+    assert error.value.hint
+    assert "secret" not in f"{error.value}{error.value.hint}"
+
+
+def test_a_path_of_other_letters_is_escaped() -> None:
+    assert Endpoint("http://a/\u00fc%20/v1/").base == "http://a/%C3%BC%20/v1"
 
 
 def test_a_pipe_gets_the_answers_alone(url: str) -> None:

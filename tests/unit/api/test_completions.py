@@ -19,8 +19,14 @@ from fairlead_runtime.api.answers.response_bodies import (
     WholeChoice,
 )
 from fairlead_runtime.api.bodies import request_bodies
+from fairlead_runtime.api.bodies.prompts import PreparedRequest
 from fairlead_runtime.api.responses.encoder import ResponseEncoder
-from fairlead_runtime.api.routes.completions import _Generation, _JsonAnswer, _StreamedAnswer
+from fairlead_runtime.api.routes.completions import (
+    _beside,
+    _Generation,
+    _JsonAnswer,
+    _StreamedAnswer,
+)
 from fairlead_runtime.api.routes.eager import run_eagerly
 from fairlead_runtime.api.tools.parts import Part, PlainParser
 from fairlead_runtime.api.tools.reasoning import ReasoningParser
@@ -31,7 +37,7 @@ from fairlead_runtime.front.limits import PromptPool
 from fairlead_runtime.outputs import Output, Take
 from fairlead_runtime.request.logprobs import Logprob
 from fairlead_runtime.request.sequence import Failure, FailureKind, FinishReason, RequestError
-from support.api_harness import asgi, chat
+from support.api_harness import MODEL, asgi, chat, completion
 
 FRAME = Frame(id="x", created=1, model="tiny", top=None, usage=False, token_bytes={})
 
@@ -58,7 +64,7 @@ class Scripted:
 NAMES = {"structured_outputs": "guided_json"}
 
 
-def answered(kind: str, encoder: Any, *outputs: Output) -> tuple[list[Any], bytes]:
+def answered(kind: str, encoder: Any, *outputs: Output, beside: int = 0) -> tuple[list[Any], bytes]:
     """The messages that an answer sends, and its last bytes."""
     sent: list[Any] = []
 
@@ -67,7 +73,7 @@ def answered(kind: str, encoder: Any, *outputs: Output) -> tuple[list[Any], byte
 
     async def go() -> bytes:
         pool = PromptPool()
-        generation = _Generation([Scripted(*outputs)], 1, Usage(prompt=3), NAMES)  # type: ignore[list-item]  # what forward() reads
+        generation = _Generation([Scripted(*outputs)], 1, Usage(prompt=3), NAMES, beside=[beside])  # type: ignore[list-item]  # what forward() reads
         answer = (
             _StreamedAnswer(generation, encoder(replace(FRAME, usage=True)), pool)
             if kind == "stream"
@@ -226,6 +232,30 @@ def test_a_long_whole_answer_is_parsed_and_encoded_outside_the_event_loop(
     _, last = answered("json", encoder, output("a" * characters, FinishReason.STOP))
     assert threads == {thread}
     assert orjson.loads(last)["choices"][0]["message"]["content"] == "a" * characters
+
+
+@pytest.mark.parametrize(("beside", "thread"), [(SHORT - 1, "MainThread"), (SHORT, "encode_0")])
+def test_prompts_that_an_answer_repeats_are_encoded_outside_the_event_loop(
+    beside: int, thread: str
+) -> None:
+    threads: set[str] = set()
+
+    class Spied(PlainParser):
+        def feed(self, text: str) -> list[Part]:
+            threads.add(threading.current_thread().name)
+            return super().feed(text)
+
+    answered("json", partial(_with_parser, Spied), output("a", FinishReason.STOP), beside=beside)
+    assert threads == {thread}
+
+
+def test_what_is_beside_a_choice_is_its_prompts_text_and_ids() -> None:
+    plain = request_bodies.completion(completion(), MODEL)
+    shown = request_bodies.completion(completion(return_token_ids=True), MODEL)
+    ids = ((20, 21, 22), (20,))
+    assert _beside(PreparedRequest(plain, ids, "")) == [0, 0]
+    assert _beside(PreparedRequest(plain, ids, "", ("ab", "cdefg"))) == [2, 5]
+    assert _beside(PreparedRequest(shown, ids, "")) == [3, 1]
 
 
 def _with_parser(parser: Any, frame: Frame) -> ChatEncoder:

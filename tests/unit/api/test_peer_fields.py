@@ -3,14 +3,18 @@ of a known one is refused.
 """
 
 import json
+import re
+import tracemalloc
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
+from fairlead_runtime.api.anthropic import bodies as anthropic
 from fairlead_runtime.api.bodies import field_names, request_bodies
 from fairlead_runtime.api.bodies.harmless_fields import HARMLESS
 from fairlead_runtime.api.bodies.refused_fields import REFUSED
@@ -26,6 +30,7 @@ from support.api_harness import MODEL, FakeService, chat, completion, events, fa
 SOURCES = json.loads((Path(__file__).parents[3] / "scripts" / "peer_fields.json").read_text())
 RESPONSE = {"model": MODEL, "input": "hello"}
 RESPONSE_FIELDS = {*ResponseBody.model_fields, *ChatBody.model_fields} - bodies._REFUSED.keys()
+JSON_TYPE = {"content-type": "application/json"}
 ROUTES: dict[str, tuple[Any, dict[str, Any], set[str]]] = {
     "chat": (request_bodies.chat, chat(), {*ChatBody.model_fields}),
     "completions": (request_bodies.completion, completion(), {*CompletionBody.model_fields}),
@@ -126,9 +131,168 @@ def test_what_a_header_cannot_hold_is_escaped_and_counted() -> None:
     assert shown[-1] == f"+{len(names) - len(shown) + 1}"
 
 
-def test_thousands_of_names_cost_no_time_to_speak_of() -> None:
-    body = completion(**{f"abcdefgh{chr(97 + n % 26)}{n:x}": n for n in range(9000)})
-    assert len(request_bodies.completion(body, MODEL).ignored) <= field_names.MAX_HEADER
+def test_thousands_of_names_cost_little_memory() -> None:
+    body = completion(**{f"abcdefgh{chr(97 + n % 26)}{n:x}": n for n in range(20_000)})
+    messages = [{"role": "user", "content": "x", "a": 1}] * 1024
+    for check, sent in (
+        (request_bodies.completion, body),
+        (request_bodies.chat, chat(messages=messages)),
+    ):
+        check(sent, MODEL)  # what the first one of a process caches
+        tracemalloc.start()
+        try:
+            assert len(check(sent, MODEL).ignored) <= field_names.MAX_HEADER
+            assert tracemalloc.get_traced_memory()[1] < 16 * 1024 * 1024
+        finally:
+            tracemalloc.stop()
+
+
+def test_any_name_at_all_makes_a_valid_header() -> None:
+    async def scenario() -> None:
+        names = ["", " ", "\t", "\r\n", "\0", "%", "%2", "é" * 100, "x" * 9000, '""', ","]
+        async with fake_server() as (server, _), server.client() as client:
+            for name in names:
+                for place in ({name: 1}, {"stream_options": {name: 1}}, {"zz": 1, name: 1}):
+                    content = json.dumps(chat(stream=True) | place)
+                    answer = await client.post(
+                        "/v1/chat/completions", content=content, headers=JSON_TYPE
+                    )
+                    assert answer.status_code == 200, (name, answer.text)
+                    value = answer.headers["fairlead-ignored-fields"]
+                    assert value == value.strip()
+                    assert re.fullmatch(r"[\x21-\x7e]+(, [\x21-\x7e]+)*", value), value
+
+    run(scenario())
+
+
+def test_no_name_is_cut_within_a_character() -> None:
+    for lead in range(4):
+        shown = field_names.listed(["x" * lead + "é" * 100]).decode()
+        assert len(shown) <= field_names.MAX_SHOWN
+        assert unquote(shown, errors="strict") == "x" * lead + "é" * ((64 - lead) // 6)
+
+
+def test_a_slip_has_the_place_in_its_list() -> None:
+    messages = [{"role": "user", "content": "x"}, {"role": "user", "contnt": "x"}]
+    with pytest.raises(ApiError, match=r"did you mean messages\.1\.content\?") as refused:
+        request_bodies.chat(chat(messages=messages), MODEL)
+    assert refused.value.param == "messages.1.contnt"
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("do_samples", "send temperature 0"),
+        ("num_predict", "send max_tokens"),
+        ("typical", "leave it out"),
+    ],
+)
+def test_a_slip_of_a_refused_name_says_what_to_send(name: str, instead: str) -> None:
+    with pytest.raises(ApiError, match=f"not supported; {instead}"):
+        request_bodies.chat(chat(**{name: 0.5}), MODEL)
+
+
+def test_a_slip_of_a_name_that_only_other_routes_refuse_is_one_of_a_field() -> None:
+    with pytest.raises(ApiError, match=r"did you mean tools\?$"):
+        request_bodies.chat(chat(toolss=[]), MODEL)
+
+
+def test_names_of_other_apis_that_look_like_slips_are_ignored_and_named() -> None:
+    messages = [{"role": "user", "content": "x", "context": {}}]
+    for check, body, _ in ROUTES.values():
+        assert check(body | {"models": ["a"]}, MODEL).ignored == b"models"
+    body = chat(messages=messages)
+    assert request_bodies.chat(body, MODEL).ignored == b"messages.context"
+
+
+ITEMS: list[dict[str, Any]] = [
+    {"role": "user", "content": "x"},
+    {
+        "type": "reasoning",
+        "id": "rs_1",
+        "status": "completed",
+        "summary": [],
+        "encrypted_content": None,
+        "content": [{"type": "reasoning_text", "text": "x"}],
+    },
+    {
+        "type": "message",
+        "id": "msg_1",
+        "status": "completed",
+        "role": "assistant",
+        "content": [{"type": "output_text", "text": "x", "annotations": [], "logprobs": []}],
+    },
+    {
+        "type": "function_call",
+        "id": "fc_1",
+        "status": "completed",
+        "call_id": "c",
+        "name": "f",
+        "arguments": "{}",
+    },
+    {
+        "type": "function_call_output",
+        "id": "o",
+        "status": "completed",
+        "call_id": "c",
+        "output": "x",
+    },
+]
+CACHE = {"cache_control": {"type": "ephemeral"}}
+TURNS: list[dict[str, Any]] = [
+    {"role": "user", "content": [{"type": "text", "text": "x", "citations": None} | CACHE]},
+    {
+        "role": "assistant",
+        "content": [
+            {"type": "thinking", "thinking": "x", "signature": "s"},
+            {"type": "redacted_thinking", "data": "d"},
+            {"type": "text", "text": "x"},
+            {"type": "tool_use", "id": "c", "name": "f", "input": {}} | CACHE,
+        ],
+    },
+    {
+        "role": "user",
+        "content": [
+            {
+                "type": "tool_result",
+                "tool_use_id": "c",
+                "is_error": False,
+                "content": [{"type": "text", "text": "x"} | CACHE],
+            }
+            | CACHE
+        ],
+    },
+]
+
+
+def test_each_object_of_a_list_is_read_as_its_type() -> None:
+    response = {"model": MODEL, "input": ITEMS}
+    message = {"model": MODEL, "max_tokens": 4, "messages": TURNS}
+    assert bodies.response(response, MODEL).ignored == b""
+    assert anthropic.message(message, MODEL).ignored == b""
+    odd = [item | {"arguments_2": 1} for item in ITEMS]
+    assert bodies.response(response | {"input": odd}, MODEL).ignored == b"input.arguments_2"
+
+
+@pytest.mark.parametrize(
+    ("place", "slip", "meant"),
+    [(0, "roel", "role"), (2, "contnt", "content"), (3, "argumnts", "arguments")],
+)
+def test_a_slip_in_an_item_is_refused(place: int, slip: str, meant: str) -> None:
+    items = [item | ({slip: 1} if at == place else {}) for at, item in enumerate(ITEMS)]
+    with pytest.raises(ApiError, match=f"did you mean input.{place}.{meant}") as refused:
+        bodies.response(RESPONSE | {"input": items}, MODEL)
+    assert refused.value.param == f"input.{place}.{slip}"
+
+
+def test_a_slip_in_a_block_is_refused() -> None:
+    result = {"type": "tool_result", "tool_use_id": "c", "is_eror": True}
+    turns = [*TURNS[:2], {"role": "user", "content": [result]}]
+    with pytest.raises(
+        ApiError, match=r"did you mean messages\.2\.content\.0\.is_error"
+    ) as refused:
+        anthropic.message({"max_tokens": 4, "messages": turns}, MODEL)
+    assert refused.value.param == "messages.2.content.0.is_eror"
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -252,7 +252,7 @@ def test_any_json_object_can_be_arguments(name: str, arguments: dict[str, Any]) 
         ("think", " \n<think>a < b</think>c ", [Reasoning("a < b"), Content("c ")]),
         ("think", "<think></think>yes", [Content("yes")]),
         ("think", " yes <think>no</think>", [Content(" yes <think>no</think>")]),
-        ("think", "<think>hm </thi", [Reasoning("hm </thi")]),
+        ("think", "<think>hm </thi", [Reasoning("hm")]),
         ("think", "<thi", [Content("<thi")]),
         ("inside", "hm </think> yes", [Reasoning("hm"), Content("yes")]),
         ("inside", "<think>hm", [Reasoning("hm")]),

@@ -1,15 +1,18 @@
 """A child program: whatever it sends and however it ends, its parent notices and keeps nothing."""
 
 import os
+import socket
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fairlead_runtime.child.frames import Codec
+from fairlead_runtime.child.forks import Ending, Forks
+from fairlead_runtime.child.frames import Channel, Codec
 from fairlead_runtime.child.process import Child
-from fairlead_runtime.child.program import ChildLost, ChildProgram
+from fairlead_runtime.child.program import SECRETS, ChildLost, ChildProgram
 
 WITHIN = 300.0  # seconds; a limit for what hangs
 # Answers from the standard input, which is the socket, after the question has come.
@@ -38,6 +41,54 @@ def test_an_answer_comes_back_and_nothing_is_left_of_the_program() -> None:
     assert isinstance(pending.exception(WITHIN), ChildLost)
     assert not Path(f"/proc/{pid}").exists(), "it is left, or as a zombie"
     assert descriptors() == before
+
+
+def test_no_secret_of_the_environment_reaches_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*SECRETS, "OTHER_NAME"):
+        monkeypatch.setenv(name, "secret")
+    tell = "import os; os.read(0, 1 << 16); {}; os.read(0, 1 << 16)"
+    encode = "k = ','.join(os.environ).encode(); m = os.environ.get('OTHER_NAME', '').encode()"
+    codec: Codec[tuple[int, str]] = Codec(tuple[int, str])
+    wanted = codec.encode((1, "yes"))
+    check = f"{encode}; os.write(0, {wanted!r} if m == b'secret' and not any(s.encode() in k for s "
+    check += f"in {sorted(SECRETS)!r}) else b'')"
+    asked: ChildProgram[str, str] = ChildProgram(
+        (sys.executable, "-c", tell.format(check)), "set up", codec, codec
+    )
+    assert asked.ask("first").result(WITHIN) == "yes"
+    asked.close()
+
+
+class Fails:
+    """Work in a fork that raises ``error``; its ending comes back as the answer."""
+
+    seconds, cpu_seconds, memory = WITHIN, 60, 1 << 28
+
+
+@pytest.mark.parametrize(
+    ("error", "ending"), [(RuntimeError, Ending.FAILED), (MemoryError, Ending.CRASHED)]
+)
+def test_a_fork_that_raises_is_told_from_one_without_memory(
+    error: type[Exception], ending: Ending
+) -> None:
+    codec: Codec[tuple[int, str]] = Codec(tuple[int, str])
+
+    def work(_: str) -> str:
+        raise error
+
+    def finish(answer: str | Ending, _: float) -> str:
+        return answer.value if isinstance(answer, Ending) else answer
+
+    forks = Forks(Fails(), codec, work, finish)
+    ours, theirs = socket.socketpair()
+    asking = Channel(ours, codec, codec)
+    asking.send((1, "question"))
+    serving = threading.Thread(target=forks.serve, args=(Channel(theirs, codec, codec),))
+    serving.start()
+    assert asking.receive() == (1, ending.value)
+    ours.close()
+    serving.join(WITHIN)
+    theirs.close()
 
 
 @pytest.mark.parametrize(

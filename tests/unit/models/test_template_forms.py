@@ -94,8 +94,8 @@ PRIVATE = [
         ),
         (
             SHOWN,
-            {"chat_template": "\n{{ raise_exception(messages[0].content) }}"},
-            "chat_template: fails: TemplateError in line 2",
+            {"chat_template": "\n{{ raise_exception('use \\u202e' + 'x' * 999) }}"},
+            r"chat_template: fails: use \u202e" + "x" * 390,
         ),
         (
             SHOWN,

@@ -54,6 +54,32 @@ def test_several_accelerators_and_a_cpu_are_planned_by_flags(
     assert "a CPU's cache takes at most 4 GiB unless numBlocks asks for more" in bound
 
 
+def test_the_memory_of_the_host_is_assumed_for_a_name_and_checked_for_a_resource(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = ["a/b", "--memory", "24Gi", "--config", config]
+    assert main([*name, "--cpu-offload-space", "100"]) == 0
+    out = capsys.readouterr().out
+    row = next(line for line in out.splitlines() if line.startswith("memory of the host:"))
+    needed, of, has, _ = row.removeprefix("memory of the host:").split()
+    assert of == "of"
+    assert 100 < float(needed) <= float(has) < float(needed) + 1
+    assert "FITS: " in out
+    assert "but the host" not in out
+    file = tmp_path / "cr.yaml"
+    gpu = {"accelerator": {"memory": "24Gi"}, "memory": "16Gi"}
+    for memory, code, verdict in (
+        ("16Gi", 1, "DOES NOT FIT THE HOST: "),
+        ("128Gi", 0, "FITS: "),
+    ):
+        resources = gpu | {"memory": memory}
+        file.write_text(yaml.safe_dump(body(resources=resources, cache={"cpuOffloadSpace": 100})))
+        assert main(["-f", str(file), "--config", config]) == code, capsys.readouterr().err
+        out = capsys.readouterr().out
+        assert any(line.startswith(verdict) for line in out.splitlines()), out
+        assert ("set resources.memory to at least" in out) == bool(code)
+
+
 def test_the_table_adds_up(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["a/b", "--memory", "24Gi", "--config", config]) == 0
     table, _, rest = capsys.readouterr().out.partition("\n\n")
@@ -123,6 +149,8 @@ def test_the_hubs_configuration_is_read_only_when_asked_for(
         (["demo:"], "--memory: is missing", "as in 24Gi"),
         (["demo:", "--memory", "80"], "--memory: 80 is 80 bytes: write its unit, as in 80Gi", ""),
         (["demo:", "--memory", "much"], "'much'", ""),
+        (["demo:", "--memory", "24GB"], "--memory: ", ""),
+        (["demo:", "--device", "cpu", "--memory", "24GB"], "--memory: ", ""),
         (["-f", "no.yaml"], "no.yaml: No such file or directory", ""),
         (["-f", "a.yaml", "demo:"], "two ways", "give -f cr.yaml, or MODEL"),
         (["-f", "a.yaml", "--memory", "1Gi"], "--memory: the file of -f says it", "set it there"),

@@ -60,8 +60,28 @@ def test_a_flag_that_is_none_is_refused_with_ours(
         generate.main(["demo:", "--prompt", "hi", flag])
     assert end.value.code == 2
     line = json.loads(capsys.readouterr().err.splitlines()[-1])
-    assert line["message"] == f"unrecognized arguments: {flag}"
+    assert line["message"] == f"unrecognized arguments: {flag.partition('=')[0]}"
     assert line["hint"].startswith(hint)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--api-key", "sk-secret"],
+        ["--api-key=sk-secret"],
+        ["--qqq", "--hf-token", "sk-secret", "more"],
+        ["--ssl-certfile", "sk-secret"],
+    ],
+)
+def test_the_value_of_an_unknown_flag_is_not_shown(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for arguments in (["demo:", "--prompt", "hi", *words], [*words, "demo:"]):
+        with pytest.raises(SystemExit):
+            generate.main(arguments)
+        shown = capsys.readouterr().err
+        assert words[0].partition("=")[0] in shown
+        assert "sk-secret" not in shown
 
 
 def test_the_package_exports_its_names_without_importing_torch() -> None:

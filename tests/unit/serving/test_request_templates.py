@@ -79,6 +79,12 @@ def test_no_template_takes_more_than_its_limits_and_the_next_is_rendered(
     assert templates.render(MESSAGES, (), plain, 10) == "é?"
 
 
+def test_half_of_a_surrogate_pair_is_no_text(templates: RequestTemplates) -> None:
+    for source in (r"{{ '\ud800' }}", r"{{ raise_exception('\ud800') }}"):
+        with pytest.raises(RequestError, match=r"no valid text|fails: \\ud800"):
+            templates.render(MESSAGES, (), TemplateInputs(chat_template=source), 100)
+
+
 def test_a_rendering_that_lacked_the_processor_is_no_verdict() -> None:
     templates = RequestTemplates(tiny.tokenizer(), RenderLimits(seconds=0.0))
     try:

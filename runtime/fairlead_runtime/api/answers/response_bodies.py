@@ -57,6 +57,7 @@ class Frame:
     new_parser: Callable[[], Parser] = PlainParser  # of one choice of a chat
     forced: bool = False  # the request names the tool that must be called
     echo: Mapping[str, Any] = field(default_factory=dict)  # of the request, in a response
+    request_id: str = ""  # of the answer's header; ``id`` may be the body's
 
 
 @dataclass(slots=True)
@@ -80,8 +81,11 @@ class Usage:
 
 @dataclass(slots=True)
 class WholeChoice:
-    """One whole choice, for an answer that is not streamed."""
+    """One whole choice, for an answer that is not streamed. ``beside``: characters of the prompt,
+    and its token ids, that the answer shows with it.
+    """
 
+    beside: int = 0
     outputs: list[Output] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Mapping[int, Logprob]] = field(default_factory=list)
@@ -89,7 +93,7 @@ class WholeChoice:
 
     @property
     def text(self) -> str:
-        return "".join(output.text for output in self.outputs)
+        return "".join(self._texts())
 
     @property
     def last(self) -> Output | None:
@@ -99,7 +103,10 @@ class WholeChoice:
     def short(self) -> bool:
         """Whether it is encoded, and its text parsed, in less than the way to another thread."""
         slow = self.logprobs or self.prompt_logprobs
-        return not slow and sum(len(output.text) for output in self.outputs) <= SHORT
+        return not slow and self.beside + sum(map(len, self._texts())) <= SHORT
+
+    def _texts(self) -> Iterator[str]:
+        return (output.text for output in self.outputs)
 
     def add(self, output: Output) -> None:
         self.outputs.append(output)

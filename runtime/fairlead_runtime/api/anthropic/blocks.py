@@ -15,6 +15,7 @@ MAX_BLOCKS = 1024  # of one content
 # request: in the prompt it would leave nothing of the prefix cache.
 BILLING = "x-anthropic-billing-header:"
 FAILED = "Error: "  # before the result of a call that failed: templates have no other place for it
+THOUGHTS = "reasoning_content"  # of a message; a list of texts until all turns are read
 Name = Annotated[str, Field(max_length=MAX_NAME)]
 Fields = dict[str, Any]
 
@@ -99,6 +100,16 @@ Content = Annotated[
 ]
 
 
+# What clients and our own answers have in blocks beside the fields, and changes no answer.
+SILENT: dict[type, frozenset[str]] = {
+    TextBlock: frozenset({"cache_control", "citations"}),
+    ThinkingBlock: frozenset({"signature"}),
+    RedactedThinkingBlock: frozenset({"data"}),
+    ToolUseBlock: frozenset({"cache_control", "caller"}),
+    ToolResultBlock: frozenset({"cache_control"}),
+}
+
+
 class Turn(StrictBody):
     role: Literal["user", "assistant", "system"]
     content: Content
@@ -130,6 +141,9 @@ def messages_of(turns: Sequence[Turn], system: Sequence[TextBlock] | None) -> li
             _add_answer(_open(messages, "assistant"), turn, f"messages.{place}")
         else:
             _add_words(messages, turn)
+    for message in messages:
+        if THOUGHTS in message:
+            message[THOUGHTS] = "".join(message[THOUGHTS])
     return messages
 
 
@@ -164,8 +178,7 @@ def _add_answer(message: Fields, turn: Turn, path: str) -> None:
             case TextBlock():
                 message["content"].append(_part(block.text))
             case ThinkingBlock():
-                thought = message.get("reasoning_content", "") + block.thinking
-                message["reasoning_content"] = thought
+                message.setdefault(THOUGHTS, []).append(block.thinking)
             case ToolUseBlock():
                 arguments = orjson.dumps(block.input).decode()
                 function = {"name": block.name, "arguments": arguments}

@@ -5,16 +5,21 @@ checked as a chat's, under the names that the client sent.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import FailFast, Field
 
-from fairlead_runtime.api.anthropic.blocks import TAGS, Texts, Turn, continued, messages_of
+from fairlead_runtime.api.anthropic.blocks import SILENT, TAGS, Texts, Turn, continued, messages_of
 from fairlead_runtime.api.bodies import request_bodies
 from fairlead_runtime.api.bodies.messages import MAX_MESSAGES
-from fairlead_runtime.api.bodies.refused_fields import REFUSED, Refused, refuse_fields, unread
+from fairlead_runtime.api.bodies.refused_fields import (
+    Refused,
+    refuse_fields,
+    unread,
+    unsupported,
+)
 from fairlead_runtime.api.bodies.request_bodies import ChatBody, GenerationRequest
 from fairlead_runtime.api.bodies.sent_names import SentNames, without_tags
 from fairlead_runtime.api.bodies.tool_bodies import MAX_TOOLS
@@ -28,6 +33,7 @@ MOST_TEMPERATURE = 1  # of a request, in Anthropic's API
 _REFUSED: dict[str, Refused] = {
     "mcp_servers": Refused(([],), "call the tools of MCP servers from your client"),
     "container": Refused(),
+    "prompt": Refused(instead="send messages"),
     "output_format": Refused(instead="send output_config.format"),
     "n": Refused((1,)),
     "stop": Refused(([],), "send stop_sequences"),
@@ -62,8 +68,17 @@ IGNORED = frozenset(
         "workspace_id",
     }
 )
-# What these routes know beside their own fields: all others that a chat reads or refuses.
-_KNOWN = {*_REFUSED, *IGNORED, *ChatBody.model_fields, *REFUSED}
+# Of a tool, likewise.
+SILENT_IN_TOOLS = frozenset(
+    {
+        "allowed_callers",
+        "cache_control",
+        "defer_loading",
+        "eager_input_streaming",
+        "input_examples",
+        "strict",
+    }
+)
 # What is in ``messages`` has other places than the messages made of it.
 _SENT = SentNames(
     (
@@ -139,6 +154,15 @@ class MessagesBody(CountBody):
 
 BodyT = TypeVar("BodyT", bound=CountBody)
 
+# What a chat refuses is refused here too, by the names of this table first.
+_REFUSED_HERE = unsupported(ChatBody) | _REFUSED
+# What is known beside the fields: those of a chat, and what changes no answer.
+_KNOWN: Mapping[type, Collection[str]] = {
+    **SILENT,
+    MessageTool: SILENT_IN_TOOLS,
+    MessagesBody: {*IGNORED, *ChatBody.model_fields},
+}
+
 
 def check_sent(body: Mapping[str, Any]) -> None:
     """Raises ApiError 400 for a temperature that Anthropic's API does not have. ``body``: as it was
@@ -191,7 +215,7 @@ def _request(
     """``own``: the chat's fields that ``/v1/messages`` has under other names."""
     names = {*MessagesBody.model_fields, *_REFUSED, *IGNORED} - _OF_CHATS
     shared = {name: value for name, value in body.items() if name not in names}
-    ignored = unread(MessagesBody, body, _KNOWN)
+    ignored = unread(MessagesBody, body, _REFUSED_HERE, _KNOWN)
     chat = {**shared, **_as_chat(body, parsed), **own}
     try:
         request = request_bodies.chat(chat, served)

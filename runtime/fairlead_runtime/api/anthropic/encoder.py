@@ -53,8 +53,7 @@ class MessageEncoder:
 
     def failure(self, error: ApiError) -> bytes:
         """An answer that failed after its first byte."""
-        request_id = self._frame.id.partition("_")[2]
-        return _event("error", anthropic_content(error, request_id))
+        return _event("error", anthropic_content(error, self._frame.request_id))
 
     def body_pieces(self, choices: list[WholeChoice], usage: Usage) -> Iterator[bytes]:
         (choice,) = choices
@@ -79,7 +78,8 @@ class MessageEncoder:
         for part in parts:
             self._add(part)
         if output.finish_reason is not None:
-            if not self._blocks:
+            # What was cut before it could show anything has no block.
+            if not self._blocks and output.finish_reason is not FinishReason.LENGTH:
                 self._begin({"type": "text", "text": ""})
             self._close()
 

@@ -6,9 +6,9 @@ Owns the rule for slips and the walk through a body. Reads no value but objects 
 import functools
 import itertools
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 from urllib.parse import quote
 
 from fairlead_runtime.front.errors import invalid
@@ -21,43 +21,67 @@ MAX_TRIED = 32  # unknown names of a body that are compared with the known ones
 TWO_EDITS = 10  # letters of a name that two edits may have changed
 ONE_LETTER = 6  # letters of a name that another letter may have changed
 SHORTEST = 4  # letters of a name that a letter more or less may have changed
+EMPTY = "%22%22"
+# Names of other APIs that look like slips and mean something else: of OpenRouter a list of models
+# to fall back to, of Azure what a message's answer was found in.
+OTHERS = frozenset({"context", "models"})
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
-# Names that nothing reads, by the path to them, with those that are known at their places.
-Unread = Mapping[str, Collection[str]]
+class UnreadName(NamedTuple):
+    """A name that nothing reads. ``shown``: its path; ``place``: the path to its object, with the
+    index in each list and a dot at its end; ``known``: the names that are known there.
+    """
+
+    shown: str
+    place: str
+    name: str
+    known: frozenset[str]
+
+
+_Found = dict[tuple[str, type], UnreadName]
 
 
 def unread_names(
     kind: type[StrictBody],
     body: Mapping[str, Any],
     known: Mapping[type, Collection[str]] = MappingProxyType({}),
-) -> Unread:
+) -> Collection[UnreadName]:
     """The names of values in ``body`` and its objects, null left out, that ``kind`` and the types
-    of the objects do not read. ``known``: by type what else has a meaning there.
+    of the objects do not read, each once for a path and a type. ``known``: by type what else has a
+    meaning there.
     """
-    found: dict[str, Collection[str]] = {}
-    _collect(kind, body, known, "", found)
-    return found
+    found: _Found = {}
+
+    @functools.cache  # thousands of names share one set
+    def known_of(kind: type[StrictBody]) -> frozenset[str]:
+        return frozenset({*_fields(kind), *known.get(kind, ())})
+
+    _collect(kind, body, known_of, "", "", found)
+    return found.values()
 
 
 def _collect(
     kind: type[StrictBody],
     body: Mapping[str, Any],
-    known: Mapping[type, Collection[str]],
-    path: str,
-    found: dict[str, Collection[str]],
+    known_of: Callable[[type[StrictBody]], frozenset[str]],
+    place: str,
+    shown: str,
+    found: _Found,
 ) -> None:
-    fields = _fields(kind)
+    fields, known = _fields(kind), known_of(kind)
     for name, value in body.items():
         if name in fields:
-            objects = value if isinstance(value, list) else [value]
-            for inner in _object_types(kind, fields[name]):
-                for each in objects:
-                    if isinstance(each, dict):
-                        _collect(inner, each, known, f"{path}{name}.", found)
-        elif value is not None and name not in known.get(kind, ()):
-            found.setdefault(path + name, {*fields, *known.get(kind, ())})
+            if not (types := _object_types(kind, fields[name])):
+                continue
+            objects = enumerate(value) if isinstance(value, list) else [("", value)]
+            for number, each in objects:
+                if isinstance(each, dict):
+                    at = f"{place}{name}.{number}." if number != "" else f"{place}{name}."
+                    if (inner := _type_of(types, each)) is not None:
+                        _collect(inner, each, known_of, at, f"{shown}{name}.", found)
+        elif value is not None and name not in known and (shown + name, kind) not in found:
+            found[shown + name, kind] = UnreadName(shown + name, place, name, known)
 
 
 @functools.cache
@@ -72,7 +96,27 @@ def _object_types(kind: type[StrictBody], name: str) -> tuple[type[StrictBody], 
     field = kind.model_fields[name]
     parts = [mark.kind for mark in field.metadata if isinstance(mark, ObjectsOf)]
     kinds = (*_types(field.annotation), *parts)
-    return tuple(kind for kind in kinds if issubclass(kind, StrictBody))
+    return tuple(dict.fromkeys(kind for kind in kinds if issubclass(kind, StrictBody)))
+
+
+def _type_of(kinds: tuple[type[StrictBody], ...], value: Mapping[str, Any]) -> Any:
+    """The type of an object: of several the one with its ``type``, None for none of them."""
+    if len(kinds) == 1:
+        return kinds[0]
+    tag = value.get("type")
+    return _by_tag(kinds).get(tag if isinstance(tag, str) else None)
+
+
+@functools.cache
+def _by_tag(kinds: tuple[type[StrictBody], ...]) -> Mapping[str | None, type[StrictBody]]:
+    """Each by its ``type``; the one that may leave it out by None, too."""
+    tags: dict[str | None, type[StrictBody]] = {}
+    for kind in kinds:
+        field = kind.model_fields["type"]
+        tags |= dict.fromkeys(get_args(field.annotation), kind)
+        if not field.is_required():
+            tags[None] = kind
+    return tags
 
 
 def _types(annotation: Any) -> Iterator[type]:
@@ -82,16 +126,22 @@ def _types(annotation: Any) -> Iterator[type]:
         yield from _types(argument)
 
 
-def refuse_slips(unread: Unread, harmless: Collection[str]) -> None:
+def refuse_slips(
+    unread: Collection[UnreadName], harmless: Collection[str], instead: Mapping[str, str]
+) -> None:
     """Raise ApiError 400 for the first name that is a slip of one that is known at its place; the
-    body's own has those of ``harmless`` fields too.
+    body's own has those of ``harmless`` fields too. ``instead``: by name of a field of the body
+    that is itself refused, what to do.
     """
-    for path, known in itertools.islice(unread.items(), MAX_TRIED):
-        place, dot, name = path.rpartition(".")
-        if path in harmless or not _NAME.fullmatch(path):
+    for _, place, name, known in itertools.islice(unread, MAX_TRIED):
+        path = place + name
+        real = OTHERS if place else {*OTHERS, *harmless}
+        if name in real or not _NAME.fullmatch(path):
             continue
-        if meant := _meant(name, known if dot else {*known, *harmless}):
-            message = f"is not known; did you mean {place}{dot}{meant}?"
+        if meant := _meant(name, known if place else {*known, *harmless}):
+            message = f"is not known; did you mean {place}{meant}?"
+            if not place and meant in instead:
+                message += f" That is not supported; {instead[meant]}"
             raise invalid(path, message, "unsupported_parameter")
 
 
@@ -147,13 +197,26 @@ def listed(names: Collection[str]) -> bytes:
     shown: list[str] = []
     room = MAX_HEADER - len(", +99999")
     for name in names:
-        word = quote(name[:MAX_SHOWN], safe="")[:MAX_SHOWN]
+        word = _word(name)
         room -= len(word) + len(", ")
         if room < 0:
             break
         shown.append(word)
     rest = len(names) - len(shown)
     return ", ".join([*shown, *([f"+{rest}"] if rest else [])]).encode()
+
+
+def _word(name: str) -> str:
+    """At most MAX_SHOWN characters for as many whole ones of a name; an empty one is two quotes:
+    a header's value must not end in a blank.
+    """
+    word = ""
+    for each in name[:MAX_SHOWN]:
+        escaped = quote(each, safe="")
+        if len(word) + len(escaped) > MAX_SHOWN:
+            break
+        word += escaped
+    return word or EMPTY
 
 
 def header_of(value: bytes) -> list[tuple[bytes, bytes]]:

@@ -5,6 +5,7 @@ without effect, as in OpenAI's API; ``unread`` finds it, for the answer's header
 """
 
 from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from fairlead_runtime.api.bodies.field_names import listed, refuse_slips, unread_names
@@ -145,15 +146,26 @@ def refuse_fields(
             raise invalid(path + name, f"is not supported; {instead}", "unsupported_parameter")
 
 
+def unsupported(kind: type[StrictBody]) -> dict[str, Refused]:
+    """Of REFUSED what ``kind`` does not have."""
+    return {name: field for name, field in REFUSED.items() if name not in kind.model_fields}
+
+
 def unread(
-    kind: type[StrictBody], body: Mapping[str, Any], refused: Collection[str] = REFUSED.keys()
+    kind: type[StrictBody],
+    body: Mapping[str, Any],
+    refused: Mapping[str, Refused] = REFUSED,
+    known: Mapping[type, Collection[str]] = MappingProxyType({}),
 ) -> bytes:
     """The names that nothing reads, those of harmless fields among them, as a header's value.
-    Raises ApiError 400 for a slip of a known one.
+    ``known``: by type what else has a meaning there. Raises ApiError 400 for a slip of a known one.
     """
-    names = unread_names(kind, body, {kind: refused, Message: REFUSED_OF_MESSAGES})
-    refuse_slips(names, HARMLESS)
-    return listed(names)
+    own = {*refused, *known.get(kind, ())}
+    names = unread_names(kind, body, {Message: REFUSED_OF_MESSAGES, **known, kind: own})
+    fields = kind.model_fields
+    instead = {name: each.instead for name, each in refused.items() if name not in fields}
+    refuse_slips(names, HARMLESS, instead)
+    return listed(dict.fromkeys(each.shown for each in names))
 
 
 def accept(
@@ -172,5 +184,5 @@ def accept(
         if isinstance(message, dict):
             path = f"messages.{place}."
             refuse_fields(message, Message.model_fields, REFUSED_OF_MESSAGES, path)
-    ignored = unread(kind, body, refused.keys())
+    ignored = unread(kind, body, refused)
     return validated(kind, body), ignored

@@ -14,12 +14,21 @@ from fairlead_runtime.api.state.state import ServerState
 from fairlead_runtime.front.drain import Drain
 from fairlead_runtime.front.errors import ApiError
 from fairlead_runtime.settings.engine_config import flag_of
+from fairlead_runtime.settings.metric_names import TENANT_RUNNING, TENANT_WAITING
 
+_BY_TENANT = (TENANT_WAITING.encode(), TENANT_RUNNING.encode())
 EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
 
 
 async def metrics(state: ServerState) -> Response:
     return Response(await state.loaded().metrics(), media_type=EXPOSITION)
+
+
+async def public_metrics(state: ServerState) -> Response:
+    """Without the series by tenant: one tenant of the public port must not see the others."""
+    lines = (await state.loaded().metrics()).splitlines(keepends=True)
+    shown = b"".join(line for line in lines if not any(name in line for name in _BY_TENANT))
+    return Response(shown, media_type=EXPOSITION)
 
 
 class Admin:

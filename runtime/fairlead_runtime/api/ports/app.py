@@ -17,7 +17,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from fairlead_runtime.api.ports import elsewhere
-from fairlead_runtime.api.ports.admin import Admin, metrics
+from fairlead_runtime.api.ports.admin import Admin, metrics, public_metrics
 from fairlead_runtime.api.ports.health import Probes
 from fairlead_runtime.api.ports.live import LivePicture
 from fairlead_runtime.api.ports.page import CHAT as CHAT_PAGE
@@ -70,7 +70,7 @@ def public_app(state: ServerState, pool: PromptPool, keys: KeyRing | None = None
     app.add_api_route("/version", show_version, methods=["GET"])
     app.add_api_route("/openapi.json", show_document, methods=["GET"])
     if state.public_metrics:
-        app.add_api_route("/metrics", functools.partial(metrics, state), methods=["GET"])
+        app.add_api_route("/metrics", functools.partial(public_metrics, state), methods=["GET"])
     if state.page:
         app.add_api_route(PAGE, Page(CHAT_PAGE).__call__, methods=["GET"])
         app.add_api_route(LIVE, LivePicture(state).__call__, methods=["GET"])
@@ -85,13 +85,12 @@ def public_app(state: ServerState, pool: PromptPool, keys: KeyRing | None = None
         ("/v1/chat/completions", CHAT, "messages"),
         ("/v1/completions", COMPLETIONS, "prompt"),
         ("/v1/responses", RESPONSES, "input"),
-        ("/v1/messages", MESSAGES, ""),  # its bodies look like chats
+        ("/v1/messages", MESSAGES, "system"),
     ):
         route: ASGIApp = EndpointHandler(state, endpoint, pool)
         if state.tracing is not None:
             route = Traced(route, state.tracing)
-        if prompt:
-            by_prompt[prompt] = route
+        by_prompt[prompt] = route
         app.router.routes.append(Route(path, route, methods=["POST"]))
     invocations = Invocations(state, pool, by_prompt)
     app.router.routes.append(Route("/invocations", invocations, methods=["POST"]))

@@ -5,18 +5,23 @@ checked as a chat's, under the names that the client sent.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import Field, field_validator
 
 from fairlead_runtime.api.bodies import request_bodies
-from fairlead_runtime.api.bodies.refused_fields import REFUSED, Refused, refuse_fields, unread
+from fairlead_runtime.api.bodies.refused_fields import (
+    Refused,
+    refuse_fields,
+    unread,
+    unsupported,
+)
 from fairlead_runtime.api.bodies.request_bodies import ChatBody, GenerationRequest
 from fairlead_runtime.api.bodies.sent_names import SentNames, without_tags
 from fairlead_runtime.api.bodies.tool_bodies import ALLOWED, MAX_TOOLS
-from fairlead_runtime.api.responses.items import MAX_ITEMS, Item, messages_of
+from fairlead_runtime.api.responses.items import MAX_ITEMS, SILENT, Item, messages_of
 from fairlead_runtime.front.errors import ApiError, invalid
 from fairlead_runtime.front.strict_body import MAX_NAME, StrictBody, Whole, check_model, validated
 from fairlead_runtime.request.sequence import RequestError
@@ -48,8 +53,6 @@ _REFUSED: dict[str, Refused] = {
     "context_management": Refused(([],)),
     "image": Refused(),
 }
-# What this route knows beside its own fields: all others that a chat reads or refuses.
-_KNOWN = {*_REFUSED, *ChatBody.model_fields, *REFUSED}
 # What is in ``input`` has other places than the messages made of it.
 _SENT = SentNames(
     (
@@ -93,11 +96,17 @@ class ResponseBody(StrictBody):
         return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
+# What a chat refuses is refused here too, by the names of this table first.
+_REFUSED_HERE = unsupported(ChatBody) | _REFUSED
+# What is known beside the fields: those of a chat, and what changes no answer.
+_KNOWN: Mapping[type, Collection[str]] = {**SILENT, ResponseBody: ChatBody.model_fields.keys()}
+
+
 def response(body: Mapping[str, Any], served: str) -> GenerationRequest:
     """Raises ApiError 400, or 404 for a model other than ``served``, and RequestError."""
     check_model(body.get("model"), served)
     refuse_fields(body, (), _REFUSED)
-    ignored = unread(ResponseBody, body, _KNOWN)
+    ignored = unread(ResponseBody, body, _REFUSED_HERE, _KNOWN)
     try:
         parsed = validated(ResponseBody, body)
     except ApiError as error:

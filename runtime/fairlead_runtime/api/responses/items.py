@@ -69,6 +69,17 @@ class ReasoningItem(StrictBody):
     content: list[ReasoningPart] | None = None
 
 
+# What our own answers and OpenAI's have in items beside the fields, and changes no answer.
+_OF_ALL = frozenset({"id", "status"})
+SILENT: dict[type, frozenset[str]] = {
+    MessageItem: _OF_ALL | {"phase"},
+    CallItem: _OF_ALL,
+    ResultItem: _OF_ALL,
+    ReasoningItem: _OF_ALL | {"summary", "encrypted_content"},
+    ReasoningPart: frozenset({"type"}),
+}
+
+
 def _kind(value: Any) -> str | None:
     """The item's type; a message may leave it out."""
     if not isinstance(value, dict):

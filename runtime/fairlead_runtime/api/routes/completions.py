@@ -165,6 +165,7 @@ class EndpointHandler:
                 request.sent_names,
                 prompt_only=request.prompt_only,
                 request_id=request_id,
+                beside=_beside(prepared),
             )
             kind, headers = (_StreamedAnswer, _SSE) if request.stream else (_JsonAnswer, _JSON)
             headers = [*headers, *header_of(request.ignored)]
@@ -211,6 +212,7 @@ class EndpointHandler:
             ),
             forced=request.tools.use.forced is not None,
             echo=request.echo,
+            request_id=request_id,
         )
 
     def _submissions(
@@ -299,6 +301,15 @@ async def _submit(
         raise errors.ApiError(400, str(error), param=error.param, code=code) from None
 
 
+def _beside(prepared: PreparedRequest) -> list[int]:
+    """Of each prompt what its choices show of it: characters, and token ids."""
+    echo = prepared.echo or [""] * len(prepared.prompts)
+    ids = prepared.request.show_token_ids
+    return [
+        len(text) + ids * len(prompt) for text, prompt in zip(echo, prepared.prompts, strict=True)
+    ]
+
+
 def _timed(stream: OutputStream, arrived: float, timeout: float | None) -> OutputStream:
     return stream if timeout is None else TimedStream(stream, arrived + timeout)
 
@@ -312,6 +323,7 @@ class _Generation(NamedTuple):
     sent_names: Mapping[str, str]
     prompt_only: bool = False  # the generated token is no part of the answer
     request_id: str = ""
+    beside: Sequence[int] = (0,)  # by stream, as WholeChoice has it
 
     async def forward(self, take: Callable[[int, Output], Rest | None]) -> None:
         """Let ``take`` have every output with its choice's index among the choices of all prompts;
@@ -377,10 +389,11 @@ class _JsonAnswer:
 
     async def write(self, send: Send) -> bytes:
         """Send the head; return the last bytes of the body."""
-        choices = [WholeChoice() for _ in range(self._generation.n * len(self._generation.streams))]
-        await self._generation.forward(lambda index, output: choices[index].add(output))
+        generation = self._generation
+        choices = [WholeChoice(each) for each in generation.beside for _ in range(generation.n)]
+        await generation.forward(lambda index, output: choices[index].add(output))
         await send({"type": "http.response.start", "status": 200, "headers": self._headers})
-        chunks = self._encoder.body_pieces(choices, self._generation.usage)
+        chunks = self._encoder.body_pieces(choices, generation.usage)
         if all(choice.short for choice in choices):
             return b"".join(chunks)
         piece = await self._pool.encode(_next_piece, chunks)

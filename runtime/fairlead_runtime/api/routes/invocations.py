@@ -13,6 +13,8 @@ from fairlead_runtime.front.errors import invalid
 from fairlead_runtime.front.limits import PromptPool, read_body, while_connected
 from fairlead_runtime.front.strict_json import parse_object
 
+ANTHROPIC = ("system", "anthropic_version")
+
 
 class Invocations:
     """``routes``: by the field that holds its prompt, in the order in which they are looked for."""
@@ -38,11 +40,14 @@ class Invocations:
 
 
 def prompt_field(body: bytes, fields: list[str]) -> str:
-    """The first of ``fields`` that the body has. Raises ApiError."""
+    """The first of ``fields`` that the body has; "system" for a chat of Anthropic's API, by what no
+    other chat has. Raises ApiError.
+    """
     sent = parse_object(body)
     for field in fields:
         if sent.get(field) is not None:
-            return field
+            anthropic = any(sent.get(name) is not None for name in ANTHROPIC)
+            return "system" if field == "messages" and anthropic else field
     raise invalid(
         fields[0],
         f"is missing: send {fields[0]} (a chat), prompt (a completion) or input (a response)",

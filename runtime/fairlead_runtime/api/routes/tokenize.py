@@ -145,7 +145,7 @@ def detokenize(body: bytes, served: str, backend: Backend) -> Answer:
     """Raises ApiError, also for an id that the tokenizer does not have."""
     fields = parse_object(body)
     check_model(fields.get("model"), served)
-    ignored = unread(DetokenizeBody, fields, ())
+    ignored = unread(DetokenizeBody, fields, {})
     ids = validated(DetokenizeBody, fields).tokens
     for place, token in enumerate(ids):
         if not _known(backend.encoder.tokenizer, token):

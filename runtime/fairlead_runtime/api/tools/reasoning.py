@@ -56,9 +56,8 @@ class ReasoningParser:
         return place + len(run)
 
     def finish(self) -> list[Part]:
-        if self._state == self._reasoning and self._mark:
-            self._write(self._pending + self._mark)
-        elif self._state == self._before:
+        # The beginning of the mark that ends thoughts is none of them: a budget may have forced it.
+        if self._state == self._before:
             self._pass(self._pending + self._mark)
         return [*self._take(), *self._answer.finish()]
 
