@@ -92,7 +92,7 @@ def save(name: str, dtype: torch.dtype, folder: Path) -> models.Size:
 def weights_made_on(name: str, dtype: torch.dtype, device: torch.device) -> Iterator[None]:
     """Inside it the engine's reading of weights makes them."""
 
-    def read(_inspected: object, **_: bool) -> PreTrainedModel:
+    def read(_inspected: object, *_: object, **__: object) -> PreTrainedModel:
         return make(name, dtype, device, "eager")
 
     with replaced(loading, "_read_weights", read):

@@ -40,8 +40,8 @@ MESSAGES: Codec[Any] = Codec(dict[str, Any] | Copies | Forward)
 SPLIT = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt_neox", "qwen3_moe"),
     *("mixtral", "llama_dynamic", "gemma", "granite", "cohere", "starcoder2", "apertus", "arcee"),
-    *("cohere2", "ernie4_5", "exaone4", "helium", "ministral", "nemotron", "olmo", "phi"),
-    *("seed_oss", "smollm3"),
+    *("cohere2", "ernie4_5", "exaone4", "helium", "ministral", "ministral3", "nemotron"),
+    *("olmo", "phi", "seed_oss", "smollm3"),
 )
 
 

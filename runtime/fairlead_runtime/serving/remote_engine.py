@@ -206,8 +206,8 @@ class RemoteEngine:
                 if not self._loaded.done():
                     self._loaded.set_result(message)
             case wire.Refused():
-                self._refused = True  # its end is no news
                 if not self._loaded.done():
+                    self._refused = True  # its end is no news
                     self._loaded.set_exception(message.error)
             case wire.Gone(reason):
                 self._lose(reason)

@@ -53,7 +53,7 @@ OTHER_MLP = "its MLP is not two or three matrices"
 ROPE = "are not projected and rotated as Llama's or GLM's"
 REFUSED: dict[str, str] = {
     **dict.fromkeys(("olmo", "olmo2", "olmo3", "exaone4", "gemma3n_text"), NO_NORM),
-    **dict.fromkeys(("gpt_oss", "hunyuan_v1_dense"), ROPE),
+    **dict.fromkeys(("gpt_oss", "hunyuan_v1_dense", "ministral3"), ROPE),
     **dict.fromkeys(("apertus", "qwen3_moe", "mixtral", "granitemoe"), OTHER_MLP),
     **dict.fromkeys(("qwen2_moe", "phimoe"), OTHER_MLP),
     "olmoe": "it computes with OlmoeRMSNorm",

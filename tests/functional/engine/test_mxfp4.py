@@ -103,11 +103,11 @@ def test_what_does_not_serve_it_is_refused_by_plan_and_start_in_the_same_words(
     words = "quantization: int8, but the checkpoint's weights are mxfp4 already"
     with pytest.raises(PlanError, match=f"^spec.engine.{words}"):
         plan_of(config, pod.resource("2Gi", engine={"quantization": "int8"}))
-    with pytest.raises(ConfigError, match=f"^--{words}"):
+    with pytest.raises(ConfigError, match=f"^{words}"):
         pod.start(quantized, EngineConfig(quantization="int8"), 2 * GIB)
-    with pytest.raises(ConfigError, match=r"^--tensor-parallel: .*no plan to split 'gpt_oss'"):
+    with pytest.raises(ConfigError, match=r"^tensor_parallel: .*no plan to split 'gpt_oss'"):
         pod.start(quantized, EngineConfig(tensor_parallel=2), 2 * GIB)
-    with pytest.raises(ConfigError, match=r"^--deterministic: "):
+    with pytest.raises(ConfigError, match=r"^deterministic: "):
         pod.start(quantized, EngineConfig(deterministic=True), 2 * GIB)
-    with pytest.raises(ConfigError, match=r"^--max-memory-percent: .*experts are held in float32"):
+    with pytest.raises(ConfigError, match=r"^max_memory_percent: .*experts are held in float32"):
         pod.start(quantized, EngineConfig(dtype="float32"), GIB // 2)

@@ -376,14 +376,15 @@ def test_a_revision_that_is_no_commit_is_warned_of_with_the_commit_that_it_names
     hub: Hub,
     repository: Repository,
     tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
     revision: str,
     warned: str,
 ) -> None:
     repository.refs["v1"] = OTHER
     args = [f"hf://{NAME}", "--admin-port=0", f"--revision={revision}"]
     assert command.main(args, hub.environ(tmp_path)) == 0
-    warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    warnings = [line["message"] for line in lines if line["level"] == "WARNING"]
     assert len(warnings) == bool(warned)
     for warning in warnings:
         assert warned in warning

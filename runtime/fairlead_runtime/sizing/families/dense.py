@@ -179,6 +179,7 @@ DENSE: Mapping[str, Family] = {
     ),
     "ministral3": Family(
         defaults(131072, 4096, 14336, 34, 32, 262144, num_key_value_heads=8, head_dim=128),
+        fuses=False,  # queries are scaled by their positions
         window="all",
     ),
     "olmo": Family(
