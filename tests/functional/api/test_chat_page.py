@@ -422,9 +422,9 @@ def test_a_key_is_asked_for_and_kept_in_the_tab_alone(keys: KeyRing) -> None:
 def test_a_server_that_loads_is_no_fault() -> None:
     with tab() as page, serve("demo:", "--page=on", prepare=never_loads) as server:
         server.until_logged("admin port: ")
-        for port in ("public", "admin"):
+        for port, state in (("public", "still loading"), ("admin", "starting")):
             page.call("Page.navigate", url=server.ports[port] + "/")
-            page.until("document.getElementById('state')?.textContent.includes('still loading')")
+            page.until(f"document.getElementById('state')?.textContent.includes('{state}')")
             assert page.value("document.getElementById('state').className") == "wait"
         assert page.value("document.getElementById('model').textContent") == "demo:"
 
