@@ -340,7 +340,7 @@ BUGS = (
     PackageBug(
         "values that are keys' product have a matrix, too",
         "fairlead_runtime.sizing.parameters:_attention",
-        "heads.kv * heads.dim if heads.one_product else heads.width",
+        "kv if heads.one_product else heads.width",
         "heads.width",
         ("unit/sizing/test_shape.py",),
     ),

@@ -174,13 +174,12 @@ def has_flat_norm(s: ConfigReader, family: Family) -> bool:
 def _attention(
     s: ConfigReader, family: Family, heads: LayerHeads, *, keeps: bool
 ) -> ParameterCount:
-    hidden, q, kv = s.integer("hidden_size"), heads.query * heads.dim, heads.kv * heads.dim
+    hidden, q, kv = s.integer("hidden_size"), heads.query_width, heads.key_width
     bias = s.flag_or_constant(family.qkv_bias)
-    made = heads.kv * heads.dim if heads.one_product else heads.width
+    made = kv if heads.one_product else heads.width
     keys = _columns(hidden, made, bias=bias) if keeps else ParameterCount()
     count = _columns(hidden, q, bias=bias) + replace(keys, sharded=0, kv=keys.sharded)
-    attended = heads.query * heads.value_dim
-    count += _rows(attended, hidden, bias=s.flag_or_constant(family.out_bias))
+    count += _rows(heads.attended_width, hidden, bias=s.flag_or_constant(family.out_bias))
     if family.qk_norm and (not family.qk_norm_if or s.flag(family.qk_norm_if)):
         normed = (heads.dim, heads.dim) if family.qk_norm == "head" else (q, kv)
         weights = sum(normed) if keeps else normed[0]

@@ -181,7 +181,7 @@ class ModelShape:
             hidden=hidden,
             beside_width=beside,
             mlp_width=max(inside, *(width for _, width, _ in counts)),
-            slab_width=0 if unfused else _slab_width(s, family, max(inners)),
+            slab_width=_slab_width(s, family, max(inners)) if family.fuses and not unfused else 0,
             logit_copies=2 if s.get("final_logit_softcapping") is not None else family.logit_copies,
             unfused=unfused,
             explicit_scores=family.sinks
@@ -303,9 +303,7 @@ def _unfused(family: Family, heads: Sequence[LayerHeads], *, experts: bool) -> s
         return "experts"
     if is_mixed(heads) or heads[0].value_dim != heads[0].dim:
         return "layers with heads of several sizes"
-    if family.fuses:
-        return ""
-    return "layers with inputs of their own" if family.layer_inputs else "layers of this family"
+    return "layers with inputs of their own" if family.layer_inputs else ""
 
 
 def _held(windows: Sequence[int | None], sources: Sequence[int]) -> Iterable[int]:

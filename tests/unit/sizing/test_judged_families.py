@@ -11,6 +11,8 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
 
 from fairlead_runtime.models import families
+from fairlead_runtime.settings.engine_config import EngineConfig
+from fairlead_runtime.sizing.checkpoint_formats import check_stored
 from fairlead_runtime.sizing.config_json import ShapeError, family_named
 from fairlead_runtime.sizing.families.judged import SIZED
 from fairlead_runtime.sizing.families.refusals import REFUSED
@@ -207,3 +209,11 @@ def test_values_of_no_model_are_refused_by_name(
 ) -> None:
     with pytest.raises(ShapeError, match=field):
         ModelShape.from_config({"model_type": name} | change)
+
+
+def test_a_family_that_no_kernel_for_cpus_fuses_is_not_refused_for_gpus_in_int8() -> None:
+    """Those fuse its layers around their MLP."""
+    shape = ModelShape.from_config({"model_type": "apertus"})
+    assert shape.slab_width == 0
+    engine = EngineConfig(quantization="int8")
+    assert check_stored(engine, "", "bfloat16", "cuda", unfused=shape.unfused) == engine
