@@ -93,8 +93,9 @@ def _shown(view: RequestView) -> dict[str, Any]:
 
 def _map(cache: CacheView, own: set[str] | None) -> dict[str, Any]:
     if own is not None:
-        names = [name for name in cache.requests if name in own]
-        numbers = {cache.requests.index(name): place for place, name in enumerate(names)}
+        kept = [number for number, name in enumerate(cache.requests) if name in own]
+        names = (cache.requests[number] for number in kept)
+        numbers = {number: place for place, number in enumerate(kept)}
         runs = _joined(_anonymous(run, numbers) for run in cache.blocks)
         cache = replace(cache, requests=tuple(names), blocks=tuple(runs))
     return {field.name: getattr(cache, field.name) for field in dataclasses.fields(cache)}
