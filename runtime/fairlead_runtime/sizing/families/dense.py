@@ -1,14 +1,31 @@
 """Families that the self-test judges, without experts and with RMS norms: by what the plan sizes
 them from ``config.json`` alone.
 
-Owns the rows of these.
-Tests hold each row against transformers' class on the meta device.
+Owns the rows of these. Tests hold each row against transformers' class on the meta device.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from fairlead_runtime.sizing.families.patterns import first_of_four, never
 from fairlead_runtime.sizing.family_table import ATTENTION_BIAS, Family, defaults
+
+_GLM = Family(
+    defaults(
+        151552,
+        4096,
+        13696,
+        40,
+        32,
+        131072,
+        num_key_value_heads=2,
+        head_dim=128,
+        attention_bias=True,
+    ),
+    shardable=False,
+    qkv_bias="attention_bias",
+    mlp_copies=4,
+)
 
 DENSE: Mapping[str, Family] = {
     "apertus": Family(
@@ -77,39 +94,8 @@ DENSE: Mapping[str, Family] = {
         window="types",
         full_every="sliding_window_pattern",
     ),
-    "glm": Family(
-        defaults(
-            151552,
-            4096,
-            13696,
-            40,
-            32,
-            131072,
-            num_key_value_heads=2,
-            head_dim=128,
-            attention_bias=True,
-        ),
-        shardable=False,
-        qkv_bias="attention_bias",
-        mlp_copies=4,
-    ),
-    "glm4": Family(
-        defaults(
-            151552,
-            4096,
-            13696,
-            40,
-            32,
-            131072,
-            num_key_value_heads=2,
-            head_dim=128,
-            attention_bias=True,
-        ),
-        shardable=False,
-        qkv_bias="attention_bias",
-        mlp_copies=4,
-        norms=4,
-    ),
+    "glm": _GLM,
+    "glm4": replace(_GLM, norms=4),
     "helium": Family(
         defaults(48000, 2560, 7040, 24, 20, 4096, num_key_value_heads=20, head_dim=128),
         qkv_bias="attention_bias",
