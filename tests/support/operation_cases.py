@@ -290,9 +290,12 @@ class Int4Case:
 
 
 def int4_matrix(rows: int, columns: int, groups: int, order: Tensor | None = None) -> Int4Matrix:
-    """Random integers of 4 bits, with scales that float16 holds and zero points up to 15."""
+    """Random integers of 4 bits, with zero points up to 15 and scales that are normal numbers of
+    float16, times 0.3 too: a smaller one, which it holds in few bits, moves a row beyond TOLERANCE.
+    """
     bits = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8)
-    scales = torch.randn(rows, groups).half().float()
+    scales = torch.randn(rows, groups)
+    scales = scales.abs().clamp(min=2**-10).copysign(scales).half().float()
     zeros = torch.randint(0, 16, (rows, groups), dtype=torch.uint8)
     return Int4Matrix("int4", bits, scales, zeros, order)
 
