@@ -24,7 +24,7 @@ from fairlead_runtime.cache.prefix import (
     root,
 )
 from fairlead_runtime.request.sequence import Request, Sequence
-from fairlead_runtime.sizing.groups import NULL, LayerGroup
+from fairlead_runtime.sizing.groups import NULL, LayerGroup, pool_units
 
 Pairs = list[tuple[int, int]]
 
@@ -54,12 +54,18 @@ class PagedCache:
         sharing: bool,
         host_units: int,
         identity: bytes,
+        state_units: int = 0,
+        state_versions: int = 2,
     ) -> None:
         self.groups = tuple(groups)
+        self.state_units = state_units  # of one version of a sequence's states; 0: it has none
+        self.state_versions = state_versions
         self.block_size = block_size
         self.sharing = sharing
         self.identity = identity
-        self.pool = BlockPool(num_blocks * len(groups), len(groups))
+        # The units of a state that can be found again are content as blocks are: the i-th is that
+        # of a group beyond those of the layers with keys.
+        self.pool = BlockPool(pool_units(num_blocks, len(groups)), len(groups) + state_units)
         self.host = HostPool(host_units)
         # By id, the last look of a waiting sequence that found something.
         self._hits: dict[int, Hit] = {}

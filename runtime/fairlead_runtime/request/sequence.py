@@ -328,7 +328,11 @@ class Sequence:
     preemptions: int = 0
     # one per layer group: block ids, NULL where freed
     tables: list[list[int]] = field(default_factory=list)
-    # the same for units in host memory; empty unless offloaded
+    # Of a model with states, its versions: the units of each, in order. A step reads one and writes
+    # the next, so that it can be repeated; ``turn`` counts the steps of it that are collected.
+    states: list[list[int]] = field(default_factory=list)
+    turn: int = 0
+    # the tables for units in host memory, and last the units of the state; empty unless offloaded
     host: list[list[int]] = field(default_factory=list)
     # digests of its leading full blocks, as far as hashed yet, one after another
     hashes: bytearray = field(default_factory=bytearray)
@@ -385,6 +389,21 @@ class Sequence:
             and not self.choice
             and self.scored < len(self.request.prompt) - 1
         )
+
+    @property
+    def holds_units(self) -> bool:
+        """Whether it has units of the device's pool."""
+        return bool(self.tables or self.states)
+
+    def state_source(self) -> list[int]:
+        """The units of the state that its next step reads, after those in flight. A step from token
+        0 on reads none: whatever lies there, it begins from zeros.
+        """
+        return self.states[(self.turn + self.steps_in_flight) % len(self.states)]
+
+    def state_target(self) -> list[int]:
+        """The units that this step writes its state to, which nobody else reads."""
+        return self.states[(self.turn + self.steps_in_flight + 1) % len(self.states)]
 
     def launch(self, count: int, *, samples: bool) -> None:
         """A step that computes ``count`` of its tokens is in flight."""

@@ -34,6 +34,12 @@ class Limits:
     allow_block_sharing: bool = True
     offload_units: int = 0  # 0: a preempted sequence is always recomputed
     prefill_beside_decodes: int = 0  # 0: no bound but max_batch_tokens
+    # Of a model with states: the units of one version, how many versions a running sequence has
+    # (two, or three where a step may be in flight), and the tokens that the cache holds of one
+    # sequence beside them; None: num_blocks * block_size.
+    state_units: int = 0
+    state_versions: int = 2
+    cache_tokens: int | None = None
 
     @classmethod
     def of(
@@ -44,9 +50,12 @@ class Limits:
         max_model_len: int,
         offload_units: int = 0,
         prefill_beside_decodes: int = 0,
+        state_units: int = 0,
+        state_versions: int = 2,
+        cache_tokens: int | None = None,
     ) -> Self:
-        """The limits of a configuration, of the three numbers that sizing solved and of the
-        device's bound on prompts.
+        """The limits of a configuration, of the numbers that sizing solved and of the device's
+        bound on prompts.
         """
         return cls(
             policy=config.scheduler_type,
@@ -59,12 +68,17 @@ class Limits:
             allow_block_sharing=config.allow_block_sharing,
             offload_units=offload_units,
             prefill_beside_decodes=prefill_beside_decodes,
+            state_units=state_units,
+            state_versions=state_versions,
+            cache_tokens=cache_tokens,
         )
 
     @property
     def capacity(self) -> int:
         """The most tokens, prompt plus output, of one request; a longer one is refused."""
-        return min(self.max_model_len, self.num_blocks * self.block_size)
+        tokens = self.cache_tokens
+        held = self.num_blocks * self.block_size if tokens is None else tokens
+        return min(self.max_model_len, held)
 
 
 class Row(NamedTuple):

@@ -82,6 +82,8 @@ class Scheduler:
             sharing=limits.allow_block_sharing,
             host_units=limits.offload_units,
             identity=identity,
+            state_units=limits.state_units,
+            state_versions=limits.state_versions,
         )
         self.state = State(limits, cache, POLICIES[limits.policy]())
         self._live: dict[int, Sequence] = {}

@@ -3,7 +3,7 @@
 Owns how layers become groups, after vLLM's hybrid cache manager and Jenga (arXiv:2503.18292): every
 group draws blocks of the same bytes from one shared pool, so blocks that window layers free serve
 full layers too. A layer that reads another one's keys and values has no slot of its own: it reads
-that layer's. Knows neither blocks nor sequences.
+that layer's; one without attention is in no group. Knows neither blocks nor sequences.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from fairlead_runtime.sizing.arithmetic import ceil_div
 
 NULL = -1  # a table entry whose block the window has freed
+NO_KEYS = -1  # the source of a layer that neither keeps keys nor reads another one's
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +41,9 @@ def group_layers(
     sources: Sequence[int] | None = None,
 ) -> tuple[LayerGroup, ...]:
     """Split the layers that keep keys, given each layer's window and width (None: all alike), into
-    groups that take one unit of the pool a block. ``sources``: by layer the one whose keys it
-    reads, its own number where it keeps them; None: all keep theirs.
+    groups that take one unit of the pool a block; none where no layer keeps keys. ``sources``: by
+    layer the one whose keys it reads, its own number where it keeps them, NO_KEYS where it has no
+    attention; None: all keep theirs.
 
     A unit is as wide as possible while the empty places (units' widths together, less the layers')
     are at most an eighth of what the layers keep: few groups mean few tables, and empty places
@@ -62,8 +64,10 @@ def group_layers(
         width = 1 if widths is None else widths[layer]
         if source == layer:
             layers_of.setdefault((window, width), []).append(layer)
-        else:
+        elif source != NO_KEYS:
             readers.setdefault(source, []).append(layer)
+    if not layers_of:
+        return ()
     unit = _unit_width(layers_of)
     groups: list[LayerGroup] = []
     for (window, width), layers in layers_of.items():
@@ -78,11 +82,11 @@ def group_layers(
 
 
 def check_sources(windows: Sequence[int | None], sources: Sequence[int]) -> None:
-    """Raise ValueError unless every layer reads its own keys or those of an earlier layer that
-    keeps them, as long as this one sees them.
+    """Raise ValueError unless every layer with attention reads its own keys or those of an earlier
+    layer that keeps them, as long as this one sees them.
     """
     for layer, source in enumerate(sources):
-        if source == layer:
+        if source in (layer, NO_KEYS):
             continue
         if not 0 <= source < layer or sources[source] != source:
             raise ValueError(f"layer {layer} reads the keys of layer {source}, which keeps none")
@@ -114,4 +118,9 @@ def _unit_width(layers_of: Mapping[tuple[int | None, int], Sequence[int]]) -> in
 
 def unit_width(groups: Sequence[LayerGroup]) -> int:
     """Elements of one token's keys and values that a unit holds: those of the widest group."""
-    return max(len(group.layers) * group.width for group in groups)
+    return max((len(group.layers) * group.width for group in groups), default=0)
+
+
+def pool_units(num_blocks: int, groups: int) -> int:
+    """Units of the pool: a block has one for each group; without any it is one unit, for states."""
+    return num_blocks * max(1, groups)

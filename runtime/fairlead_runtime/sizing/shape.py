@@ -7,7 +7,7 @@ builds them. Reads one mapping; never a file, a network or torch.
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fairlead_runtime.sizing.checkpoint_formats import published
@@ -22,7 +22,7 @@ from fairlead_runtime.sizing.config_json import (
     longest_text,
 )
 from fairlead_runtime.sizing.family_table import FAMILIES, UNKNOWN_DENSE, UNKNOWN_EXPERTS, Family
-from fairlead_runtime.sizing.groups import LayerGroup, group_layers
+from fairlead_runtime.sizing.groups import NO_KEYS, LayerGroup, group_layers
 from fairlead_runtime.sizing.layer_heads import LayerHeads, check_types, heads_of, is_mixed, widest
 from fairlead_runtime.sizing.parameters import (
     ParameterCount,
@@ -34,6 +34,7 @@ from fairlead_runtime.sizing.parameters import (
     layer_input_width,
     layers_with_keys,
 )
+from fairlead_runtime.sizing.states import StatePart
 from fairlead_runtime.sizing.stored import (
     KEY,
     MXFP4_BLOCK,
@@ -51,6 +52,8 @@ MOST_PARAMETERS = 1 << 50  # their bytes are numbers that a status takes
 class ModelShape:
     """Sizes of one model. All counts are elements; ``windows`` has one entry per layer, None for
     full attention, and ``sources`` the layer whose keys it reads, its own where it keeps them.
+    Layers without attention have NO_KEYS there and no window; ``states`` has, by its number, what a
+    layer keeps of a sequence beside keys or instead of them.
     """
 
     model_type: str
@@ -101,6 +104,7 @@ class ModelShape:
     # Of the parameters: what ranks divide evenly, and what they divide by key-value heads.
     sharded_parameters: int
     kv_parameters: int
+    states: Mapping[int, tuple[StatePart, ...]] = field(default_factory=dict)
 
     @property
     def kv_width(self) -> int:
@@ -114,7 +118,7 @@ class ModelShape:
     @property
     def kept_width(self) -> int:
         """Elements of one token's keys and values in all layers that keep theirs."""
-        return sum(self.kv_widths[layer] for layer in {*self.sources})
+        return sum(self.kv_widths[layer] for layer in {*self.sources} - {NO_KEYS})
 
     @property
     def groups(self) -> tuple[LayerGroup, ...]:

@@ -18,6 +18,7 @@ from fairlead_runtime.sizing.graph_sizes import graph_bytes, may_capture, plan_b
 from fairlead_runtime.sizing.groups import LayerGroup
 from fairlead_runtime.sizing.offload_space import Staging, units_of
 from fairlead_runtime.sizing.shape import ModelShape
+from fairlead_runtime.sizing.states import StateLayout, aligned
 from fairlead_runtime.sizing.traffic import Traffic
 
 GIB = 1 << 30
@@ -167,10 +168,33 @@ def list_room(vocabulary: int) -> int:
 
 def unit_bytes(shape: ModelShape, config: EngineConfig, groups: Sequence[LayerGroup]) -> int:
     """Bytes that one accelerator holds of ``block_size`` tokens in the layers of one group: those
-    of the widest, so a unit serves every group.
+    of the widest, so a unit serves every group. Tensors of states may begin at a unit; where no
+    layer keeps keys it is a whole state.
     """
+    if not groups:
+        return state_layout(shape, config).nbytes
     token = max(sum(_kv_width(shape, config, layer) for layer in g.layers) for g in groups)
-    return token * config.block_size * cache_bytes_of(shape, config)
+    unit = token * config.block_size * cache_bytes_of(shape, config)
+    return aligned(unit) if shape.states else unit
+
+
+def state_layout(shape: ModelShape, config: EngineConfig) -> StateLayout:
+    """Where each tensor of a sequence's state lies."""
+    return StateLayout.of(shape.states, dtype_of(shape, config))
+
+
+def state_units(shape: ModelShape, config: EngineConfig, groups: Sequence[LayerGroup]) -> int:
+    """Units of one version of a sequence's state."""
+    if not shape.states:
+        return 0
+    return state_layout(shape, config).units(unit_bytes(shape, config, groups))
+
+
+def state_versions(config: EngineConfig, kind: str) -> int:
+    """Versions that a running sequence has of its state: a step reads one and writes another, and
+    a third takes what a step writes that is planned while one is in flight.
+    """
+    return 3 if kind == "cuda" and config.async_batching != "off" else 2
 
 
 def _kv_width(shape: ModelShape, config: EngineConfig, layer: int) -> int:

@@ -27,7 +27,7 @@ from fairlead_runtime.cache.prefix import (
     root,
 )
 from fairlead_runtime.request.sequence import Request, SamplingParams, Sequence
-from fairlead_runtime.sizing.groups import NULL, LayerGroup, group_layers, unit_width
+from fairlead_runtime.sizing.groups import NO_KEYS, NULL, LayerGroup, group_layers, unit_width
 from support.full import LONG_FORM
 
 
@@ -124,7 +124,7 @@ def test_layers_without_keys_have_no_slot_and_read_that_of_their_source() -> Non
         ([None, None], [0, 2], "keeps none"),
         ([None, None], [1, 1], "keeps none"),
         ([None, None, None], [0, 0, 1], "keeps none"),
-        ([None, None], [0, -1], "keeps none"),
+        ([None, None], [0, -2], "keeps none"),
         ([8, None], [0, 0], "with window None, reads the keys of layer 0, with window 8"),
         ([None, 8], [0, 0], "with window 8"),
     ],
@@ -134,6 +134,13 @@ def test_keys_that_are_not_there_cannot_be_read(
 ) -> None:
     with pytest.raises(ValueError, match=problem):
         group_layers(windows, sources=sources)
+
+
+def test_a_layer_without_attention_is_in_no_group() -> None:
+    """Layers that keep a state, or nothing, beside layers with keys, or alone."""
+    groups = group_layers([None, None, 8, None], [0, 6, 6, 0], [NO_KEYS, 1, 2, NO_KEYS])
+    assert [(g.window, g.layers, g.readers) for g in groups] == [(None, (1,), ()), (8, (2,), ())]
+    assert group_layers([None, None], [0, 0], [NO_KEYS, NO_KEYS]) == ()
 
 
 @pytest.mark.parametrize("windows", [[], [0], [None, -3]])
