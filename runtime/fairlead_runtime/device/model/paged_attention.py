@@ -21,6 +21,7 @@ from fairlead_kernels.interface.attention import AttentionBackend, LayerSpec
 from fairlead_kernels.interface.cache_write import write
 from fairlead_runtime.device.memory.storage import CacheStorage
 from fairlead_runtime.device.model.batch import Batch
+from fairlead_runtime.device.model.state_layers import StateMixer, StateStep, step_of
 
 # transformers treats names with "flash", "/" or "paged|" as its own kernels.
 NAME = "fairlead_paged"
@@ -41,6 +42,10 @@ class ForwardPass(Protocol):
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: "AttentionCall"
     ) -> Tensor:
         """query, key, value [T, heads, dim] of one layer → [T, query heads, value dim]."""
+        ...
+
+    def mix(self, layer: int, mixer: StateMixer, hidden: Tensor) -> Tensor:
+        """Hidden states [1, T, hidden] of one layer that keeps a state → the same shape."""
         ...
 
 
@@ -79,6 +84,12 @@ class CachedPass(ABC):
     @abstractmethod
     def attend_cached(self, layer: int, query: Tensor, call: AttentionCall) -> Tensor:
         """Query [T, heads, dim] over the layer's cache → [T, query heads, value dim]."""
+
+    def mix(self, layer: int, mixer: StateMixer, hidden: Tensor) -> Tensor:
+        """Hidden states [1, T, hidden] of one layer that keeps a state → the same shape. Raises
+        RuntimeError in a pass that has no states.
+        """
+        raise RuntimeError(f"layer {layer} keeps a state, and this pass has none")
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
@@ -149,7 +160,8 @@ def _packed(x: Tensor) -> Tensor:
 class GroupedPass(CachedPass):
     """One step over the cache: keys and values go into their slots.
 
-    ``groups``: per layer group the plan of attention and the slots int64 [T].
+    ``groups``: per layer group the plan of attention and the slots int64 [T]. ``states``: those of
+    its rows, of a model that keeps some.
     """
 
     def __init__(
@@ -158,11 +170,13 @@ class GroupedPass(CachedPass):
         backend: AttentionBackend,
         groups: Sequence[tuple[Any, Tensor]],
         keep: Tensor,
+        states: StateStep | None = None,
     ) -> None:
         self.cache = cache
         self.backend = backend
         self.groups = groups
         self.keep = keep
+        self.states = states
 
     def cached(self, layer: int) -> CachedLayer:
         keys, values, group = self.cache.layer(layer)
@@ -172,6 +186,11 @@ class GroupedPass(CachedPass):
         keys, values, group = self.cache.layer(layer)
         spec = spec_of(call, self.cache.groups[group].window)
         return self.backend.run(self.groups[group][0], query, keys, values, spec)
+
+    def mix(self, layer: int, mixer: StateMixer, hidden: Tensor) -> Tensor:
+        if self.states is None:
+            return super().mix(layer, mixer, hidden)
+        return self.states.run(layer, mixer, hidden)
 
 
 class PagedPass(GroupedPass):
@@ -192,7 +211,10 @@ class PagedPass(GroupedPass):
         groups = [
             (backend.plan(ragged), place) for ragged, place in zip(batch.ragged, slots, strict=True)
         ]
-        super().__init__(cache, backend, groups, keep)
+        states = None
+        if cache.states is not None and batch.states is not None:
+            states = step_of(batch.states, cache.states, cache.device)
+        super().__init__(cache, backend, groups, keep, states)
 
 
 def spec_of(call: AttentionCall, window: int | None) -> LayerSpec:
