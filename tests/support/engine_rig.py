@@ -41,7 +41,14 @@ from fairlead_runtime.scheduling.scheduler import Scheduler, SchedulerStats
 from fairlead_runtime.settings.engine_config import EngineConfig
 from fairlead_runtime.sizing.graph_sizes import step_sizes
 from fairlead_runtime.sizing.groups import LayerGroup
-from support import flashinfer_standin, rank_pair, tiny, tiny_parts, triton_standin
+from support import (
+    flashinfer_standin,
+    rank_pair,
+    tiny,
+    tiny_parts,
+    tiny_states,
+    triton_standin,
+)
 from support.fp8_reference import Fp8Cache
 from support.graph_standin import TapeRecorder
 from support.operation_cases import fixed_attention, fixed_operations
@@ -200,6 +207,8 @@ def paged(
     """A tiny model on our paged attention."""
     if family in tiny_parts.FAMILIES:
         model = tiny_parts.build_text(family, **overrides)
+    elif family in tiny_states.FAMILIES:
+        model = tiny_states.build(family, **overrides)
     else:
         model = tiny.build(family, **overrides)
     dtype = torch.bfloat16 if bfloat16 else dtype
