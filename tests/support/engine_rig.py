@@ -244,13 +244,17 @@ def choice_of(model: PagedModel, kernels: str) -> BackendChoice:
     if kernels == "fixed":
         try:
             return pick(
-                model.heads, model.kinds, model.device, deterministic=True, mixed=model.mixed
+                model.heads,
+                model.kinds,
+                model.device,
+                deterministic=True,
+                torch_because=model.torch_because,
             )
         except NotAvailableError as error:
             pytest.skip(str(error))
     auto = kernels in ("cpu", "int8") or kernels.startswith("ranks cpu")
     kernels = "auto" if auto else "torch"
-    return pick(model.heads, model.kinds, model.device, kernels, mixed=model.mixed)
+    return pick(model.heads, model.kinds, model.device, kernels, torch_because=model.torch_because)
 
 
 def operations_of(model: PagedModel, kernels: str) -> LayerOperations | None:
@@ -323,9 +327,11 @@ class Rig:
         if cached:
             self._described["fp8_cache"] = True
         self.model = paged(**self._described)
-        if self.model.mixed and (self._on_triton or kernels in (*STANDINS, "fixed triton")):
+        because = self.model.torch_because
+        if because and (self._on_triton or kernels in (*STANDINS, "fixed triton")):
             # Raises, as where the product is told to take a GPU's attention.
-            pick(self.model.heads, self.model.kinds, self.model.device, "flashinfer", mixed=True)
+            facts = self.model.heads, self.model.kinds, self.model.device
+            pick(*facts, "flashinfer", torch_because=because)
         if kernels in QUANTIZED and kernels not in QUANTIZED_RANKS:
             quantize_weights(
                 self.model, QUANTIZED[kernels], head=kernels in ("int8", UNFUSED["int8"])

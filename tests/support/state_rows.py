@@ -1,6 +1,7 @@
 """Sequences of a model with states, fed to it by hand: no scheduler, and every unit taken once."""
 
-from collections.abc import Iterable, Sequence as Rows
+from collections.abc import Iterable
+from collections.abc import Sequence as Rows
 
 import numpy as np
 import torch

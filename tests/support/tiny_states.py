@@ -37,26 +37,42 @@ _SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "qwen3_next": _DELTA,
     "olmo_hybrid": {**_DELTA, "linear_num_key_heads": 4},
     "mamba2": {
-        **{"num_heads": 8, "head_dim": 16, "state_size": 12, "n_groups": 2, "chunk_size": 16},
+        "num_heads": 8,
+        "head_dim": 16,
+        "state_size": 12,
+        "n_groups": 2,
+        "chunk_size": 16,
     },
     "falcon_h1": {
-        **{**_MAMBA2, "mamba_d_ssm": 128, "mamba_rms_norm": True},
-        **{"ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7], "ssm_out_multiplier": 0.8},
+        **_MAMBA2,
+        "mamba_d_ssm": 128,
+        "mamba_rms_norm": True,
+        "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7],
+        "ssm_out_multiplier": 0.8,
         "attention_out_multiplier": 0.9,
     },
     "granitemoehybrid": {**_MAMBA2, "layer_types": [_LINEAR, _FULL, _LINEAR, _LINEAR]},
     "bamba": {**_MAMBA2, "attn_layer_indices": [1]},
     # Layers with a state, with keys, with experts and with an MLP, two of which keep nothing.
     "nemotron_h": {
-        **{"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 12},
-        **{"chunk_size": 16, "head_dim": 16, "intermediate_size": 96},
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "n_groups": 2,
+        "ssm_state_size": 12,
+        "chunk_size": 16,
+        "head_dim": 16,
+        "intermediate_size": 96,
         "layers_block_type": [_LINEAR, "moe", _LINEAR, _FULL, "mlp", _LINEAR],
         "num_hidden_layers": 6,
-        **{"moe_intermediate_size": 64, "moe_shared_expert_intermediate_size": 64},
+        "moe_intermediate_size": 64,
+        "moe_shared_expert_intermediate_size": 64,
     },
     "falcon_mamba": {"state_size": 8, "time_step_rank": 6},
     "jamba": {
-        **{"mamba_d_state": 8, "mamba_dt_rank": 6, "attn_layer_period": 4, "attn_layer_offset": 1},
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 6,
+        "attn_layer_period": 4,
+        "attn_layer_offset": 1,
     },
     "lfm2": _LFM,
     "lfm2_moe": _LFM,
@@ -74,7 +90,10 @@ def config_of(family: str, **overrides: Any) -> PretrainedConfig:
 def settings_of(family: str, **overrides: Any) -> dict[str, Any]:
     """What the configuration of its model is made of."""
     settings = {
-        **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False},
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "tie_word_embeddings": False,
         **_SETTINGS[family],
     }
     return tiny_any.settings_of(family, **settings, **overrides)

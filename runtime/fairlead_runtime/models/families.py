@@ -28,7 +28,6 @@ from fairlead_runtime.sizing.families.refusals import (
 )
 from fairlead_runtime.sizing.family_table import FAMILIES, JUDGED, TEXTS
 
-
 # Types of layers that keep a state, beside keys that all see or without any, or that keep nothing.
 WITHOUT_WINDOW = ("linear_attention", "conv", "hybrid", "moe", "mlp")
 

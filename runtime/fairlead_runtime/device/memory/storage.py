@@ -77,8 +77,8 @@ class CacheStorage:
         self.tensors: tuple[torch.Tensor, ...]
         self.states: StateUnits | None = None
         if not of_layers:
-            shape = 1, units, self.unit_bytes(groups, heads, block_size, states)
-            self.tensors = (_zeros(shape, torch.uint8, device),)
+            nbytes = self.unit_bytes(groups, heads, block_size, states)
+            self.tensors = (_zeros((1, units, nbytes), torch.uint8, device),)
         elif len({*of_layers.values()}) == 1 and states is None:
             one = of_layers[groups[0].layers[0]]
             shape = (max(len(group.layers) for group in groups), units, block_size, one.kv)
@@ -181,10 +181,7 @@ class CacheStorage:
             yield
             return
         tables = (
-            table
-            for row in rows
-            for table in (*row.sequence.tables, *row.sequence.states)
-            if table
+            table for row in rows for table in (*row.sequence.tables, *row.sequence.states) if table
         )
         self._pages.begin(max((table[-1] for table in tables), default=0))
         try:

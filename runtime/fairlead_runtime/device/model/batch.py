@@ -145,7 +145,14 @@ class BatchBuilder:
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers at present."""
-        buffers = (self._ids, self._positions, self._starts, self._lens, self._samples, *self._units)
+        buffers = (
+            self._ids,
+            self._positions,
+            self._starts,
+            self._lens,
+            self._samples,
+            *self._units,
+        )
         return sum(b.nbytes for b in buffers) + self._tables.nbytes
 
     def build(
@@ -225,7 +232,9 @@ class BatchBuilder:
     def _states(self, rows: abc.Sequence[Row], continues: frozenset[int]) -> StateRows | None:
         if not rows[0].sequence.states:
             return None
-        buffers = [buffer.take(len(rows), len(rows[0].sequence.states[0])) for buffer in self._units]
+        buffers = [
+            buffer.take(len(rows), len(rows[0].sequence.states[0])) for buffer in self._units
+        ]
         (read, source), (written, target) = buffers
         written[:] = [row.sequence.state_target() for row in rows]
         read[:] = [

@@ -72,10 +72,12 @@ class CachedLayer(NamedTuple):
 
 class CachedPass(ABC):
     """A forward pass with a cache. A fused layer writes keys and values itself (``cached``), then
-    calls ``attend_cached``; for the others ``attend`` does both.
+    calls ``attend_cached``; for the others ``attend`` does both. ``states``: those of its rows, of a
+    model that keeps some.
     """
 
     keep: Tensor
+    states: StateStep | None = None
 
     @abstractmethod
     def cached(self, layer: int) -> CachedLayer:
@@ -89,7 +91,9 @@ class CachedPass(ABC):
         """Hidden states [1, T, hidden] of one layer that keeps a state → the same shape. Raises
         RuntimeError in a pass that has no states.
         """
-        raise RuntimeError(f"layer {layer} keeps a state, and this pass has none")
+        if self.states is None:
+            raise RuntimeError(f"layer {layer} keeps a state, and this pass has none")
+        return self.states.run(layer, mixer, hidden)
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
@@ -160,8 +164,7 @@ def _packed(x: Tensor) -> Tensor:
 class GroupedPass(CachedPass):
     """One step over the cache: keys and values go into their slots.
 
-    ``groups``: per layer group the plan of attention and the slots int64 [T]. ``states``: those of
-    its rows, of a model that keeps some.
+    ``groups``: per layer group the plan of attention and the slots int64 [T].
     """
 
     def __init__(
@@ -170,13 +173,11 @@ class GroupedPass(CachedPass):
         backend: AttentionBackend,
         groups: Sequence[tuple[Any, Tensor]],
         keep: Tensor,
-        states: StateStep | None = None,
     ) -> None:
         self.cache = cache
         self.backend = backend
         self.groups = groups
         self.keep = keep
-        self.states = states
 
     def cached(self, layer: int) -> CachedLayer:
         keys, values, group = self.cache.layer(layer)
@@ -186,11 +187,6 @@ class GroupedPass(CachedPass):
         keys, values, group = self.cache.layer(layer)
         spec = spec_of(call, self.cache.groups[group].window)
         return self.backend.run(self.groups[group][0], query, keys, values, spec)
-
-    def mix(self, layer: int, mixer: StateMixer, hidden: Tensor) -> Tensor:
-        if self.states is None:
-            return super().mix(layer, mixer, hidden)
-        return self.states.run(layer, mixer, hidden)
 
 
 class PagedPass(GroupedPass):
@@ -211,10 +207,9 @@ class PagedPass(GroupedPass):
         groups = [
             (backend.plan(ragged), place) for ragged, place in zip(batch.ragged, slots, strict=True)
         ]
-        states = None
         if cache.states is not None and batch.states is not None:
-            states = step_of(batch.states, cache.states, cache.device)
-        super().__init__(cache, backend, groups, keep, states)
+            self.states = step_of(batch.states, cache.states, cache.device)
+        super().__init__(cache, backend, groups, keep)
 
 
 def spec_of(call: AttentionCall, window: int | None) -> LayerSpec:

@@ -229,6 +229,17 @@ class PagedModel:
         return len({*self.layer_heads}) > 1
 
     @property
+    def torch_because(self) -> str:
+        """Why attention in plain torch alone can serve it: its keys lie in places of a token. Empty
+        where other kernels can.
+        """
+        if self.states:
+            return "its layers keep states, in units in which other kernels find no keys"
+        if self.mixed:
+            return "its layers differ in their heads, which other kernels do not know"
+        return ""
+
+    @property
     def cache_heads(self) -> Heads | Sequence[Heads]:
         """The heads of every layer, or each layer's, as CacheStorage takes them."""
         return self.layer_heads if self.mixed else self.heads
@@ -244,9 +255,7 @@ class PagedModel:
         """Where a sequence's states lie in its units; None where no layer keeps one."""
         return self.state_layout_of(self.states)
 
-    def state_layout_of(
-        self, states: Mapping[int, tuple[StatePart, ...]]
-    ) -> StateLayout | None:
+    def state_layout_of(self, states: Mapping[int, tuple[StatePart, ...]]) -> StateLayout | None:
         """Where these would lie, in a model of this type."""
         dtype = str(self.model.dtype).removeprefix("torch.")
         return StateLayout.of(states, dtype) if states else None

@@ -18,8 +18,8 @@ CONV, RECURRENT = "conv", "recurrent"
 
 
 def name_of(kind: str, index: int) -> str:
-    """The name of a layer's state, as ``sizing.states`` has it: its kind, and behind it the index of
-    a further one.
+    """The name of a layer's state, as ``sizing.states`` has it: its kind, and the index behind it
+    of a further one.
     """
     return f"{kind}{index or ''}"
 
@@ -32,12 +32,12 @@ class StateCache:
     def __init__(self, states: dict[str, Tensor]) -> None:
         self.states = states
 
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+    def get_conv_state(self, *_: Any, state_idx: int = 0) -> Tensor | None:
         """The last inputs [B, channels, K - 1] of a convolution."""
         return self.states[name_of(CONV, state_idx)]
 
     def update_conv_state(
-        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any
+        self, conv_states: Tensor, *_: Any, state_idx: int = 0, **_settings: Any
     ) -> Tensor:
         """The kept inputs with those [B, channels, t] of this call behind them, of which the last
         are kept.
@@ -48,25 +48,25 @@ class StateCache:
         self.states[name] = inputs[..., inputs.shape[-1] - kept.shape[-1] :]
         return inputs
 
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+    def get_recurrent_state(self, *_: Any, state_idx: int = 0) -> Tensor | None:
         """The recurrent state [B, ...]."""
         return self.states[name_of(RECURRENT, state_idx)]
 
     def update_recurrent_state(
-        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any
+        self, recurrent_states: Tensor, *_: Any, state_idx: int = 0, **_settings: Any
     ) -> Tensor:
         """Keep this state [B, ...] behind the call's last token."""
         self.states[name_of(RECURRENT, state_idx)] = recurrent_states
         return recurrent_states
 
-    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+    def get_linear_cache(self, *_: Any) -> Tensor | None:
         """The recurrent state in the words of MiniMax's own cache."""
-        return self.get_recurrent_state(layer_idx)
+        return self.get_recurrent_state()
 
-    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
-        self.update_recurrent_state(linear_cache, layer_idx)
+    def set_linear_cache(self, _layer_idx: int, linear_cache: Tensor) -> None:
+        self.update_recurrent_state(linear_cache)
 
-    def is_recording_past(self, layer_idx: int) -> bool:
+    def is_recording_past(self, *_: Any) -> bool:
         """Whether old inputs of convolutions are kept: never."""
         return False
 
@@ -85,23 +85,23 @@ class FirstStates(StateCache):
     def __init__(self) -> None:
         super().__init__({})
 
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+    def get_conv_state(self, *_: Any, state_idx: int = 0) -> Tensor | None:
         return self.states.get(name_of(CONV, state_idx))
 
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+    def get_recurrent_state(self, *_: Any, state_idx: int = 0) -> Tensor | None:
         return self.states.get(name_of(RECURRENT, state_idx))
 
     def update_conv_state(
         self,
         conv_states: Tensor,
-        layer_idx: int,
+        *_: Any,
         state_idx: int = 0,
         conv_kernel_size: int | None = None,
-        **_: Any,
+        **_settings: Any,
     ) -> Tensor:
         if conv_kernel_size is None:
-            raise ValueError(f"layer {layer_idx} does not say how long its convolution is")
+            raise ValueError("conv_kernel_size: a layer does not say how long its convolution is")
         *batch, _tokens = conv_states.shape
         zeros = conv_states.new_zeros(*batch, conv_kernel_size - 1)
         self.states.setdefault(name_of(CONV, state_idx), zeros)
-        return super().update_conv_state(conv_states, layer_idx, state_idx)
+        return super().update_conv_state(conv_states, state_idx=state_idx)

@@ -172,7 +172,7 @@ class StateMixer:
         """The same of tokens behind others: of a mixer that forgets, one after the other."""
         if not self.forgets:
             return self.call(hidden, cache)
-        tokens = hidden.split(1, dim=1)
+        tokens = torch.split(hidden, 1, dim=1)
         return torch.cat([self.call(token, cache) for token in tokens], dim=1)
 
     def hidden_of(self, *args: Any, **kwargs: Any) -> Tensor:

@@ -503,7 +503,12 @@ def _pick(
 ) -> BackendChoice:
     facts = shards.heads_of(model.heads, ranks), model.kinds, model.device, kernels
     try:
-        return pick(*facts, deterministic=deterministic, block_size=block_size, mixed=model.mixed)
+        return pick(
+            *facts,
+            deterministic=deterministic,
+            block_size=block_size,
+            torch_because=model.torch_because,
+        )
     except NotAvailableError as error:
         if deterministic:
             raise ConfigError("deterministic", str(error), determinism.FIX) from error

@@ -19,7 +19,9 @@ def check(model: PagedModel, max_model_len: int) -> None:
     """
     layers: dict[tuple[int | None, MaskRule], int] = {}
     for layer, window in enumerate(model.windows):
-        rule = model.rules.get(layer)  # of a layer without attention none
+        if layer not in model.rules:  # it has no attention
+            continue
+        rule = model.rules[layer]
         if rule is not None:
             layers.setdefault((window, rule), layer)
     edges = {window + by for window in model.windows if window for by in (-1, 0, 1)}

@@ -30,8 +30,8 @@ from fairlead_kernels.plain.strips import STRIP, scored_strip
 from fairlead_kernels.plain.torch_attention import TorchAttention
 from fairlead_kernels.sampling import sample_rows
 from fairlead_kernels.sampling.sample import hash_tokens
-from fairlead_runtime.device.memory.storage import CacheStorage
 from fairlead_runtime.device.memory.state_units import StateUnits
+from fairlead_runtime.device.memory.storage import CacheStorage
 from fairlead_runtime.device.model.batch import BatchBuilder, StateRows
 from fairlead_runtime.device.model.block_tables import HostTables
 from fairlead_runtime.device.model.paged_attention import (
@@ -41,7 +41,7 @@ from fairlead_runtime.device.model.paged_attention import (
     PagedPass,
 )
 from fairlead_runtime.device.model.paged_model import PagedModel
-from fairlead_runtime.device.model.state_layers import StateMixer, StateStep, step_of
+from fairlead_runtime.device.model.state_layers import StateStep, step_of
 from fairlead_runtime.device.sampling.host_sampler import SamplingBatch, sample
 from fairlead_runtime.request.sequence import Request, SamplingParams, Sequence
 from fairlead_runtime.scheduling.plan import Row
@@ -149,11 +149,11 @@ class _PassWithoutAttention(CachedPass):
         keep: torch.Tensor,
         tokens: int,
         heads: tuple[Heads, ...],
-        states: StateStep | None,
+        states: StateStep | None = None,
     ) -> None:
         self.keep = keep
         self._heads = heads
-        self._states = states
+        self.states = states
         slots = torch.arange(tokens, device=keep.device)
         self._cached: dict[Heads, CachedLayer] = {}
         for h in {*heads}:
@@ -168,11 +168,6 @@ class _PassWithoutAttention(CachedPass):
 
     def attend_cached(self, layer: int, query: torch.Tensor, _call: AttentionCall) -> torch.Tensor:
         return query.new_zeros(*query.shape[:2], self._heads[layer].value_dim)
-
-    def mix(self, layer: int, mixer: StateMixer, hidden: torch.Tensor) -> torch.Tensor:
-        if self._states is None:
-            return super().mix(layer, mixer, hidden)
-        return self._states.run(layer, mixer, hidden)
 
 
 def _states_of(model: PagedModel, lengths: list[int]) -> StateStep | None:
