@@ -17,9 +17,20 @@ from fairlead_runtime.request.sequence import FINAL, Failure, FinishReason, Sequ
 from fairlead_runtime.scheduling import Finished, Plan, Result, Row, Scheduler, Token, Work
 from fairlead_runtime.sizing.groups import NULL, group_layers
 from support.whole_run_device import Device, RunError
-from support.whole_run_scenario import ROOMY, Arrival, Scenario, alone, draw
+from support.whole_run_scenario import ROOMY, Arrival, Scenario, alone, draw, draw_states
 
-__all__ = ["ROOMY", "Arrival", "Outcome", "RunError", "Scenario", "draw", "fails", "run", "shrink"]
+__all__ = [
+    "ROOMY",
+    "Arrival",
+    "Outcome",
+    "RunError",
+    "Scenario",
+    "draw",
+    "draw_states",
+    "fails",
+    "run",
+    "shrink",
+]
 
 
 @dataclass
@@ -56,9 +67,10 @@ class ScenarioRun:
         self.scenario = scenario
         self.ahead = ahead
         self.flights: list[Flight] = []
-        groups = group_layers(scenario.windows)
-        self.scheduler = make(scenario.limits, groups, b"model")
-        self.device = Device(groups, scenario.limits.block_size)
+        limits = scenario.limits
+        groups = group_layers(scenario.windows) if scenario.windows else ()
+        self.scheduler = make(limits, groups, b"model")
+        self.device = Device(groups, limits.block_size, states=limits.state_units > 0)
         self.outcome = Outcome()
         self.ended: set[int] = set()
         self.blocked_since: dict[int, int] = {}  # step in which blocks were first reserved
@@ -133,9 +145,11 @@ class ScenarioRun:
         work = self.scheduler.commit(plan)
         self.device.copy(work)
         launched = self.ahead and _launches(work.rows)
+        if self.scenario.limits.state_units and not launched:  # what fails is repeated in halves
+            half = len(work.rows) // 2
+            for part in (work.rows, work.rows[half:], work.rows[:half]):
+                self.device.forward(part)
         results = self.device.forward(work.rows, launched=launched)
-        if launched:
-            self.scheduler.launch(work)
         size = self.scenario.limits.block_size
         units = [
             unit
@@ -143,6 +157,10 @@ class ScenarioRun:
             for table in row.sequence.tables
             for unit in table[row.start // size : -(-(row.start + row.count) // size)]
         ]
+        if self.scenario.limits.state_units:
+            units += [unit for row in work.rows for unit in row.sequence.state_target()]
+        if launched:
+            self.scheduler.launch(work)
         outcome = self.outcome
         outcome.ahead += bool(self.flights)
         outcome.started += len(plan.admitted) if self.flights else 0
@@ -200,7 +218,7 @@ class ScenarioRun:
                 if len(table) - table.count(NULL) != -(-done // size) - freed_blocks:
                     raise RunError(f"sequence {sequence.id} holds {table} after {done} tokens")
         for sequence in self.scheduler.live():
-            tables = sequence.tables or sequence.host
+            tables = [*sequence.tables, *sequence.states] or sequence.host
             if self.scheduler.state.cache.units_held(sequence) != sum(
                 len(table) - table.count(NULL) for table in tables
             ):
@@ -281,8 +299,15 @@ class ScenarioRun:
             if tokens > bound * max(heads, decodes) // decodes + left:
                 raise RunError(f"{tokens} tokens of prompts beside {decodes} decodes")
         elif tokens < limits.max_batch_tokens - decodes and not plan.preempted:
-            if any(not row.samples for row in prompts):
+            cut = [row for row in prompts if not row.samples and not self._leaves_state(row)]
+            if cut:
                 raise RunError(f"a prompt is cut at {tokens} tokens although no decode waits")
+
+    def _leaves_state(self, row: Row) -> bool:
+        """Whether it ends where others find its state."""
+        limits = self.scenario.limits
+        kept = limits.state_units and limits.allow_block_sharing
+        return bool(kept) and (row.start + row.count) % limits.block_size == 0
 
     def _check_order(self, plan: Plan) -> None:
         """Rows are in order of their kind and victims are the youngest; checked without the
@@ -318,7 +343,7 @@ class ScenarioRun:
         started = {a.sequence.id for a in plan.admitted}
         last = max(self._place(a.sequence) for a in plan.admitted)
         for sequence in self.scheduler.live():
-            if sequence.tables or sequence.id in started or self._place(sequence) > last:
+            if sequence.holds_units or sequence.id in started or self._place(sequence) > last:
                 continue
             lacks = plan.blocked and self._place(plan.blocked[0]) <= self._place(sequence)
             if not lacks and not self._waits(sequence, plan):
@@ -386,27 +411,24 @@ class ScenarioRun:
             return
         if not self._staying() and len(plan.admitted) == 1:
             return
-        used: set[int] = {u for s in self.scheduler.running for table in s.tables for u in table}
+        used: set[int] = {
+            u for s in self.scheduler.running for table in (*s.tables, *s.states) for u in table
+        }
         new = 0
         for row in plan.rows:
-            new += -(-(row.start + row.count) // limits.block_size) - -(
-                -row.start // limits.block_size
-            )
+            new += cache.units(row.start, row.start + row.count)
         last = plan.admitted[-1]
         for admission in plan.admitted:
             if admission.source == "prefix":
                 used |= {u for table in cache.hit(admission.sequence).tables for u in table}
+                new += cache.state_need
             elif admission.source == "restore":
-                new += cache.units_held(admission.sequence)
+                new += cache.start_units(admission.sequence)
             elif admission.start % limits.block_size:
                 new += 1
         done = {row.sequence.id: row.start + row.count for row in plan.rows}
         prompts = [s for s in self._staying() if not _is_decode(s)] + [last.sequence]
-        rest = sum(
-            -(-s.length // limits.block_size)
-            - -(-done.get(s.id, s.planned_length) // limits.block_size)
-            for s in prompts
-        )
+        rest = sum(cache.units(done.get(s.id, s.planned_length), s.length) for s in prompts)
         left = cache.pool.units - len(used) - new - rest
         if left < limits.safety_margin * cache.pool.units:
             raise RunError(
@@ -524,7 +546,7 @@ class Recount:
         room -= sum(self.cache.growth(s, s.planned_length) for s in self.prefills)
         count = len(self.prefills)
         for sequence in self._in_order()[: self.run_.slots]:
-            room -= self.cache.growth(sequence, 0)
+            room -= self.cache.growth(sequence, 0) + self.cache.state_need
             count += room >= 0
             if room < 0:
                 break
@@ -561,7 +583,7 @@ class Recount:
         self.free -= self.cache.units(end, end + count)
 
     def _in_order(self) -> list[Sequence]:
-        waiting = [s for s in self.run_.scheduler.live() if not s.tables]
+        waiting = [s for s in self.run_.scheduler.live() if not s.holds_units]
         return sorted(waiting, key=self.run_._place)
 
     def run(self) -> None:
@@ -588,10 +610,10 @@ class Recount:
     def _one(self, sequence: Sequence) -> None:
         shared = sequence.prompt_len - 1
         family = [s for s in self.holders if s.request is sequence.request]
-        start, taken = 0, 0
+        start, taken = 0, self.cache.state_need
         if sequence.host:
-            start, taken = sequence.computed, self.cache.units_held(sequence)
-        elif shared and family:
+            start, taken = sequence.computed, self.cache.start_units(sequence)
+        elif shared and family and not self.limits.state_units:
             if any(s.tables and self.cache.can_fork(s, shared) for s in family):
                 start = shared
                 taken = len(self.cache.groups) if shared % self.cache.block_size else 0
@@ -708,7 +730,7 @@ class Recount:
     def _most(self, sequence: Sequence) -> int:
         size, chunk = self.limits.block_size, self.limits.max_batch_tokens
         blocks = -(-(sequence.limit - 1) // size)
-        return sum(
+        return self.cache.state_need + sum(
             blocks if g.window is None else min(blocks, -(-(g.window - 1 + chunk) // size) + 1)
             for g in self.cache.groups
         )

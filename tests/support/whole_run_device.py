@@ -24,10 +24,14 @@ def scores(sequence: Sequence, start: int, end: int) -> tuple[TokenLogprobs, ...
 class Device:
     """A cache whose slots hold stamps of (salt, all tokens up to the position, group). A row must
     read its own stamps.
+
+    With ``states`` a unit of a state is filled with the stamp of (salt, all tokens that it has
+    seen, its place in the state). Rows write theirs before any row reads, so whatever is read may
+    not be what this step writes.
     """
 
-    def __init__(self, groups: tuple[LayerGroup, ...], size: int) -> None:
-        self.groups, self.size = groups, size
+    def __init__(self, groups: tuple[LayerGroup, ...], size: int, *, states: bool = False) -> None:
+        self.groups, self.size, self.states = groups, size, states
         self.units: dict[int, list[int]] = {}
         self.host: dict[int, list[int]] = {}
         self._stamps: dict[int, list[int]] = {}
@@ -57,6 +61,8 @@ class Device:
             self._write(row)
         for row in rows:
             self._read(row)
+            if self.states and row.start:
+                self._read_state(row)
         results = {}
         for sequence, start, count, samples in rows:
             token, prompt = -1, scores(sequence, start, start + count)
@@ -79,6 +85,19 @@ class Device:
             for position in range(row.start, row.start + row.count):
                 block, offset = divmod(position, self.size)
                 self._unit(table[block])[offset] = stamps[position] ^ group.index
+        if self.states:
+            for place, unit in enumerate(row.sequence.state_target()):
+                self.units[unit] = self._state(row, row.start + row.count, place)
+
+    def _state(self, row: Row, tokens: int, place: int) -> list[int]:
+        return [mix(self.stamps(row.sequence)[tokens - 1], -1 - place)] * self.size
+
+    def _read_state(self, row: Row) -> None:
+        for place, unit in enumerate(row.sequence.state_source()):
+            if self.units.get(unit) != self._state(row, row.start, place):
+                raise RunError(
+                    f"sequence {row.sequence.id} reads another state at {row.start}, unit {place}"
+                )
 
     def _read(self, row: Row) -> None:
         end = row.start + row.count

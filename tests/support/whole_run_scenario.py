@@ -83,6 +83,30 @@ def draw(seed: int, requests: int = 56) -> Scenario:
     )
 
 
+# A model's layers with keys, by window; without any it keeps states alone.
+KEYS: tuple[tuple[int | None, ...], ...] = ((None,), (None,), (None, 5), (7,), (3, None), ())
+
+
+def draw_states(seed: int, requests: int = 32) -> Scenario:
+    """The same with states of some units, over layers with keys of some kinds or without any, in
+    memory for the largest request, its states and little more.
+    """
+    scenario, rng = draw(seed, requests), random.Random(-1 - seed)
+    limits, windows = scenario.limits, rng.choice(KEYS)
+    units, versions = rng.choice((1, 1, 2, 3, 7)) if windows else 1, rng.choice((2, 3))
+    size = limits.block_size
+    largest = max(len(a.request.prompt) + a.request.max_tokens for a in scenario.arrivals)
+    held = -(-units * versions // max(1, len(windows)))  # blocks of one sequence's states
+    blocks = held + (-(-largest // size) if windows else 0) + rng.choice((0, 1, 3, held, 3 * held))
+    tokens = (blocks - held) * size if windows else limits.max_model_len
+    states = {"state_units": units, "state_versions": versions, "cache_tokens": tokens}
+    return Scenario(
+        replace(limits, num_blocks=blocks, **states),  # type: ignore[arg-type]
+        windows,
+        scenario.arrivals,
+    )
+
+
 def _draw_roomy(rng: random.Random) -> Scenario:
     """Small requests, some of middle size and a few that take most of the cache; nothing shared."""
     size, blocks = 4, rng.choice((50, 80))

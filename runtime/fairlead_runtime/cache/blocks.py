@@ -23,10 +23,13 @@ class PoolError(RuntimeError):
 
 
 class BlockPool:
-    """``units`` ids from 0, shared by ``groups`` layer groups, with an index of their content."""
+    """``units`` ids from 0, shared by ``groups`` layer groups, with an index of their content; the
+    last ``states`` groups are those of the parts of states.
+    """
 
-    def __init__(self, units: int, groups: int) -> None:
+    def __init__(self, units: int, groups: int, states: int = 0) -> None:
         self.units = units
+        self._of_keys = groups - states  # groups whose losses are known one by one
         self.refs = [0] * units
         self.content: list[bytes | None] = [None] * units  # the digest of what it has
         # 1 where a unit was taken, shared, released or freed since the last check began
@@ -36,7 +39,8 @@ class BlockPool:
         # least recently used first; removal is O(1)
         self.cached: OrderedDict[int, None] = OrderedDict()
         self._index: list[dict[bytes, int]] = [{} for _ in range(groups)]
-        self._group = array("H", bytes(2 * units))  # of the content
+        kind = "H" if groups <= 1 << 16 else "I"
+        self._group = array(kind, bytes(array(kind).itemsize * units))  # of the content
         self._block = array("I", bytes(4 * units))  # its place in its sequence
         self.losses = 0  # contents that have left the index
         self._lost: deque[tuple[int, int, bytes]] = deque(maxlen=LOSSES)
@@ -66,8 +70,9 @@ class BlockPool:
             del self._index[self._group[unit]][digest]
             self.content[unit] = None
             self.version += 1
-            self.losses += 1
-            self._lost.append((self._group[unit], self._block[unit], digest))
+            if self._group[unit] < self._of_keys:
+                self.losses += 1
+                self._lost.append((self._group[unit], self._block[unit], digest))
         if unit in self.cached:
             del self.cached[unit]
             self.free.append(unit)
@@ -119,8 +124,8 @@ class BlockPool:
         return self._index[group].get(digest)
 
     def lost_since(self, losses: int) -> Iterable[tuple[int, int, bytes]] | None:
-        """Of each content that has left the index since there were so many ``losses``: its group,
-        its block's index and its digest. None where they are too many to be known.
+        """Of each block that has left the index since there were so many ``losses``: its group, its
+        index and its digest. None where they are too many to be known.
         """
         count = self.losses - losses
         return itertools.islice(reversed(self._lost), count) if count <= len(self._lost) else None

@@ -8,9 +8,9 @@ Owns every change to tables, to the pool and to host units. Counting methods cha
 others raise when the pool lacks what a plan counted on. Does not decide which sequences run.
 """
 
-import itertools
 from collections import abc
 from collections.abc import Iterable
+from itertools import chain
 from typing import NamedTuple
 
 from fairlead_runtime.cache.blocks import BlockPool, PoolError
@@ -23,6 +23,7 @@ from fairlead_runtime.cache.prefix import (
     longest_hit,
     root,
 )
+from fairlead_runtime.cache.states import StateUnits
 from fairlead_runtime.request.sequence import Request, Sequence
 from fairlead_runtime.sizing.groups import NULL, LayerGroup, pool_units
 
@@ -30,8 +31,8 @@ Pairs = list[tuple[int, int]]
 
 
 class Hit(NamedTuple):
-    """A cached prefix of ``tokens`` tokens, with one table per group. It counts as long as the
-    pool has this ``version``; later looks start from it.
+    """A cached prefix of ``tokens`` tokens, with one table per group and the units of the ``state``
+    there. It counts as long as the pool has this ``version``; later looks start from it.
     """
 
     tokens: int
@@ -39,6 +40,7 @@ class Hit(NamedTuple):
     version: int
     losses: int = 0  # of the pool by then
     walked: int = 0  # tokens whose blocks this look compared
+    state: abc.Sequence[int] = ()
 
 
 class PagedCache:
@@ -58,14 +60,16 @@ class PagedCache:
         state_versions: int = 2,
     ) -> None:
         self.groups = tuple(groups)
-        self.state_units = state_units  # of one version of a sequence's states; 0: it has none
-        self.state_versions = state_versions
         self.block_size = block_size
         self.sharing = sharing
         self.identity = identity
-        # The units of a state that can be found again are content as blocks are: the i-th is that
-        # of a group beyond those of the layers with keys.
-        self.pool = BlockPool(pool_units(num_blocks, len(groups)), len(groups) + state_units)
+        units = pool_units(num_blocks, len(groups))
+        self.pool = BlockPool(units, len(groups) + state_units, state_units)
+        # None: no layer keeps a state.
+        self.states = (
+            StateUnits(self.pool, len(groups), state_units, state_versions) if state_units else None
+        )
+        self.state_need = 0 if self.states is None else self.states.held  # of a running sequence
         self.host = HostPool(host_units)
         # By id, the last look of a waiting sequence that found something.
         self._hits: dict[int, Hit] = {}
@@ -92,8 +96,8 @@ class PagedCache:
         return (-(-end // size) + -start // size) * len(self.groups)
 
     def growth(self, sequence: Sequence, start: int) -> int:
-        """Units to compute all its tokens from ``start`` on and one more block, but none beyond its
-        limit.
+        """Units, beside its states, to compute all its tokens from ``start`` on and one more block,
+        but none beyond its limit.
         """
         target = min(self.blocks(len(sequence.tokens)) + 1, self.blocks(sequence.limit - 1))
         more = target - self.blocks(start)
@@ -102,21 +106,41 @@ class PagedCache:
     def most_units(self, sequence: Sequence) -> int:
         """The most units that the sequence can hold: those at its limit."""
         blocks = self.blocks(sequence.limit - 1)
-        return sum(blocks if span is None else min(blocks, span) for span in self._window_blocks)
+        keys = sum(blocks if span is None else min(blocks, span) for span in self._window_blocks)
+        return keys + self.state_need
 
     def units_held(self, sequence: Sequence) -> int:
-        """Units in the sequence's tables, on the device or in host memory."""
-        return sum(
+        """Units in the sequence's tables and states, on the device or in host memory."""
+        keys = sum(
             len(table) - group.first_block(sequence.computed, self.block_size)
             for group, table in zip(self.groups, sequence.host or sequence.tables, strict=False)
         )
+        if self.states is None:
+            return keys
+        return keys + (self.states.units if sequence.host else sum(map(len, sequence.states)))
+
+    def start_units(self, sequence: Sequence) -> int:
+        """Units that an offloaded sequence takes when it comes back: all versions of its states,
+        too.
+        """
+        held = self.units_held(sequence)
+        return held if self.states is None else held - self.states.units + self.states.held
+
+    def units_offloaded(self, sequence: Sequence) -> int:
+        """Units that one on the device takes in host memory: of its states the current one."""
+        held = self.units_held(sequence)
+        return held if self.states is None else held - self.states.held + self.states.units
+
+    def renewal(self, sequence: Sequence, dropped: abc.Mapping[int, int]) -> int:
+        """``StateUnits.renewal`` of a sequence's next step."""
+        return 0 if self.states is None else self.states.renewal(sequence, dropped)
 
     def units_freed(self, sequence: Sequence, dropped: dict[int, int]) -> int:
         """Units that become available when the sequence is released. ``dropped`` counts, by unit,
         the references that earlier releases drop; those of this sequence are added to it.
         """
         count = 0
-        for unit in _units_of(sequence.tables):
+        for unit in _units_of(chain(sequence.tables, sequence.states)):
             dropped[unit] = dropped.get(unit, 0) + 1
             count += self.pool.refs[unit] == dropped[unit]
         return count
@@ -137,11 +161,14 @@ class PagedCache:
         hashes, end = sequence.hashes, until // self.block_size
         known = self._known_units(hashes, last)
         leading = leading_units(pool, self.groups, hashes, end, known)
-        tables = longest_hit(pool, self.groups, self.block_size, hashes, end, leading)
-        size, walked = self.block_size, end  # by windows alone, which search from the end
-        if len(self._windowed) < len(self.groups):
+        find = None if self.states is None else self.states.find
+        length, tables, state = longest_hit(
+            pool, self.groups, self.block_size, hashes, end, leading, find
+        )
+        size, walked = self.block_size, end  # by windows or states, which search from the end
+        if self.states is None and len(self._windowed) < len(self.groups):
             walked = max(len(u) - len(k) for u, k in zip(leading, known, strict=True))
-        return Hit(len(tables[0]) * size, tables, pool.version, pool.losses, walked * size)
+        return Hit(length * size, tables, pool.version, pool.losses, walked * size, state)
 
     def _known_units(self, hashes: bytearray, last: Hit | None) -> list[list[int]]:
         """By full group, the units of the last look before the first block that has left the index
@@ -175,20 +202,32 @@ class PagedCache:
         if not self.sharing or sequence.scores_prompt:
             return True
         first = self.next_block(sequence, 0, keep=1)
-        return first is None or not (self._windowed or self.has(first))
+        if first is None or self._windowed or not self.groups:
+            return first is None
+        return not self._has_keys(first)
 
     def has(self, digest: bytes) -> bool:
-        """Whether every group has a block with this content."""
+        """Whether every group has a block with this content, and where there are states there is
+        the one at its end.
+        """
+        states = self.states
+        return self._has_keys(digest) and (states is None or bool(states.find(digest)))
+
+    def _has_keys(self, digest: bytes) -> bool:
         return all(self.pool.find(group.index, digest) is not None for group in self.groups)
 
     def evictable(self, hit: Hit) -> list[int]:
-        """Units of the hit without a reference. Sharing them makes them unavailable to others."""
+        """Units of the hit's tables without a reference. Sharing them makes them unavailable to
+        others.
+        """
         refs = self.pool.refs
         return [u for table in hit.tables for u in table if not refs[u] and u != NULL]
 
     def can_fork(self, sibling: Sequence, tokens: int) -> bool:
-        """Whether the sibling still holds all blocks that a query at ``tokens`` can see."""
-        if sibling.computed < tokens or not sibling.tables:
+        """Whether the sibling still holds all blocks that a query at ``tokens`` can see. It keeps
+        no state of them: snapshots do.
+        """
+        if sibling.computed < tokens or not sibling.tables or self.states is not None:
             return False
         return all(
             NULL not in table[group.first_block(tokens, self.block_size) : self.blocks(tokens)]
@@ -216,12 +255,22 @@ class PagedCache:
             self._hits[sequence.id] = hit._replace(walked=0)
 
     def adopt(self, sequence: Sequence, hit: Hit) -> None:
-        """Start with a cached prefix: add a reference to each of its units."""
+        """Start with a cached prefix: add a reference to each of its units. ``start_states``
+        follows.
+        """
         self._hits.pop(sequence.id, None)
         self.pool.share(_units_of(hit.tables))
+        if hit.state:
+            self.pool.share(hit.state)
+            sequence.states = [[*hit.state]]
         sequence.tables = [table[:] for table in hit.tables]
         sequence.computed = hit.tokens
         sequence.registered = hit.tokens // self.block_size
+
+    def start_states(self, sequence: Sequence) -> None:
+        """Complete the states of one that has adopted a prefix, if the model has any."""
+        if self.states is not None:
+            self.states.start(sequence, *sequence.states or [[]])
 
     def fork(self, sequence: Sequence, sibling: Sequence, tokens: int) -> None:
         """Start with the sibling's full blocks of the first ``tokens`` tokens; ``copy_tail`` adds
@@ -258,10 +307,13 @@ class PagedCache:
         """Move to host units; ``computed`` stays. Returns the copies, which must be made before the
         device units are written again.
         """
-        device = list(_units_of(sequence.tables))
+        tables = sequence.tables
+        if self.states is not None:
+            tables = [*tables, self.states.current(sequence)]
+        device = list(_units_of(tables))
         pairs = list(zip(device, self.host.take(len(device)), strict=True))
-        self._release_tables(sequence)
-        sequence.host, sequence.tables = _map_units(sequence.tables, pairs), []
+        self._release_units(sequence)
+        sequence.host, sequence.tables = _map_units(tables, pairs), []
         return pairs
 
     def restore(self, sequence: Sequence) -> Pairs:
@@ -273,6 +325,8 @@ class PagedCache:
         self.host.release(host)
         sequence.tables, sequence.host = _map_units(sequence.host, pairs), []
         sequence.registered = 0
+        if self.states is not None:
+            self.states.start(sequence, sequence.tables.pop())
         return pairs
 
     def grow(self, sequence: Sequence, end: int) -> None:
@@ -296,6 +350,8 @@ class PagedCache:
                     if unit != NULL:
                         self.pool.register(unit, index, digest, block)
             sequence.registered = full
+            if self.states is not None and computed % self.block_size == 0:
+                self._keep_state(self.states, sequence, full)
         for group in self._windowed:
             table = sequence.tables[group.index]
             at = group.first_block(computed, self.block_size) - 1
@@ -310,21 +366,33 @@ class PagedCache:
         """
         if forget:
             for digest in digests(sequence.hashes, 0, sequence.registered):
+                if self.states is not None:
+                    self.states.drop(digest, held=True)
                 for group in self.groups:
                     unit = self.pool.find(group.index, digest)
                     if unit is not None:
                         self.pool.forget(unit)
         self._hits.pop(sequence.id, None)
-        self._release_tables(sequence)
+        self._release_units(sequence)
         self.host.release(list(_units_of(sequence.host)))
         sequence.tables, sequence.host = [], []
         sequence.computed = sequence.registered = 0
 
-    def _release_tables(self, sequence: Sequence) -> None:
+    def _keep_state(self, states: StateUnits, sequence: Sequence, full: int) -> None:
+        """Keep the state after so many full blocks. Of those after its prompt only the last is
+        worth its units: a text that goes on from there has all of it.
+        """
+        states.register(sequence, digests(sequence.hashes, full - 1, full)[0], full - 1)
+        if (full - 1) * self.block_size >= sequence.prompt_len:
+            states.drop(digests(sequence.hashes, full - 2, full - 1)[0])
+
+    def _release_units(self, sequence: Sequence) -> None:
+        if self.states is not None:
+            self.states.release(sequence)
         # Release tails first, over all groups together: the pool evicts in this order, so prefixes
         # stay longest.
         tails = zip(*(reversed(table) for table in sequence.tables), strict=True)
-        units = itertools.chain.from_iterable(tails)
+        units = chain.from_iterable(tails)
         self.pool.release([unit for unit in units if unit != NULL])
 
     def _extend_hashes(self, sequence: Sequence, until: int) -> None:

@@ -96,13 +96,17 @@ def longest_hit(
     hashes: bytes | bytearray,
     end: int,
     leading: Sequence[list[int]],
-) -> list[list[int]]:
-    """Tables of the longest prefix of ``end`` blocks from which all groups can continue.
+    find_state: Callable[[bytes], list[int]] | None = None,
+) -> tuple[int, list[list[int]], list[int]]:
+    """The length in blocks, tables and state of the longest prefix of ``end`` blocks from which all
+    groups can continue.
 
     A full group needs the whole chain, its ``leading_units``, a window group only the blocks that
     the next query can see; entries before the window are NULL. Each window group shortens the hit
-    in turn until none does (after vLLM's hybrid manager).
+    in turn until none does (after vLLM's hybrid manager). So do states, which are there at the end
+    of some blocks: ``find_state`` gives the units of one by the block's digest.
     """
+    state: list[int] = []
     full = [len(leading[group.index]) for group in groups if group.window is None]
     length, stable = min(full, default=end), False
     while not stable:
@@ -112,6 +116,12 @@ def longest_hit(
                 group_length = _longest_window_hit(pool, group, block_size, hashes, length)
                 if group_length < length:
                     length, stable = group_length, False
+        if find_state is not None:
+            at = length
+            while at and not (state := find_state(bytes(hashes[(at - 1) * DIGEST : at * DIGEST]))):
+                at -= 1
+            if at < length:
+                length, stable = at, False
     tables: list[list[int]] = []
     for group in groups:
         if group.window is None:
@@ -120,7 +130,7 @@ def longest_hit(
             first = group.first_block(length * block_size, block_size)
             units = pool.find_leading(group.index, each_digest(hashes, first, length))
             tables.append([NULL] * first + units)
-    return tables
+    return length, tables, state if length else []
 
 
 def _longest_window_hit(

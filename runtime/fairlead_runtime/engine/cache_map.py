@@ -29,7 +29,8 @@ class CacheCopy:
     start: int
     references: list[int]  # by unit
     has_content: list[bool]  # by unit
-    tables: list[tuple[str, list[list[int]]]]  # of all sequences, with their request
+    # of all sequences, with their request; the units of states, too
+    tables: list[tuple[str, list[list[int]]]]
 
     @classmethod
     def of(cls, scheduler: Scheduler, start: int) -> Self:
@@ -47,9 +48,9 @@ class CacheCopy:
             references=pool.refs[start : start + WINDOW],
             has_content=[content is not None for content in pool.content[start : start + WINDOW]],
             tables=[
-                (sequence.request.id, [table[:] for table in sequence.tables])
+                (sequence.request.id, [units[:] for units in (*sequence.tables, *sequence.states)])
                 for sequence in scheduler.live()
-                if sequence.tables
+                if sequence.holds_units
             ],
         )
 

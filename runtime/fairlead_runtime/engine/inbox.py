@@ -34,6 +34,7 @@ class Bounds:
     block_size: int
     max_model_len: int
     waiting: Bound
+    cache_tokens: int | None = None  # as in Limits
 
     @classmethod
     def of(
@@ -43,12 +44,14 @@ class Bounds:
         rows, longest = limits.max_requests, limits.max_model_len
         waiting = waiting or waiting_tokens(max_queue, rows, longest)
         sizes = (limits.num_blocks, limits.block_size, longest)
-        return cls(max_queue, queue_timeout, rows, *sizes, waiting)
+        return cls(max_queue, queue_timeout, rows, *sizes, waiting, limits.cache_tokens)
 
     @property
     def capacity(self) -> int:
         """The most tokens of one request, prompt and output together."""
-        return min(self.max_model_len, self.num_blocks * self.block_size)
+        tokens = self.cache_tokens
+        held = self.num_blocks * self.block_size if tokens is None else tokens
+        return min(self.max_model_len, held)
 
     def resolve_max_tokens(self, prompt_len: int, max_tokens: int | None) -> int:
         """``max_tokens``, or the largest value that fits when it is omitted. Raises TooLongError

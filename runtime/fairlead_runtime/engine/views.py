@@ -53,7 +53,7 @@ def _view(live: LiveRequest, queue: _Queue, now: float) -> RequestView:
         prompt_tokens=len(request.prompt),
         generated_tokens=tuple(sequence.generated for sequence in sequences),
         max_tokens=request.max_tokens,
-        blocks=sum(queue.state.cache.units_held(s) for s in sequences if s.tables),
+        blocks=sum(queue.state.cache.units_held(s) for s in sequences if s.holds_units),
         preemptions=sum(sequence.preemptions for sequence in sequences),
         waits_for=_reason(sequences, queue),
         computed_tokens=max((sequence.computed for sequence in sequences), default=0),

@@ -141,7 +141,7 @@ class RecordedScheduler(Scheduler):
         self._write(encode({"recall": self.state.step}))
 
     def update(self, work: Work, results: Mapping[int, Result]) -> list[Event]:
-        ran = [row.sequence.id for row in work.rows if row.sequence.tables]
+        ran = [row.sequence.id for row in work.rows if row.sequence.holds_units]
         events = super().update(work, results)
         planned = self._planned.pop(work.step, ())
         changes = {

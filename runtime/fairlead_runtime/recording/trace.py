@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from fairlead_runtime.recording.record import Line, RecordError, Recording
 from fairlead_runtime.recording.words import Words
 from fairlead_runtime.sizing.arithmetic import ceil_div
+from fairlead_runtime.sizing.groups import pool_units
 
 STEP_SECONDS = 1e-3  # length of a step when the recording has no times
 PROCESS = 1
@@ -261,8 +262,9 @@ def as_text(recording: Recording, words: Words | None = None) -> Iterator[str]:
     say.
     """
     limits, groups = recording.limits, recording.groups
-    units = limits.num_blocks * len(groups)
-    kinds = ", ".join("full" if g.window is None else f"window {g.window}" for g in groups)
+    units = pool_units(limits.num_blocks, len(groups))
+    names = ["full" if g.window is None else f"window {g.window}" for g in groups]
+    kinds = ", ".join([*names, f"{limits.state_units} a state"] if limits.state_units else names)
     bound = limits.prefill_beside_decodes
     bound_text = f" ({bound} of prompts beside decodes)" if bound else ""
     yield (
@@ -332,7 +334,7 @@ def as_events(recording: Recording, words: Words | None = None) -> Iterator[dict
     """Events in Trace Event Format, for the list ``traceEvents``: one track per slot, counters for
     requests and blocks; with ``words`` what each row computes and samples.
     """
-    units = recording.limits.num_blocks * len(recording.groups)
+    units = pool_units(recording.limits.num_blocks, len(recording.groups))
     yield _meta("process_name", 0, f"fairlead ({recording.limits.policy})")
     named: set[int] = set()
     zero: float | None = None

@@ -21,8 +21,8 @@ def most_needed(state: State, sequence: Sequence) -> int:
     """Units that a waiting sequence needs to start, whatever the prefix cache has of it."""
     cache = state.cache
     if sequence.host:
-        return cache.units_held(sequence) + cache.growth(sequence, sequence.computed)
-    return cache.growth(sequence, 0)
+        return cache.start_units(sequence) + cache.growth(sequence, sequence.computed)
+    return cache.state_need + cache.growth(sequence, 0)
 
 
 class Capacity(Protocol):
@@ -34,6 +34,8 @@ class Capacity(Protocol):
     def num_blocks(self) -> int: ...
     @property
     def block_size(self) -> int: ...
+    @property
+    def cache_tokens(self) -> int | None: ...
     @property
     def capacity(self) -> int: ...
 
@@ -50,9 +52,10 @@ def refusal(limits: Capacity, prompt_len: int, max_tokens: int | None) -> str:
     if limits.capacity == limits.max_model_len:
         holds = f"one sequence holds {limits.capacity} (max_model_len)"
     else:
-        holds = (
-            f"the cache holds {limits.capacity} ({limits.num_blocks} blocks * {limits.block_size})"
-        )
+        size = f"{limits.num_blocks} blocks * {limits.block_size}"
+        if limits.cache_tokens is not None:
+            size += ", less one sequence's states"
+        holds = f"the cache holds {limits.capacity} ({size})"
     room = limits.capacity - prompt_len
     fix = f"lower max_tokens to {room} or shorten the prompt" if room > 0 else "shorten the prompt"
     total = f"prompt {prompt_len} + max_tokens {new_tokens} = {prompt_len + new_tokens} tokens"

@@ -14,6 +14,7 @@ from typing import Literal
 from fairlead_runtime.cache.blocks import BlockPool
 from fairlead_runtime.cache.paged import PagedCache
 from fairlead_runtime.cache.prefix import DIGEST, digests, extend_chain, root
+from fairlead_runtime.cache.states import StateUnits
 from fairlead_runtime.request.sequence import FINAL, Sequence, Status
 from fairlead_runtime.scheduling.planner import State, plan_step
 from fairlead_runtime.sizing.groups import NULL
@@ -72,6 +73,11 @@ def _check_units(state: State, live: Mapping[int, Sequence]) -> Iterator[int]:
             yield from _count(named, partial(_table, sequence, "tables", group))
             yield from _count(on_host, partial(_table, sequence, "host", group))
             yield ENTRIES_PER_TABLE
+        if cache.states is not None:
+            for version in range(cache.states.versions):
+                yield from _count(named, partial(_table, sequence, "states", version))
+            yield from _count(on_host, partial(_table, sequence, "host", len(cache.groups)))
+            yield ENTRIES_PER_TABLE
     yield from _count(free, lambda: pool.free)
     yield from _count(on_host, lambda: host.free)
     for unit in range(pool.units):
@@ -85,9 +91,9 @@ def _check_units(state: State, live: Mapping[int, Sequence]) -> Iterator[int]:
         yield 1
 
 
-def _table(sequence: Sequence, where: Literal["tables", "host"], group: int) -> list[int]:
-    tables = sequence.tables if where == "tables" else sequence.host
-    return tables[group] if tables else []
+def _table(sequence: Sequence, where: Literal["tables", "host", "states"], index: int) -> list[int]:
+    tables: list[list[int]] = getattr(sequence, where)
+    return tables[index] if tables else []
 
 
 def _count(counts: "array[int]", entries: Callable[[], list[int]]) -> Iterator[int]:
@@ -139,6 +145,18 @@ def _check_moved(state: State, live: Mapping[int, Sequence], sequence: Sequence)
                 pool.moved[unit] = 0  # the other sequences that share it need no look
             yield len(part) + 4 * len(shared) * len(tables)
             first += size
+    for version in sequence.states:
+        shared = [
+            (place, unit)
+            for place, unit in enumerate(version)
+            if pool.moved[unit] and pool.refs[unit] > 1
+        ]
+        holders = (*live.values(), *state.ended.values()) if shared else ()
+        versions = [version for holder in holders for version in holder.states]
+        for place, unit in shared:
+            _compare(pool, unit, sum(version[place] == unit for version in versions))
+            pool.moved[unit] = 0
+        yield len(version) + 4 * len(shared) * len(versions)
 
 
 def _check_content(cache: PagedCache, unit: int) -> None:
@@ -196,7 +214,7 @@ def _check_sequence(state: State, sequence: Sequence) -> int:
         raise InvariantViolation("I9", f"sequence {sequence.id} has ended but is still live")
     if sequence.status is Status.PENDING:
         _check_waiting(sequence)
-    elif not sequence.tables:
+    elif not sequence.holds_units:
         raise InvariantViolation("I7", f"sequence {sequence.id} runs without blocks")
     if (
         state.limits.policy in ("fifo", "prefill_first")
@@ -204,16 +222,19 @@ def _check_sequence(state: State, sequence: Sequence) -> int:
     ):
         text = f"{sequence.preemptions} times with {sequence.seniors} seniors"
         raise InvariantViolation("I13", f"sequence {sequence.id} was preempted {text}")
-    tables = sequence.tables or sequence.host
+    states = state.cache.states
+    tables = sequence.tables or sequence.host[: len(state.cache.groups)]
     if tables:
         _check_tables(state.cache, sequence, tables)
-    return 64 + sum(map(len, tables))
+    if states is not None:
+        _check_states(state.cache, states, sequence)
+    return 64 + sum(map(len, (*tables, *sequence.states)))
 
 
 def _check_waiting(sequence: Sequence) -> None:
     if sequence.steps_in_flight or sequence.planned_length != sequence.computed:
         raise InvariantViolation("I14", f"sequence {sequence.id} waits while it is in flight")
-    if sequence.tables:
+    if sequence.holds_units:
         raise InvariantViolation("I7", f"sequence {sequence.id} waits with blocks")
     if sequence.computed and not sequence.host:
         raise InvariantViolation(
@@ -238,6 +259,42 @@ def _check_tables(cache: PagedCache, sequence: Sequence, tables: list[list[int]]
                     raise InvariantViolation(
                         "I4", f"sequence {sequence.id} would write into shared unit {unit}"
                     )
+
+
+def _check_states(cache: PagedCache, states: StateUnits, sequence: Sequence) -> None:
+    """A sequence that runs has all versions, one in host memory the current one. What its steps in
+    flight write is its own; what is kept of the current one is kept as what it is.
+    """
+    pool, versions = cache.pool, sequence.states
+    on_host = [len(sequence.host[-1])] if sequence.host else []
+    wanted = [] if sequence.status is Status.PENDING else [states.units] * states.versions
+    if [*map(len, versions)] != wanted or on_host not in ([], [states.units]):
+        raise InvariantViolation(
+            "I5", f"sequence {sequence.id} has states of {[*map(len, versions), *on_host]} units"
+        )
+    if len({unit for version in versions for unit in version}) != sum(wanted):
+        raise InvariantViolation("I4", f"sequence {sequence.id} would write over its own state")
+    for ahead in range(1, sequence.steps_in_flight + 1):
+        for unit in versions[(sequence.turn + ahead) % states.versions]:
+            if pool.refs[unit] != 1 or pool.content[unit] is not None:
+                raise InvariantViolation(
+                    "I4", f"sequence {sequence.id} writes a state to shared unit {unit}"
+                )
+    for version in versions:
+        contents = {pool.content[unit] for unit in version}
+        kinds = [pool.group_of(unit) for unit in version] if contents != {None} else []
+        if len(contents) > 1 or (kinds and kinds != [*states.groups]):
+            raise InvariantViolation(
+                "I10", f"sequence {sequence.id}: a state of which the parts have other contents"
+            )
+    if versions and (content := pool.content[states.current(sequence)[0]]) is not None:
+        end = sequence.computed // cache.block_size
+        if sequence.computed % cache.block_size or content not in digests(
+            sequence.hashes, end - 1, end
+        ):
+            raise InvariantViolation(
+                "I10", f"sequence {sequence.id}: its state is found as that of other tokens"
+            )
 
 
 def _check_hashes(cache: PagedCache, sequence: Sequence) -> Iterator[int]:

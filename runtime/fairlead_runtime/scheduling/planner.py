@@ -89,6 +89,8 @@ def plan_ahead(state: State) -> Plan | None:
     to compute, blocks must be copied or taken from a sequence, or one that waits could start with
     the tokens that they compute.
     """
+    if state.cache.states is not None and state.cache.states.versions < 3:
+        return None  # the step in flight writes what this one would read, and reads the other
     draft = _drafted(state)
     copies = any(a.source is not AdmissionSource.PREFIX for a in draft.admitted)
     if draft.preempted or copies or draft.awaits_flight:
@@ -171,6 +173,7 @@ class _Draft:
     def __init__(self, state: State) -> None:
         self.state = state
         self.cache = state.cache
+        self.states = state.cache.states
         self.tokens = state.limits.max_batch_tokens
         # sequences that may start; one whose last token is in flight has made room
         self.slots = state.limits.max_requests - len(state.running)
@@ -199,6 +202,9 @@ class _Draft:
         self._claimed_units: set[int] = set()
         # by unit, the references that planned preemptions release
         self._released_refs: dict[int, int] = {}
+        # by id, units that a row's state takes although its sequence has as many
+        self._renewed: dict[int, int] = {}
+        self._keeps_states = state.cache.states is not None and state.cache.sharing
 
     def plan(self) -> Plan:
         return Plan(
@@ -232,7 +238,7 @@ class _Draft:
             return count
         room = self._room - sum(cache.growth(s, s.planned_length) for s in prefills)
         for sequence in itertools.islice(self.state.policy.candidates(), self.slots):
-            room -= cache.growth(sequence, 0)
+            room -= cache.growth(sequence, 0) + cache.state_need
             if room < 0 or count > limit:
                 break
             count += 1
@@ -264,15 +270,39 @@ class _Draft:
                 done += row.count
             missing = sequence.length - done
             count = min(missing, self.tokens)
+            if self._keeps_states:
+                count = self._end_of_chunk(sequence, start, done, done + count) - done
+                if not count:
+                    continue
             end = done + count
             need = self.cache.units(done, end)
+            if self.states is not None and row is None:
+                need += self._renew(sequence)
             while need > self.free:
                 if self._preempt_youngest() is sequence:
                     break
+                if self.states is not None and row is None:
+                    need = self.cache.units(done, end) + self._renew(sequence)
             else:
                 self.free -= need
                 self.tokens -= count
                 self.rows[sequence.id] = Row(sequence, start, end - start, count == missing)
+
+    def _renew(self, sequence: Sequence) -> int:
+        """Note the units that the row of a sequence takes for its state, and return them."""
+        units = self.cache.renewal(sequence, self._released_refs)
+        self._renewed[sequence.id] = units
+        return units
+
+    def _end_of_chunk(self, sequence: Sequence, start: int, done: int, end: int) -> int:
+        """Where a row ends that has tokens from ``start`` to ``done`` and could end at ``end``: at
+        the end of a block if it can, where others find its state, and once at the last one before
+        the token that predicts the next.
+        """
+        size, length = self.cache.block_size, sequence.length
+        rounded = min(end, length - 1) // size * size
+        least = start + 1 if end == length else start + size
+        return rounded if rounded >= max(done, least) else end
 
     def _end_of_row(self, sequence: Sequence) -> int:
         """The tokens of a running sequence that are computed after this step."""
@@ -285,6 +315,9 @@ class _Draft:
         lengths = {s: s.length - self._end_of_row(s) for s in running}
         self.cut = {s: count for s, count in lengths.items() if count}
         self.lacking = sum(self.cache.growth(s, s.length - n) for s, n in self.cut.items())
+        if self.states is not None:
+            rowless = [s for s in self.cut if s.id not in self.rows]
+            self.lacking += sum(self.cache.renewal(s, self._released_refs) for s in rowless)
 
     def _preempt_youngest(self) -> Sequence:
         """Preempt the sequence that the policy ranks last. The first one keeps running, so every
@@ -295,8 +328,9 @@ class _Draft:
         if (row := self.rows.pop(victim.id, None)) is not None:
             self.tokens += row.count
             self.free += self.cache.units(row.start, row.start + row.count)
+            self.free += self._renewed.pop(victim.id, 0)
         self.free += self.cache.units_freed(victim, self._released_refs)
-        units = self.cache.units_held(victim)
+        units = self.cache.units_offloaded(victim)
         offload = 0 < units <= self.host_free
         if offload:
             self.host_free -= units
@@ -380,7 +414,7 @@ class _Draft:
 
     def _ends_admission(self) -> bool:
         places = self.slots - (self.early if self.reserved else 0)
-        full = bool(self.reserved) and self._room < len(self.cache.groups)
+        full = bool(self.reserved) and self._room < len(self.cache.groups) + self.cache.state_need
         return not self.tokens or self.looks.spent or places <= 0 or full
 
     @property
@@ -406,6 +440,8 @@ class _Draft:
         self._uncached, self._delaying = _Bar(), _Bar()
         missing = len(sequence.tokens) - start
         count = min(missing, self.tokens)
+        if self._keeps_states:
+            count = self._end_of_chunk(sequence, start, start, start + count) - start
         self.slots -= 1
         self.tokens -= count
         self.free -= candidate.start_units + self.cache.units(start, start + count)
@@ -421,7 +457,7 @@ class _Draft:
         shared = sequence.prompt_len - 1
         if sequence.host:
             admission = Admission(sequence, AdmissionSource.RESTORE, sequence.computed, None)
-            start_units = self.cache.units_held(sequence)
+            start_units = self.cache.start_units(sequence)
         elif (sibling := self._fork_source(sequence, shared)) is not None:
             admission = Admission(sequence, AdmissionSource.FORK, shared, sibling)
             start_units = len(self.cache.groups) if shared % self.cache.block_size else 0
@@ -431,7 +467,8 @@ class _Draft:
             admission = Admission(sequence, AdmissionSource.PREFIX, hit.tokens, None, hit)
             if self._counts_units(sequence, hit):
                 claimed = [u for u in self.cache.evictable(hit) if u not in self._claimed_units]
-            start_units = len(claimed)
+            # A state that the hit finds is another's next, or must be kept: it counts as taken.
+            start_units = len(claimed) + self.cache.state_need
         need = start_units + self.cache.growth(sequence, admission.start)
         return _Candidate(admission, claimed, start_units, need)
 
@@ -441,7 +478,7 @@ class _Draft:
         """
         if self.reserved.takes(sequence):
             return True
-        if self.cache.growth(sequence, hit.tokens) > self._room:
+        if self.cache.growth(sequence, hit.tokens) + self.cache.state_need > self._room:
             return False
         self.looks.tokens -= hit.tokens
         return True
@@ -468,10 +505,16 @@ class _Draft:
         """
         siblings = self.state.siblings[sequence.request.id]
         shared = sequence.prompt_len - 1
+        if self.states is not None:  # one starts from the last snapshot, if there is one
+            shared = shared // self.cache.block_size * self.cache.block_size
+            shared = shared if self.cache.sharing else 0
         if len(siblings) == 1 or not shared or sequence.host or sequence.scores_prompt:
             return False
-        running = [s for s in siblings if s.tables]
-        if any(self.cache.can_fork(s, shared) for s in running):
+        running = [s for s in siblings if s.holds_units]
+        if any(
+            self.cache.can_fork(s, shared) if self.states is None else s.computed >= shared
+            for s in running
+        ):
             return False
         self.awaits_flight |= any(s.computed < shared <= s.planned_length for s in running)
         starting = any(a.sequence.request is sequence.request for a in self.admitted)
@@ -531,7 +574,12 @@ class _Draft:
         decodes = len(self.state.running) + len(self.admitted)
         budget = min(self.state.limits.max_batch_tokens - decodes, self.state.prefill_bound)
         tokens += sum(self.cut.values())
-        return math.ceil(tokens / self.state.least_of_running(budget))
+        least = self.state.least_of_running(budget)
+        if not self._keeps_states:
+            return math.ceil(tokens / least)
+        # A chunk is cut to blocks, and each prompt ends with a short one.
+        size = self.cache.block_size
+        return math.ceil(tokens / max(min(least, size), least - size + 1)) + len(self.cut) + 1
 
     def _holders(self) -> list[Hold]:
         """Of each sequence that holds blocks: the steps after which it has certainly ended, and the

@@ -194,15 +194,17 @@ class Scheduler:
             self._start(admission)
         for admission in plan.admitted:
             self._add_copies(admission, work)
-        size, prefill, tokens = cache.block_size, 0, 0
+        size, prefill, tokens, states = cache.block_size, 0, 0, cache.states
         for sequence, start, count, _ in plan.rows:
-            if sequence.planned_length != start or not sequence.tables:
+            if sequence.planned_length != start or not (sequence.tables or sequence.states):
                 raise StepError(
                     f"sequence {sequence.id} has {sequence.computed} tokens computed and "
                     f"{sequence.computed_in_flight} in flight, not {start}"
                 )
-            if start + count > len(sequence.tables[0]) * size:
+            if sequence.tables and start + count > len(sequence.tables[0]) * size:
                 cache.grow(sequence, start + count)
+            if states is not None:
+                states.renew(sequence)
             tokens += count
             if count > 1 or (sequence.status is PREFILLING and not sequence.sampled_in_flight):
                 prefill += count
@@ -230,7 +232,7 @@ class Scheduler:
         needs a result, but those of sequences that ended since the commit: nobody sees them.
         """
         cache, size = self.state.cache, self.state.cache.block_size
-        turns = cache.turns
+        turns, has_states = cache.turns, cache.states is not None
         events: list[Event] = []
         for sequence, start, count, samples in work.rows:
             if sequence.steps_in_flight:
@@ -252,6 +254,8 @@ class Scheduler:
                     f"sequence {sequence.id} sampled in step {work.step} but has no result"
                 )
             computed = sequence.computed = start + count
+            if has_states:
+                sequence.turn += 1
             if sequence.scores_prompt:
                 sequence.scored = max(sequence.scored, computed)
                 if result is not None:
@@ -333,6 +337,8 @@ class Scheduler:
     def _add_copies(self, admission: Admission, work: Work) -> None:
         if admission.source is AdmissionSource.RESTORE:
             work.restore += self.state.cache.restore(admission.sequence)
+        elif admission.source is AdmissionSource.PREFIX:
+            self.state.cache.start_states(admission.sequence)
         elif admission.sibling is not None:
             work.copies += self.state.cache.copy_tail(admission.sequence, admission.sibling)
 

@@ -62,3 +62,24 @@ def test_requests_behind_a_blocked_one_start_when_the_recount_says_so() -> None:
         whole_run.run(whole_run.draw(seed))
         if not seed % 5:
             whole_run.run(whole_run.draw(seed), ahead=True)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_sequences_with_states_read_the_state_of_their_own_tokens(ahead: bool) -> None:
+    """Layers with keys of all kinds or none beside states, in memory for little more than one
+    sequence. Each step is computed again, whole and in halves.
+    """
+    total = whole_run.Outcome()
+    seeds = 1000 if LONG_FORM else 24
+    for seed in range(seeds):
+        try:
+            outcome = whole_run.run(whole_run.draw_states(seed, 24), ahead=ahead)
+        except Exception as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+        total.ahead += outcome.ahead
+        total.preemptions += outcome.preemptions
+        total.offloads += outcome.offloads
+        total.hits += outcome.hits
+        total.recalls += outcome.recalls
+    kinds = [total.preemptions, total.offloads, total.hits]
+    assert min(*kinds, *([total.ahead, total.recalls] if ahead else [])) > 0, total

@@ -390,7 +390,7 @@ def test_the_longest_hit_is_one_that_every_group_can_continue_from(
     packed = b"".join(hashes)
     known: list[list[int]] = [[] for _ in groups]
     leading = leading_units(pool, groups, packed, len(hashes), known)
-    tables = longest_hit(pool, groups, 4, packed, len(hashes), leading)
+    _, tables, _ = longest_hit(pool, groups, 4, packed, len(hashes), leading)
     for group, table in zip(groups, tables, strict=True):
         first = group.first_block(4 * length, 4)
         assert table == [NULL] * first + [
