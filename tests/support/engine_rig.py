@@ -8,7 +8,7 @@ import functools
 import random
 from collections import abc
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -40,7 +40,8 @@ from fairlead_runtime.scheduling.plan import Finished, Limits, Result, Row, Work
 from fairlead_runtime.scheduling.scheduler import Scheduler, SchedulerStats
 from fairlead_runtime.settings.engine_config import EngineConfig
 from fairlead_runtime.sizing.graph_sizes import step_sizes
-from fairlead_runtime.sizing.groups import LayerGroup
+from fairlead_runtime.sizing.arithmetic import ceil_div
+from fairlead_runtime.sizing.groups import LayerGroup, pool_units
 from support import (
     flashinfer_standin,
     rank_pair,
@@ -66,6 +67,7 @@ INT8_RANKS = ("ranks cpu int8", "ranks layers int8")
 QUANTIZED_RANKS = (*INT8_RANKS, "ranks layers fp8")
 ON_TRITON = "triton "  # likewise
 MAX_STEPS = 20_000
+STATES = 2  # sequences for whose states there is room beside a setting's blocks
 # two ids, sampled often enough at random that some texts end early
 EOS = frozenset({2, 140})
 
@@ -286,7 +288,8 @@ def cache_of(
     groups, heads = model.groups, model.cache_heads
     sizes: dict[str, Any] = {"units": units, "block_size": block_size, "host_units": host_units}
     if side is None:
-        cache = CacheStorage(groups, heads, device=model.device, **sizes)
+        states = model.state_layout
+        cache = CacheStorage(groups, heads, device=model.device, states=states, **sizes)
     else:
         piece = 3 * CacheStorage.unit_bytes(groups, heads, block_size)
         sizes |= {"choose": random.Random(side).randrange, "piece_bytes": piece}
@@ -364,9 +367,34 @@ class Rig:
             return self
         return rig(self.family, self._cached + plain, **self._overrides)
 
-    def runner(self, setting: Setting, guides: Guides | None = None) -> ModelRunner:
+    def limits(self, setting: Setting) -> Limits:
+        """Those of a setting with this model, whose states lie in units, too: beside those of a
+        block for each of its layers' groups there are as many as two running sequences have.
+        """
         limits = setting.limits(len(self.groups))
-        units, host_units = limits.num_blocks * len(self.groups), limits.offload_units
+        layout = self.model.state_layout
+        if layout is None:
+            return limits
+        size = setting.block_size
+        unit = CacheStorage.unit_bytes(self.groups, self.model.cache_heads, size, layout)
+        each = layout.units(unit)
+        beside = ceil_div(limits.state_versions * each, max(1, len(self.groups)))
+        if not self.groups:
+            return replace(
+                limits, state_units=each, num_blocks=2 * beside + 4, cache_tokens=MAX_LEN
+            )
+        return replace(
+            limits,
+            state_units=each,
+            num_blocks=limits.num_blocks + STATES * beside,
+            cache_tokens=(limits.num_blocks + (STATES - 1) * beside) * size,
+            offload_units=limits.offload_units and limits.offload_units + STATES * each,
+        )
+
+    def runner(self, setting: Setting, guides: Guides | None = None) -> ModelRunner:
+        limits = self.limits(setting)
+        units = pool_units(limits.num_blocks, len(self.groups))
+        host_units = limits.offload_units
         amounts = {"units": units, "block_size": setting.block_size, "host_units": host_units}
         if self._kernels in ON_GPU:
             amounts["side"] = setting.side
@@ -454,7 +482,7 @@ class Rig:
         return choice_of(model, self._kernels)
 
     def run(self, setting: Setting, arrivals: Iterable[tuple[int, Request]]) -> Outcome:
-        scheduler = Scheduler(setting.limits(len(self.groups)), self.groups, b"rig")
+        scheduler = Scheduler(self.limits(setting), self.groups, b"rig")
         return run_to_end(scheduler, self.runner(setting), arrivals)
 
     def dry_run(
@@ -462,7 +490,7 @@ class Rig:
     ) -> SchedulerStats | None:
         """The same run without our model: the greedy texts come from the reference."""
         arrivals = list(arrivals)
-        limits = setting.limits(len(self.groups))
+        limits = self.limits(setting)
         texts = {r.id: self.reference(r.prompt, r.max_tokens) for _, r in arrivals}
         return run_to_end(
             Scheduler(limits, self.groups, b"rig"), KnownTextRunner(texts), arrivals

@@ -72,8 +72,8 @@ class CachedLayer(NamedTuple):
 
 class CachedPass(ABC):
     """A forward pass with a cache. A fused layer writes keys and values itself (``cached``), then
-    calls ``attend_cached``; for the others ``attend`` does both. ``states``: those of its rows, of a
-    model that keeps some.
+    calls ``attend_cached``; for the others ``attend`` does both. ``states``: those of its rows,
+    of a model that keeps some.
     """
 
     keep: Tensor
