@@ -48,6 +48,14 @@ def test_logits_are_those_of_one_pass_however_rows_are_cut(family: str) -> None:
     check_logits(model_of(family), seed=0)
 
 
+@pytest.mark.parametrize("family", tiny_states.FAMILIES)
+def test_another_beginning_of_a_prompt_moves_the_last_logits(family: str) -> None:
+    """What the tests compare depends on the states, so that a lost one shows."""
+    model, (first, second) = model_of(family), (tokens_of(seed, 48) for seed in (1, 2))
+    last = [expected(model, [*half, *first[24:]])[-1] for half in (first[:24], second[:24])]
+    assert differs(*last) > 50 * CLOSE
+
+
 @pytest.mark.parametrize("family", BOUNDED)
 def test_a_prompts_time_steps_are_bounded_in_chunks_and_alone(family: str) -> None:
     model = paged(family, **BOUNDED[family])
