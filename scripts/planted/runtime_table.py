@@ -438,8 +438,8 @@ BUGS = (
     PackageBug(
         "a plan for other keys than the layers read is served",
         "fairlead_runtime.device.model.paged_model:prepare",
-        "if expected != (windows, model.sources, widths, model.mixed) or (",
-        "if expected[2:] != (widths, model.mixed) or (",
+        "if expected != seen or (",
+        "if expected[2:] != seen[2:] or (",
         SHARED_KEYS,
     ),
     PackageBug(

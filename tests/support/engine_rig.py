@@ -8,7 +8,7 @@ import functools
 import random
 from collections import abc
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -40,8 +40,16 @@ from fairlead_runtime.scheduling.plan import Finished, Limits, Result, Row, Work
 from fairlead_runtime.scheduling.scheduler import Scheduler, SchedulerStats
 from fairlead_runtime.settings.engine_config import EngineConfig
 from fairlead_runtime.sizing.graph_sizes import step_sizes
-from fairlead_runtime.sizing.groups import LayerGroup
-from support import flashinfer_standin, rank_pair, tiny, tiny_parts, triton_standin
+from fairlead_runtime.sizing.arithmetic import ceil_div
+from fairlead_runtime.sizing.groups import LayerGroup, pool_units
+from support import (
+    flashinfer_standin,
+    rank_pair,
+    tiny,
+    tiny_parts,
+    tiny_states,
+    triton_standin,
+)
 from support.fp8_reference import Fp8Cache
 from support.graph_standin import TapeRecorder
 from support.operation_cases import fixed_attention, fixed_operations
@@ -59,6 +67,7 @@ INT8_RANKS = ("ranks cpu int8", "ranks layers int8")
 QUANTIZED_RANKS = (*INT8_RANKS, "ranks layers fp8")
 ON_TRITON = "triton "  # likewise
 MAX_STEPS = 20_000
+STATES = 2  # sequences for whose states there is room beside a setting's blocks
 # two ids, sampled often enough at random that some texts end early
 EOS = frozenset({2, 140})
 
@@ -200,6 +209,8 @@ def paged(
     """A tiny model on our paged attention."""
     if family in tiny_parts.FAMILIES:
         model = tiny_parts.build_text(family, **overrides)
+    elif family in tiny_states.FAMILIES:
+        model = tiny_states.build(family, **overrides)
     else:
         model = tiny.build(family, **overrides)
     dtype = torch.bfloat16 if bfloat16 else dtype
@@ -235,13 +246,17 @@ def choice_of(model: PagedModel, kernels: str) -> BackendChoice:
     if kernels == "fixed":
         try:
             return pick(
-                model.heads, model.kinds, model.device, deterministic=True, mixed=model.mixed
+                model.heads,
+                model.kinds,
+                model.device,
+                deterministic=True,
+                torch_because=model.torch_because,
             )
         except NotAvailableError as error:
             pytest.skip(str(error))
     auto = kernels in ("cpu", "int8") or kernels.startswith("ranks cpu")
     kernels = "auto" if auto else "torch"
-    return pick(model.heads, model.kinds, model.device, kernels, mixed=model.mixed)
+    return pick(model.heads, model.kinds, model.device, kernels, torch_because=model.torch_because)
 
 
 def operations_of(model: PagedModel, kernels: str) -> LayerOperations | None:
@@ -273,7 +288,8 @@ def cache_of(
     groups, heads = model.groups, model.cache_heads
     sizes: dict[str, Any] = {"units": units, "block_size": block_size, "host_units": host_units}
     if side is None:
-        cache = CacheStorage(groups, heads, device=model.device, **sizes)
+        states = model.state_layout
+        cache = CacheStorage(groups, heads, device=model.device, states=states, **sizes)
     else:
         piece = 3 * CacheStorage.unit_bytes(groups, heads, block_size)
         sizes |= {"choose": random.Random(side).randrange, "piece_bytes": piece}
@@ -314,9 +330,11 @@ class Rig:
         if cached:
             self._described["fp8_cache"] = True
         self.model = paged(**self._described)
-        if self.model.mixed and (self._on_triton or kernels in (*STANDINS, "fixed triton")):
+        because = self.model.torch_because
+        if because and (self._on_triton or kernels in (*STANDINS, "fixed triton")):
             # Raises, as where the product is told to take a GPU's attention.
-            pick(self.model.heads, self.model.kinds, self.model.device, "flashinfer", mixed=True)
+            facts = self.model.heads, self.model.kinds, self.model.device
+            pick(*facts, "flashinfer", torch_because=because)
         if kernels in QUANTIZED and kernels not in QUANTIZED_RANKS:
             quantize_weights(
                 self.model, QUANTIZED[kernels], head=kernels in ("int8", UNFUSED["int8"])
@@ -349,9 +367,34 @@ class Rig:
             return self
         return rig(self.family, self._cached + plain, **self._overrides)
 
-    def runner(self, setting: Setting, guides: Guides | None = None) -> ModelRunner:
+    def limits(self, setting: Setting) -> Limits:
+        """Those of a setting with this model, whose states lie in units, too: beside those of a
+        block for each of its layers' groups there are as many as two running sequences have.
+        """
         limits = setting.limits(len(self.groups))
-        units, host_units = limits.num_blocks * len(self.groups), limits.offload_units
+        layout = self.model.state_layout
+        if layout is None:
+            return limits
+        size = setting.block_size
+        unit = CacheStorage.unit_bytes(self.groups, self.model.cache_heads, size, layout)
+        each = layout.units(unit)
+        beside = ceil_div(limits.state_versions * each, max(1, len(self.groups)))
+        if not self.groups:
+            return replace(
+                limits, state_units=each, num_blocks=2 * beside + 4, cache_tokens=MAX_LEN
+            )
+        return replace(
+            limits,
+            state_units=each,
+            num_blocks=limits.num_blocks + STATES * beside,
+            cache_tokens=(limits.num_blocks + (STATES - 1) * beside) * size,
+            offload_units=limits.offload_units and limits.offload_units + STATES * each,
+        )
+
+    def runner(self, setting: Setting, guides: Guides | None = None) -> ModelRunner:
+        limits = self.limits(setting)
+        units = pool_units(limits.num_blocks, len(self.groups))
+        host_units = limits.offload_units
         amounts = {"units": units, "block_size": setting.block_size, "host_units": host_units}
         if self._kernels in ON_GPU:
             amounts["side"] = setting.side
@@ -439,7 +482,7 @@ class Rig:
         return choice_of(model, self._kernels)
 
     def run(self, setting: Setting, arrivals: Iterable[tuple[int, Request]]) -> Outcome:
-        scheduler = Scheduler(setting.limits(len(self.groups)), self.groups, b"rig")
+        scheduler = Scheduler(self.limits(setting), self.groups, b"rig")
         return run_to_end(scheduler, self.runner(setting), arrivals)
 
     def dry_run(
@@ -447,7 +490,7 @@ class Rig:
     ) -> SchedulerStats | None:
         """The same run without our model: the greedy texts come from the reference."""
         arrivals = list(arrivals)
-        limits = setting.limits(len(self.groups))
+        limits = self.limits(setting)
         texts = {r.id: self.reference(r.prompt, r.max_tokens) for _, r in arrivals}
         return run_to_end(
             Scheduler(limits, self.groups, b"rig"), KnownTextRunner(texts), arrivals

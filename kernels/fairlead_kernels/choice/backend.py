@@ -27,7 +27,6 @@ from fairlead_kernels.proofs.triton_proof import prove_operations
 # The oldest GPUs, by their compute capability, that flashinfer's kernels run on in each type.
 OLDEST_GPU = {torch.float16: (7, 5), torch.bfloat16: (8, 0)}
 PORTABLE = "plain torch on {}, portable kernels"
-MIXED = "its layers differ in their heads, which other kernels do not know"
 FP8_GPU = (8, 9)  # the oldest that multiply 8-bit floats
 
 
@@ -53,14 +52,14 @@ def pick(
     *,
     deterministic: bool = False,
     block_size: int = BLOCK_SIZE,
-    mixed: bool = False,
+    torch_because: str = "",
 ) -> BackendChoice:
     """The kernels for a model with these heads and kinds of layers on this device, in whose cache
     ``block_size`` tokens are a block: with ``auto`` the first that can serve it, ``cpu`` those in
     C++, ``flashinfer`` its attention, with ``torch`` plain torch, which runs on every device. On
     GPUs ``auto`` takes attention by flashinfer, else in Triton, else in torch; layers have
-    operations of their own, in Triton or else in torch, beside each of them. Layers that differ in
-    their heads (``mixed``; ``heads`` are the widest layer's) have plain torch alone.
+    operations of their own, in Triton or else in torch, beside each of them. ``torch_because``: why
+    plain torch alone can serve the model, whatever it is; ``heads`` are its widest layer's.
 
     With ``deterministic`` a token's results are the same bits whatever else is in its step, by
     kernels of ours alone.
@@ -68,12 +67,12 @@ def pick(
     Raises NotAvailableError with the reason when ``cpu`` or ``flashinfer`` is asked for and cannot
     serve the model, or when ``deterministic`` is and no kernels can.
     """
-    if mixed and (deterministic or kernels in ("cpu", "flashinfer")):
-        raise NotAvailableError(MIXED)
+    if torch_because and (deterministic or kernels in ("cpu", "flashinfer")):
+        raise NotAvailableError(torch_because)
     if deterministic:
         return fixed_kernels(heads, kinds, device, kernels)
-    reason = f"; {MIXED}" if mixed else ""
-    if mixed:
+    reason = f"; {torch_because}" if torch_because else ""
+    if torch_because:
         kernels = "torch"
     if kernels == "cpu" or (kernels == "auto" and device.type == "cpu"):
         try:

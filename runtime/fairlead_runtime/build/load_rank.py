@@ -201,6 +201,7 @@ def _storage(model: PagedModel, units: int, block_size: int, host_units: int) ->
             block_size=block_size,
             device=model.device,
             host_units=host_units,
+            states=model.state_layout,
         )
     except OSError as error:
         raise ConfigError(
@@ -211,6 +212,6 @@ def _storage(model: PagedModel, units: int, block_size: int, host_units: int) ->
     except RuntimeError as error:  # torch.OutOfMemoryError is one
         raise ConfigError(
             "num_blocks",
-            f"{units // len(groups)} blocks could not be allocated",
+            f"{units // max(1, len(groups))} blocks could not be allocated",
             "lower it or max_memory_percent",
         ) from error

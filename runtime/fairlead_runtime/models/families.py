@@ -28,6 +28,9 @@ from fairlead_runtime.sizing.families.refusals import (
 )
 from fairlead_runtime.sizing.family_table import FAMILIES, JUDGED, TEXTS
 
+# Types of layers that keep a state, beside keys that all see or without any, or that keep nothing.
+WITHOUT_WINDOW = ("linear_attention", "conv", "hybrid", "moe", "mlp")
+
 
 def unsupported(model_type: str, reason: str) -> ModelError:
     """The error for a model that is not served: names its family, the reason and those served."""
@@ -75,7 +78,7 @@ def check(config: PretrainedConfig) -> tuple[int | None, ...]:
         kind = "no class of text with images" if text is not config else "no causal language model"
         raise unsupported(name, f"transformers has {kind} of that type")
     for code in (model_class, text_class):
-        if getattr(code, "_is_stateful", False):
+        if getattr(code, "_is_stateful", False) and kind not in FAMILIES:
             raise unsupported(name, STATE)
         if name not in FAMILIES and not code._can_set_attn_implementation():  # noqa: SLF001 - there is no public method
             raise unsupported(name, OLD)
@@ -130,8 +133,10 @@ def _windows(config: PretrainedConfig, model_class: Any) -> tuple[int | None, ..
 def _window_of(kind: str, window: int | None, config: PretrainedConfig) -> int | None:
     if kind == "full_attention":
         return None
-    if kind == "sliding_attention" and window is not None:
+    if kind in ("sliding_attention", "hybrid_sliding") and window is not None:
         return int(window)
+    if kind in WITHOUT_WINDOW and config.model_type in FAMILIES:
+        return None
     raise unsupported(
         str(config.model_type), f"its layer type {kind!r} is neither full nor sliding attention"
     )

@@ -80,7 +80,9 @@ def kernels_of(model: PagedModel, kernels: str) -> tuple[Any, LayerOperations]:
     if kernels == "triton":
         return flashinfer_standin.attention(model.heads, model.kinds), gpu_operations(kernels)
     try:
-        choice = pick(model.heads, model.kinds, model.device, "cpu", mixed=model.mixed)
+        choice = pick(
+            model.heads, model.kinds, model.device, "cpu", torch_because=model.torch_because
+        )
     except NotAvailableError as error:
         pytest.skip(str(error))
     assert choice.operations is not None

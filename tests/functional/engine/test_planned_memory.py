@@ -128,7 +128,9 @@ def test_planned_terms_are_within_a_fifth_of_measured_ones(
     rope.pin(model, LENGTH)
     measured = profiling.profile(
         paged,
-        pick(paged.heads, paged.kinds, paged.device, "torch", mixed=paged.mixed).attention,
+        pick(
+            paged.heads, paged.kinds, paged.device, "torch", torch_because=paged.torch_because
+        ).attention,
         max_batch_tokens=256,
         max_requests=64,
         max_model_len=LENGTH,
@@ -159,7 +161,9 @@ def test_no_term_of_wide_attention_is_planned_too_low(name: str) -> None:
     rope.pin(model, LENGTH)
     measured = profiling.profile(
         paged,
-        pick(paged.heads, paged.kinds, paged.device, "torch", mixed=paged.mixed).attention,
+        pick(
+            paged.heads, paged.kinds, paged.device, "torch", torch_because=paged.torch_because
+        ).attention,
         max_batch_tokens=256,
         max_requests=64,
         max_model_len=LENGTH,

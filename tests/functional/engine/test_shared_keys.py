@@ -18,6 +18,7 @@ from fairlead_runtime.llm import LLM
 from fairlead_runtime.models import loading
 from fairlead_runtime.models.model_error import ModelError
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
+from fairlead_runtime.sizing.groups import NO_KEYS
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.stored import QuantizedError
 from fairlead_runtime.sizing.tensor_parallel import refuse
@@ -111,7 +112,7 @@ def test_a_model_whose_code_shares_other_keys_than_its_configuration_says_is_ref
 def test_keys_are_shared_where_both_keys_and_values_are_the_very_same() -> None:
     first, second, values = (torch.zeros(2, 1, 4) for _ in range(3))
     keys = {0: (first, values), 1: (second, values), 2: (first.view(2, 1, 4), values)}
-    assert sources_of(keys) == (0, 1, 0)
+    assert sources_of(keys, 4) == (0, 1, 0, NO_KEYS)
 
 
 def test_layers_that_share_keys_are_not_fused(monkeypatch: pytest.MonkeyPatch) -> None:

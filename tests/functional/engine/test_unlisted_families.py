@@ -49,7 +49,9 @@ def test_greedy_text_equals_transformers_and_the_self_test_passes(family: str) -
     assert (
         selftest.run(
             model,
-            pick(model.heads, model.kinds, model.device, "torch", mixed=model.mixed).attention,
+            pick(
+                model.heads, model.kinds, model.device, "torch", torch_because=model.torch_because
+            ).attention,
             512,
         ).delta
         < 1e-4

@@ -187,6 +187,8 @@ def fuse(
     """
     if operations is None:
         return Fusion(0, len(model.windows))
+    if model.states:
+        return Fusion(0, len(model.windows), "its layers keep states")
     if model.mixed:
         return Fusion(0, len(model.windows), "its layers differ in their heads")
     fusion, runs = _fuse_layers(model, operations, ranks, repack, report)

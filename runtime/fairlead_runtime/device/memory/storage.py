@@ -12,7 +12,9 @@ a token, each as wide as the widest group needs, and a group lays its layers out
     place of a full group      [ keys 0 | values 0 | keys 6 | values 6 | unused ]
     place of a window group    [ keys 1     | values 1     | keys 2 | values 2  ]
 
-So a layer's tokens lie one stride apart in all units, as they do in a tensor of its own.
+So a layer's tokens lie one stride apart in all units, as they do in a tensor of its own. A cache
+that also has states (``state_units.py``) is laid out so, too: they lie over whole units. Where no
+layer keeps keys a unit is a state.
 """
 
 import math
@@ -29,9 +31,12 @@ from fairlead_kernels.plain.copy_blocks import copy_blocks
 from fairlead_runtime.device.memory.host_memory import CudaPinning
 from fairlead_runtime.device.memory.offloading import Offload, OffloadAtOnce
 from fairlead_runtime.device.memory.page_mapping import page_mapper
+from fairlead_runtime.device.memory.state_units import StateUnits
 from fairlead_runtime.device.memory.streams import Streams, cuda_streams
 from fairlead_runtime.scheduling.plan import Row, Work
+from fairlead_runtime.sizing.arithmetic import ceil_div
 from fairlead_runtime.sizing.groups import LayerGroup
+from fairlead_runtime.sizing.states import ALIGNMENT, StateLayout
 
 
 class CacheStorage:
@@ -40,6 +45,8 @@ class CacheStorage:
     With heads of one size, ``tensors`` are keys [slots, units, block_size, kv heads, dim] and
     values, likewise with value_dim; else one [1, units, block_size, width]. All are in the type
     that ``heads`` names.
+
+    ``states``: where a sequence's states lie over its units, in a model that keeps some.
 
     ``host_units`` > 0 adds as many units of host memory for offloading. On CUDA it is pinned, and
     copies cross beside the steps, on ``streams``: CUDA's, or those that are given on another
@@ -58,31 +65,40 @@ class CacheStorage:
         device: torch.device,
         host_units: int = 0,
         streams: Streams | None = None,
+        states: StateLayout | None = None,
     ) -> None:
         self.groups = tuple(groups)
         self.units = units
         self.block_size = block_size
         self.device = device
         of_layers = _of_layers(groups, heads)
-        cache_dtype = next(iter(of_layers.values())).cache_dtype
         # By layer: keys, values and the group's index.
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
         self.tensors: tuple[torch.Tensor, ...]
-        if len({*of_layers.values()}) == 1:
+        self.states: StateUnits | None = None
+        if not of_layers:
+            nbytes = self.unit_bytes(groups, heads, block_size, states)
+            self.tensors = (_zeros((1, units, nbytes), torch.uint8, device),)
+        elif len({*of_layers.values()}) == 1 and states is None:
             one = of_layers[groups[0].layers[0]]
             shape = (max(len(group.layers) for group in groups), units, block_size, one.kv)
-            keys = _zeros((*shape, one.dim), cache_dtype, device)
-            values = _zeros((*shape, one.value_dim), cache_dtype, device)
+            keys = _zeros((*shape, one.dim), one.cache_dtype, device)
+            values = _zeros((*shape, one.value_dim), one.cache_dtype, device)
             self.tensors = keys, values
             for group in groups:
                 for slot, layer in enumerate(group.layers):
                     self._layers[layer] = keys[slot], values[slot], group.index
         else:
-            width = max(sum(_width(of_layers[i]) for i in group.layers) for group in groups)
+            cache_dtype = next(iter(of_layers.values())).cache_dtype
+            nbytes = self.unit_bytes(groups, heads, block_size, states)
+            width = nbytes // (block_size * cache_dtype.itemsize)
             places = _zeros((1, units, block_size, width), cache_dtype, device)
             self.tensors = (places,)
             for group in groups:
                 self._layers |= _laid_out(places[0], group, of_layers)
+        if states is not None:
+            places = self.tensors[0]
+            self.states = StateUnits(places.view(units, -1).view(torch.uint8), states)
         self.unit_nbytes = sum(x[:, :1].nbytes for x in self.tensors)
         on_cuda = device.type == "cuda"
         self._streams = cuda_streams(device) if on_cuda and host_units else streams
@@ -113,7 +129,10 @@ class CacheStorage:
     def fill(self, value: float) -> None:
         """Put one number everywhere."""
         for tensor in self.tensors:
-            tensor.fill_(value)
+            if tensor.dtype is torch.uint8:  # a byte of NaN
+                tensor.fill_(0xFF if math.isnan(value) else int(value))
+            else:
+                tensor.fill_(value)
 
     @property
     def nbytes(self) -> int:
@@ -137,14 +156,23 @@ class CacheStorage:
 
     @staticmethod
     def unit_bytes(
-        groups: Sequence[LayerGroup], heads: Heads | Sequence[Heads], block_size: int
+        groups: Sequence[LayerGroup],
+        heads: Heads | Sequence[Heads],
+        block_size: int,
+        states: StateLayout | None = None,
     ) -> int:
-        """Bytes of one unit, keys and values together: as many as the widest group needs."""
+        """Bytes of one unit, keys and values together: as many as the widest group needs, with
+        states a multiple of their ALIGNMENT, and without keys those of a state.
+        """
         of_layers = _of_layers(groups, heads)
-        return block_size * max(
-            sum(_width(of_layers[i]) * of_layers[i].cache_dtype.itemsize for i in group.layers)
-            for group in groups
-        )
+        if not of_layers:
+            return 0 if states is None else states.nbytes
+        width = max(sum(_width(of_layers[i]) for i in group.layers) for group in groups)
+        itemsize = next(iter(of_layers.values())).cache_dtype.itemsize
+        if states is not None:
+            step = ALIGNMENT // math.gcd(ALIGNMENT, block_size * itemsize)
+            width = ceil_div(width, step) * step
+        return block_size * width * itemsize
 
     @contextmanager
     def step(self, rows: Sequence[Row]) -> Iterator[None]:
@@ -152,7 +180,9 @@ class CacheStorage:
         if self._pages is None:
             yield
             return
-        tables = (table for row in rows for table in row.sequence.tables if table)
+        tables = (
+            table for row in rows for table in (*row.sequence.tables, *row.sequence.states) if table
+        )
         self._pages.begin(max((table[-1] for table in tables), default=0))
         try:
             yield

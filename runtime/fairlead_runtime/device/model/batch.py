@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +25,18 @@ from fairlead_runtime.sizing.groups import LayerGroup
 UNKNOWN = 0  # in the place of an id that the device alone has
 
 
+class StateRows(NamedTuple):
+    """The states of a step's rows in a model that keeps some: of each row its ``counts`` tokens,
+    whether it ``begins`` a sequence, and int64 [B, n] the units of the state that it reads
+    (``source``) and of the one that it writes (``target``).
+    """
+
+    counts: tuple[int, ...]
+    begins: tuple[bool, ...]
+    source: torch.Tensor
+    target: torch.Tensor
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
     """One step of T packed tokens in B rows, S of which sample. All tensors are on the host, but
@@ -33,7 +46,7 @@ class Batch:
     token's key and value are written, and ``ragged``, the rows with that group's tables.
     ``sample_index`` int64 [S]: the last packed token of each sampling row; ``sampling``: their
     sequences, in the same order. ``growth``: what came to the block tables with it, but for a batch
-    that follows the last one.
+    that follows the last one. ``states``: of its rows, None in a model without.
     """
 
     input_ids: torch.Tensor
@@ -43,6 +56,7 @@ class Batch:
     sample_index: torch.Tensor
     sampling: list[Sequence]
     growth: Growth
+    states: StateRows | None = None
 
 
 class _Decodes:
@@ -110,12 +124,14 @@ class BatchBuilder:
         self._tables = tables or HostTables(groups, block_size, pinned=pinned)
         self._rows = rows or TableRows(len(groups))
         self._grows = rows is None
+        self._has_keys = bool(groups)
         wide, narrow = torch.int64, torch.int32
         self._ids = HostBuffer(wide, pinned=pinned)
         self._positions = HostBuffer(wide, pinned=pinned)
         self._starts = HostBuffer(narrow, pinned=pinned)
         self._lens = HostBuffer(narrow, pinned=pinned)
         self._samples = HostBuffer(wide, pinned=pinned)
+        self._units = HostBuffer(wide, pinned=pinned), HostBuffer(wide, pinned=pinned)
         # _Decodes changes a batch on the host, and knows no block that a window has passed.
         windowed = any(group.window is not None for group in groups)
         self._follows = follows and tables is None and not windowed
@@ -129,15 +145,29 @@ class BatchBuilder:
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers at present."""
-        buffers = (self._ids, self._positions, self._starts, self._lens, self._samples)
+        buffers = (
+            self._ids,
+            self._positions,
+            self._starts,
+            self._lens,
+            self._samples,
+            *self._units,
+        )
         return sum(b.nbytes for b in buffers) + self._tables.nbytes
 
     def build(
-        self, rows: abc.Sequence[Row], *, ahead: bool = False, growth: Growth | None = None
+        self,
+        rows: abc.Sequence[Row],
+        *,
+        ahead: bool = False,
+        growth: Growth | None = None,
+        continues: frozenset[int] = frozenset(),
     ) -> Batch:
         """``rows``: at least one, each with at least one token and with blocks for its tokens.
         ``ahead``: the id of a row whose token a step in flight samples is UNKNOWN. ``growth``: that
-        of these rows where their blocks are in the tables already.
+        of these rows where their blocks are in the tables already. ``continues``: the ids of
+        sequences of which an earlier pass of the same step computed tokens: they read the state
+        that it wrote.
 
         The same Batch again, changed, where the rows are the next decodes of those of the last one.
         """
@@ -145,8 +175,10 @@ class BatchBuilder:
         if last is not None and not ahead and last.follow(rows, self._block_size):
             self._last = last
             return last.batch
-        batch = self._build(rows, self._enter(rows) if growth is None else growth, ahead=ahead)
-        if self._follows and not ahead and all(row.count == 1 and row.samples for row in rows):
+        growth = self._enter(rows) if growth is None else growth
+        batch = self._build(rows, growth, continues, ahead=ahead)
+        follows = self._follows and batch.states is None and not ahead
+        if follows and all(row.count == 1 and row.samples for row in rows):
             self._last = _Decodes(batch, rows)
         return batch
 
@@ -167,7 +199,9 @@ class BatchBuilder:
             self._rows.forget(row.sequence for row in rows)
             raise
 
-    def _build(self, rows: abc.Sequence[Row], growth: Growth, *, ahead: bool) -> Batch:
+    def _build(
+        self, rows: abc.Sequence[Row], growth: Growth, continues: frozenset[int], *, ahead: bool
+    ) -> Batch:
         starts = np.array([row.start for row in rows])
         counts = np.array([row.count for row in rows])
         row_ends = counts.cumsum()
@@ -183,7 +217,8 @@ class BatchBuilder:
         query[0], query[1:] = 0, row_ends
         lens, kv_lens = self._lens.take(len(rows))
         lens[:] = starts + counts
-        if (self._rows.blocks[growth.rows] * self._block_size < lens).any():
+        held = self._rows.blocks[growth.rows] * self._block_size
+        if self._has_keys and (held < lens).any():
             raise RuntimeError("rows: a token of this step has no block")
         slots, ragged = self._tables.of(growth.rows, at, query_starts, kv_lens)
 
@@ -191,4 +226,22 @@ class BatchBuilder:
         places, index = self._samples.take(int(samples.sum()))
         places[:] = row_ends[samples] - 1
         sampling = [row.sequence for row in rows if row.samples]
-        return Batch(input_ids, positions, slots, ragged, index, sampling, growth)
+        states = self._states(rows, continues)
+        return Batch(input_ids, positions, slots, ragged, index, sampling, growth, states)
+
+    def _states(self, rows: abc.Sequence[Row], continues: frozenset[int]) -> StateRows | None:
+        if not rows[0].sequence.states:
+            return None
+        buffers = [
+            buffer.take(len(rows), len(rows[0].sequence.states[0])) for buffer in self._units
+        ]
+        (read, source), (written, target) = buffers
+        written[:] = [row.sequence.state_target() for row in rows]
+        read[:] = [
+            row.sequence.state_target()
+            if row.sequence.id in continues
+            else row.sequence.state_source()
+            for row in rows
+        ]
+        counts = tuple(row.count for row in rows)
+        return StateRows(counts, tuple(row.start == 0 for row in rows), source, target)

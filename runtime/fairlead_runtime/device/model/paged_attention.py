@@ -21,6 +21,7 @@ from fairlead_kernels.interface.attention import AttentionBackend, LayerSpec
 from fairlead_kernels.interface.cache_write import write
 from fairlead_runtime.device.memory.storage import CacheStorage
 from fairlead_runtime.device.model.batch import Batch
+from fairlead_runtime.device.model.state_layers import StateMixer, StateStep, step_of
 
 # transformers treats names with "flash", "/" or "paged|" as its own kernels.
 NAME = "fairlead_paged"
@@ -41,6 +42,10 @@ class ForwardPass(Protocol):
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: "AttentionCall"
     ) -> Tensor:
         """query, key, value [T, heads, dim] of one layer → [T, query heads, value dim]."""
+        ...
+
+    def mix(self, layer: int, mixer: StateMixer, hidden: Tensor) -> Tensor:
+        """Hidden states [1, T, hidden] of one layer that keeps a state → the same shape."""
         ...
 
 
@@ -67,10 +72,12 @@ class CachedLayer(NamedTuple):
 
 class CachedPass(ABC):
     """A forward pass with a cache. A fused layer writes keys and values itself (``cached``), then
-    calls ``attend_cached``; for the others ``attend`` does both.
+    calls ``attend_cached``; for the others ``attend`` does both. ``states``: those of its rows,
+    of a model that keeps some.
     """
 
     keep: Tensor
+    states: StateStep | None = None
 
     @abstractmethod
     def cached(self, layer: int) -> CachedLayer:
@@ -79,6 +86,14 @@ class CachedPass(ABC):
     @abstractmethod
     def attend_cached(self, layer: int, query: Tensor, call: AttentionCall) -> Tensor:
         """Query [T, heads, dim] over the layer's cache → [T, query heads, value dim]."""
+
+    def mix(self, layer: int, mixer: StateMixer, hidden: Tensor) -> Tensor:
+        """Hidden states [1, T, hidden] of one layer that keeps a state → the same shape. Raises
+        RuntimeError in a pass that has no states.
+        """
+        if self.states is None:
+            raise RuntimeError(f"layer {layer} keeps a state, and this pass has none")
+        return self.states.run(layer, mixer, hidden)
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
@@ -192,6 +207,8 @@ class PagedPass(GroupedPass):
         groups = [
             (backend.plan(ragged), place) for ragged, place in zip(batch.ragged, slots, strict=True)
         ]
+        if cache.states is not None and batch.states is not None:
+            self.states = step_of(batch.states, cache.states, cache.device)
         super().__init__(cache, backend, groups, keep)
 
 

@@ -34,9 +34,12 @@ from fairlead_runtime.device.model.paged_attention import (
     PagedPass,
     spec_of,
 )
+from fairlead_runtime.device.model.state_cache import FirstStates, parts_of
+from fairlead_runtime.device.model.state_layers import StateMixer, use_states
 from fairlead_runtime.models import families, rope
 from fairlead_runtime.models.loading import LoadedModel
-from fairlead_runtime.sizing.groups import LayerGroup, check_sources, group_layers
+from fairlead_runtime.sizing.groups import NO_KEYS, LayerGroup, check_sources, group_layers
+from fairlead_runtime.sizing.states import StateLayout, StatePart
 
 
 class ProbePass:
@@ -51,6 +54,15 @@ class ProbePass:
         self.keys: dict[int, tuple[Tensor, Tensor]] = {}
         self.calls: dict[int, AttentionCall] = {}
         self.rules: dict[int, MaskRule | None] = {}
+        self.states: dict[int, tuple[StatePart, ...]] = {}
+
+    def mix(self, layer: int, mixer: StateMixer, hidden: Tensor) -> Tensor:
+        cache = FirstStates()
+        mixed = mixer.call(hidden, cache)
+        if layer not in self.states:
+            mixer.find_whether_it_forgets(hidden, cache.states)
+        self.states[layer] = parts_of(cache.states)
+        return mixed
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
@@ -62,15 +74,17 @@ class ProbePass:
         return causal_attention(query, key, value, call.scale)
 
 
-def sources_of(keys: Mapping[int, tuple[Tensor, Tensor]]) -> tuple[int, ...]:
-    """By layer the first that has the very same keys and values: the one that made them."""
+def sources_of(keys: Mapping[int, tuple[Tensor, Tensor]], layers: int) -> tuple[int, ...]:
+    """By layer, of so many, the first that has the very same keys and values: the one that made
+    them. NO_KEYS for a layer without.
+    """
     # Of tensors that are all held, no two begin at one address.
     makers: dict[tuple[int, int], int] = {}
     sources = {
         layer: makers.setdefault((k.data_ptr(), v.data_ptr()), layer)
         for layer, (k, v) in keys.items()
     }
-    return tuple(source for _, source in sorted(sources.items()))
+    return tuple(sources.get(layer, NO_KEYS) for layer in range(layers))
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
@@ -143,6 +157,10 @@ class PagedModel:
             getattr(model.config.get_text_config(), "_experts_implementation", None) or "eager"
         )
         self._experts = self._fast_experts
+        try:
+            self.mixers = use_states(model, CURRENT_PASS.get)
+        except ValueError as error:
+            raise families.unsupported(model.config.model_type, str(error)) from error
         self.heads = self._probe()
 
     def _select_logits(self) -> None:
@@ -182,21 +200,28 @@ class PagedModel:
             self.model.set_attn_implementation(paged_attention.NAME)
         self.logits_dtype = logits.dtype
         name = self.model.config.model_type
-        if sorted(probe.heads) != list(range(len(self.windows))):
+        self.states = probe.states
+        layers = list(range(len(self.windows)))
+        # Layers that keep nothing are told from others by the sources in ``prepare``.
+        if not probe.states and sorted(probe.heads) != layers:
             raise families.unsupported(
                 name,
                 f"{len(probe.heads)} of its {len(self.windows)} layers use transformers' attention "
                 "interface",
             )
         self.calls, self.rules = probe.calls, probe.rules
-        self.sources = sources_of(probe.keys)
+        self.sources = sources_of(probe.keys, len(layers))
         try:
             check_sources(self.windows, self.sources)
         except ValueError as error:
             raise families.unsupported(name, str(error)) from error
-        heads = [replace(probe.heads[i], fp8_cache=self._fp8_cache) for i in sorted(probe.heads)]
-        self.layer_heads = tuple(heads)
-        return max(heads, key=_width)
+        heads = {
+            i: replace(layer, fp8_cache=self._fp8_cache) for i, layer in sorted(probe.heads.items())
+        }
+        # Without keys no attention runs: the type alone is read.
+        widest = max(heads.values(), key=_width, default=_no_heads(self.model.dtype))
+        self.layer_heads = tuple(heads.get(i, widest) for i in layers)
+        return widest
 
     @property
     def mixed(self) -> bool:
@@ -204,14 +229,41 @@ class PagedModel:
         return len({*self.layer_heads}) > 1
 
     @property
+    def torch_because(self) -> str:
+        """Why attention in plain torch alone can serve it: its keys lie in places of a token. Empty
+        where other kernels can.
+        """
+        if self.states:
+            return "its layers keep states, in units in which other kernels find no keys"
+        if self.mixed:
+            return "its layers differ in their heads, which other kernels do not know"
+        return ""
+
+    @property
     def cache_heads(self) -> Heads | Sequence[Heads]:
         """The heads of every layer, or each layer's, as CacheStorage takes them."""
         return self.layer_heads if self.mixed else self.heads
 
     @property
+    def kv_widths(self) -> tuple[int, ...]:
+        """By layer the elements of one token's key and value, 0 where it has none."""
+        pairs = zip(self.layer_heads, self.sources, strict=True)
+        return tuple(0 if source == NO_KEYS else _width(heads) for heads, source in pairs)
+
+    @property
+    def state_layout(self) -> StateLayout | None:
+        """Where a sequence's states lie in its units; None where no layer keeps one."""
+        return self.state_layout_of(self.states)
+
+    def state_layout_of(self, states: Mapping[int, tuple[StatePart, ...]]) -> StateLayout | None:
+        """Where these would lie, in a model of this type."""
+        dtype = str(self.model.dtype).removeprefix("torch.")
+        return StateLayout.of(states, dtype) if states else None
+
+    @property
     def groups(self) -> tuple[LayerGroup, ...]:
         """The groups of layers that share block tables."""
-        widths = [_width(heads) for heads in self.layer_heads]
+        widths = self.kv_widths
         return group_layers(self.windows, widths, self.sources)
 
     @property
@@ -322,16 +374,22 @@ def prepare(
     model = PagedModel(loaded.model, windows, device, fp8_cache=fp8_cache)
     shape, heads = loaded.shape, model.heads
     sizes = (shape.heads, shape.kv_heads, shape.head_dim, shape.value_dim)
-    widths = tuple(_width(layer) for layer in model.layer_heads)
-    expected = (shape.windows, shape.sources, shape.kv_widths, shape.mixed)
-    if expected != (windows, model.sources, widths, model.mixed) or (
-        sizes != (heads.query, heads.kv, heads.dim, heads.value_dim)
+    states = model.state_layout_of(shape.states)
+    expected = (shape.windows, shape.sources, shape.kv_widths, shape.mixed, states)
+    seen = (windows, model.sources, model.kv_widths, model.mixed, model.state_layout)
+    if expected != seen or (
+        model.groups and sizes != (heads.query, heads.kv, heads.dim, heads.value_dim)
     ):
         reason = "its config.json describes other layers than transformers builds from it"
         if model.mixed and not shape.mixed:
             reason = "its layers differ in the number or size of their heads"
         raise families.unsupported(str(loaded.config.model_type), reason)
     return model
+
+
+def _no_heads(dtype: torch.dtype) -> Heads:
+    """Heads of a model without attention, in its type."""
+    return Heads(1, 1, 16, 16, dtype)
 
 
 def _width(heads: Heads) -> int:

@@ -95,7 +95,11 @@ class TableRows:
         self._preemptions[rows] = preemptions
         self.blocks[restarted] = 0
         self.fresh[restarted] = True
-        ends = np.array([len(sequence.tables[0]) for sequence in sequences], dtype=np.int64)
+        # A model without keys has no tables.
+        ends = np.array(
+            [len(sequence.tables[0]) if self._groups else 0 for sequence in sequences],
+            dtype=np.int64,
+        )
         begins = self.blocks[rows]
         (grown,) = (ends > begins).nonzero()
         self.blocks[rows[grown]] = ends[grown]

@@ -503,7 +503,12 @@ def _pick(
 ) -> BackendChoice:
     facts = shards.heads_of(model.heads, ranks), model.kinds, model.device, kernels
     try:
-        return pick(*facts, deterministic=deterministic, block_size=block_size, mixed=model.mixed)
+        return pick(
+            *facts,
+            deterministic=deterministic,
+            block_size=block_size,
+            torch_because=model.torch_because,
+        )
     except NotAvailableError as error:
         if deterministic:
             raise ConfigError("deterministic", str(error), determinism.FIX) from error
@@ -769,7 +774,18 @@ def _paged_logits(
     groups = model.groups
     blocks = (1 + sum(-(-len(p) // BLOCK_SIZE) for p in prompts)) * len(groups)
     heads = [replace(layer, fp8_cache=fp8_cache) for layer in model.layer_heads]
-    cache = CacheStorage(groups, heads, units=blocks, block_size=BLOCK_SIZE, device=model.device)
+    layout, state_units = model.state_layout, 0
+    if layout is not None:  # two versions of each sequence's, and one more of the fork's
+        state_units = layout.units(CacheStorage.unit_bytes(groups, heads, BLOCK_SIZE, layout))
+        blocks += (2 * len(prompts) + 1) * state_units
+    cache = CacheStorage(
+        groups,
+        heads,
+        units=blocks,
+        block_size=BLOCK_SIZE,
+        device=model.device,
+        states=layout,
+    )
     cache.fill(torch.nan)
     free = np.random.default_rng(1).permutation(blocks).tolist()
     sequences: list[Sequence] = []
@@ -779,6 +795,8 @@ def _paged_logits(
         sequence.tables = [
             [free.pop() for _ in range(-(-len(prompt) // BLOCK_SIZE))] for _ in groups
         ]
+        if state_units:
+            sequence.states = [[free.pop() for _ in range(state_units)] for _ in range(2)]
         sequences.append(sequence)
     builder = BatchBuilder(groups, BLOCK_SIZE)
     chunks = [_chunks(len(prompt)) for prompt in prompts]
@@ -794,8 +812,13 @@ def _paged_logits(
         logits = model.forward(builder.build(rows), cache, backend)
         for row, values in zip(rows, logits, strict=True):
             row.sequence.computed += row.count
+            row.sequence.turn += 1
             logits_at[row.sequence.id][row.sequence.computed - 1] = values
     fork = _fork(sequences[0], [free.pop() for _ in groups], cache)
+    if state_units:  # that before the last token, which its last step has read, is a snapshot
+        first = sequences[0]
+        snapshot = first.states[(first.turn - 1) % len(first.states)]
+        fork.states = [snapshot, [free.pop() for _ in range(state_units)]]
     (values,) = model.forward(
         builder.build([Row(fork, fork.computed, 1, samples=True)]), cache, backend
     )

@@ -19,6 +19,8 @@ def check(model: PagedModel, max_model_len: int) -> None:
     """
     layers: dict[tuple[int | None, MaskRule], int] = {}
     for layer, window in enumerate(model.windows):
+        if layer not in model.rules:  # it has no attention
+            continue
         rule = model.rules[layer]
         if rule is not None:
             layers.setdefault((window, rule), layer)

@@ -168,8 +168,11 @@ class ModelRunner:
         if not any(row.sequence.scores_prompt for row in work.rows):
             return self._run(work.rows, masks)
         results: dict[int, Result] = {}
+        computed: set[int] = set()  # sequences of which a pass has computed tokens
         for rows in _passes(work.rows, self._max_logits):
-            for number, result in self._score(rows, masks).items():
+            scored = self._score(rows, masks, frozenset(computed))
+            computed |= {row.sequence.id for row in rows}
+            for number, result in scored.items():
                 before = results.get(number, _NOTHING)
                 results[number] = result._replace(
                     failure=before.failure or result.failure, prompt=before.prompt + result.prompt
@@ -236,8 +239,12 @@ class ModelRunner:
 
         return sampled, lambda: _results(sequences, sampled, failed)
 
-    def _score(self, rows: list[Row], masks: WaitForMasks) -> Mapping[int, Result]:
-        """One forward pass that also returns the logits of all tokens of the rows that score."""
+    def _score(
+        self, rows: list[Row], masks: WaitForMasks, computed: frozenset[int]
+    ) -> Mapping[int, Result]:
+        """One forward pass that also returns the logits of all tokens of the rows that score.
+        ``computed``: the sequences of which a pass before it has computed tokens.
+        """
         scored_tokens: list[int] = []  # packed tokens whose logits are needed
         samples: list[int] = []  # places in ``scored_tokens``
         targets: list[tuple[Row, int]] = []  # the rows that score, with their first place
@@ -253,7 +260,7 @@ class ModelRunner:
                 samples.append(len(scored_tokens) - 1)
         keep = torch.tensor(scored_tokens, dtype=torch.int64)
         with self._batches.forgetting(rows):
-            batch = self._batches.build(rows)
+            batch = self._batches.build(rows, continues=computed)
             logits = self._forward(batch, keep)
         results = self._sample(logits[samples], batch.sampling, masks)
         for row, first in targets:

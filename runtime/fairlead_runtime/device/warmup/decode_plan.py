@@ -60,6 +60,8 @@ class DecodePlan:
         elsewhere = ""  # why the device keeps nothing between steps; empty where it does
         if model.device.type != "cuda":
             elsewhere = f"the model runs on {model.device.type}"
+        elif model.states:
+            elsewhere = "its layers keep states"
         elif not isinstance(attention, DecodeAttention):
             elsewhere = f"attention runs on {attention.name}, whose work depends on the lengths"
         elif not sharded:

@@ -30,8 +30,9 @@ from fairlead_kernels.plain.strips import STRIP, scored_strip
 from fairlead_kernels.plain.torch_attention import TorchAttention
 from fairlead_kernels.sampling import sample_rows
 from fairlead_kernels.sampling.sample import hash_tokens
+from fairlead_runtime.device.memory.state_units import StateUnits
 from fairlead_runtime.device.memory.storage import CacheStorage
-from fairlead_runtime.device.model.batch import BatchBuilder
+from fairlead_runtime.device.model.batch import BatchBuilder, StateRows
 from fairlead_runtime.device.model.block_tables import HostTables
 from fairlead_runtime.device.model.paged_attention import (
     AttentionCall,
@@ -40,6 +41,7 @@ from fairlead_runtime.device.model.paged_attention import (
     PagedPass,
 )
 from fairlead_runtime.device.model.paged_model import PagedModel
+from fairlead_runtime.device.model.state_layers import StateStep, step_of
 from fairlead_runtime.device.sampling.host_sampler import SamplingBatch, sample
 from fairlead_runtime.request.sequence import Request, SamplingParams, Sequence
 from fairlead_runtime.scheduling.plan import Row
@@ -99,10 +101,11 @@ def profile(
     tokens = min(max_batch_tokens, CPU_TOKENS) if on_cpu else max_batch_tokens
     max_rows = min(max_requests, max_batch_tokens)
     rows = min(max_rows, CPU_ROWS) if on_cpu else max_rows
-    longest = min(tokens, max_model_len, CPU_ROW if on_cpu else tokens)
+    # A layer with a state computes one row after the other, whose memory grows with its tokens.
+    longest = min(tokens, max_model_len, CPU_ROW if on_cpu and not model.states else tokens)
     lengths = [min(longest, tokens - at) for at in range(0, tokens, longest)]
 
-    if isinstance(backend, CpuAttention):
+    if isinstance(backend, CpuAttention) and not model.states:
         prefill = _cpu_step(model, backend, tokens, max_batch_tokens, samples=False)
         decode = _cpu_step(model, backend, rows, max_rows, samples=True)
     else:
@@ -141,9 +144,16 @@ def _of_all_rows(sampling: int, rows: int, max_rows: int, model: PagedModel) -> 
 class _PassWithoutAttention(CachedPass):
     """A forward pass whose attention returns zeros: it takes the memory of everything else."""
 
-    def __init__(self, keep: torch.Tensor, tokens: int, heads: tuple[Heads, ...]) -> None:
+    def __init__(
+        self,
+        keep: torch.Tensor,
+        tokens: int,
+        heads: tuple[Heads, ...],
+        states: StateStep | None = None,
+    ) -> None:
         self.keep = keep
         self._heads = heads
+        self.states = states
         slots = torch.arange(tokens, device=keep.device)
         self._cached: dict[Heads, CachedLayer] = {}
         for h in {*heads}:
@@ -158,6 +168,17 @@ class _PassWithoutAttention(CachedPass):
 
     def attend_cached(self, layer: int, query: torch.Tensor, _call: AttentionCall) -> torch.Tensor:
         return query.new_zeros(*query.shape[:2], self._heads[layer].value_dim)
+
+
+def _states_of(model: PagedModel, lengths: list[int]) -> StateStep | None:
+    """Rows of these lengths, each of which continues from the same state and leaves it there."""
+    layout = model.state_layout
+    if layout is None:
+        return None
+    unit = torch.zeros(1, layout.nbytes, dtype=torch.uint8, device=model.device)
+    place = torch.zeros(len(lengths), 1, dtype=torch.int64)
+    rows = StateRows(tuple(lengths), (False,) * len(lengths), place, place)
+    return step_of(rows, StateUnits(unit, layout), model.device)
 
 
 def _dense_draw(scores: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -265,7 +286,10 @@ def _step(model: PagedModel, lengths: list[int], *, samples: bool) -> Callable[[
     positions = torch.cat([torch.arange(length, device=model.device) for length in lengths])
     last_tokens = torch.tensor(lengths, device=model.device).cumsum(0) - 1
     step = _PassWithoutAttention(
-        last_tokens if samples else last_tokens[:0], len(ids), model.layer_heads
+        last_tokens if samples else last_tokens[:0],
+        len(ids),
+        model.layer_heads,
+        _states_of(model, lengths),
     )
 
     def run() -> torch.Tensor:

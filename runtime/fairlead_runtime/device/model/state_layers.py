@@ -1,0 +1,251 @@
+"""The mixers of a loaded model that keep a state of fixed size, and how they run on packed rows.
+
+Owns which modules these are, by what their code asks of a cache, and what takes the place of their
+forward pass: it hands transformers' own code to the current pass, which calls it for each sequence
+by itself (``StateStep``). That code cannot keep packed sequences apart.
+
+    packed row   [ a | b | c c c | d | e e ]
+    calls        [a, b, d] as [3, 1]      decodes of one layer together, over gathered states
+                 [c c c], [e e] as [1, t] each chunk of a prompt, from its own state
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from fairlead_runtime.device.model.batch import StateRows
+from fairlead_runtime.device.model.state_cache import RECURRENT, FirstStates, StateCache
+
+# Of transformers' caches: the methods of which a layer with a state calls some.
+_ASKS = frozenset(
+    {
+        *("get_conv_state", "update_conv_state"),
+        *("get_recurrent_state", "update_recurrent_state"),
+        *("get_linear_cache", "set_linear_cache"),
+    }
+)
+_CACHES = ("cache_params", "past_key_values")  # the names of a mixer's argument for its cache
+
+# Transformers' code of one mixer: of hidden states [B, t, hidden] of B sequences and their states,
+# which it changes, what comes out [B, t, hidden].
+Mixer = Callable[[Tensor, StateCache], Tensor]
+
+
+class States(Protocol):
+    """Where the states of sequences are kept."""
+
+    def read(self, layer: int, units: Tensor) -> dict[str, Tensor]:
+        """Copies of the states [B, ...] of one layer, by name, which may be changed. ``units``
+        int64 [B, n].
+        """
+        ...
+
+    def write(self, layer: int, units: Tensor, states: Mapping[str, Tensor]) -> None:
+        """Keep these states [B, ...] of one layer."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chunk:
+    """The tokens ``first`` to before ``end`` of a packed row, of one sequence. ``source`` int64
+    [1, n]: the units of the state before them, None for a sequence that begins; ``target``: of
+    that behind them.
+    """
+
+    first: int
+    end: int
+    source: Tensor | None
+    target: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StateStep:
+    """The rows of a pass as mixers take them. ``decodes`` int64 [B]: the places of the rows of one
+    token that continue a sequence, None where all tokens are such; their units ``source`` and
+    ``target`` int64 [B, n].
+    """
+
+    states: States
+    decodes: Tensor | None
+    source: Tensor
+    target: Tensor
+    chunks: tuple[Chunk, ...]
+
+    def run(self, layer: int, mixer: "StateMixer", hidden: Tensor) -> Tensor:
+        """What a mixer makes of hidden states [1, T, hidden] of packed rows."""
+        if self.decodes is None:
+            return self._decode(layer, mixer, hidden.transpose(0, 1)).transpose(0, 1)
+        out: Tensor | None = None
+        parts: list[tuple[Any, Tensor]] = []
+        if len(self.decodes):
+            mixed = self._decode(layer, mixer, hidden[0, self.decodes][:, None])
+            parts.append((self.decodes, mixed[:, 0]))
+        for chunk in self.chunks:
+            tokens = slice(chunk.first, chunk.end)
+            parts.append((tokens, self._compute(layer, mixer, hidden[:, tokens], chunk)[0]))
+        for places, mixed in parts:
+            if out is None:
+                out = mixed.new_empty(hidden.shape[1], mixed.shape[-1])
+            out[places] = mixed
+        if out is None:
+            raise RuntimeError("rows: a step without tokens")
+        return out[None]
+
+    def _decode(self, layer: int, mixer: "StateMixer", hidden: Tensor) -> Tensor:
+        cache = StateCache(self.states.read(layer, self.source))
+        mixed = mixer.call(hidden, cache)
+        self.states.write(layer, self.target, cache.states)
+        return mixed
+
+    def _compute(self, layer: int, mixer: "StateMixer", hidden: Tensor, chunk: Chunk) -> Tensor:
+        if chunk.source is None:
+            cache: StateCache = FirstStates()
+            mixed = mixer.call(hidden, cache)
+        else:
+            cache = StateCache(self.states.read(layer, chunk.source))
+            mixed = mixer.continued(hidden, cache)
+        self.states.write(layer, chunk.target, cache.states)
+        return mixed
+
+
+def step_of(rows: StateRows, states: States, device: torch.device) -> StateStep:
+    """The rows of a batch on a device."""
+    source, target = (x.to(device, non_blocking=True) for x in (rows.source, rows.target))
+    chunks, decodes, places = list[Chunk](), list[int](), list[int]()
+    end = 0
+    for row, (count, begins) in enumerate(zip(rows.counts, rows.begins, strict=True)):
+        end += count
+        if count == 1 and not begins:
+            decodes.append(row)
+            places.append(end - 1)
+        else:
+            own = slice(row, row + 1)
+            chunks.append(Chunk(end - count, end, None if begins else source[own], target[own]))
+    if not chunks:
+        return StateStep(states, None, source, target, ())
+    at, index = (torch.tensor(x, dtype=torch.int64, device=device) for x in (places, decodes))
+    return StateStep(states, at, source[index], target[index], tuple(chunks))
+
+
+class StateMixer:
+    """One layer's mixer. ``forgets``: its code for several tokens ignores the recurrent state that
+    it is given.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._forward: Callable[..., Any] = module.forward
+        parameters = inspect.signature(self._forward).parameters
+        names = [name for name in _CACHES if name in parameters]
+        if "hidden_states" not in parameters or len(names) != 1:
+            raise ValueError(f"{type(module).__name__} takes its states in a way of its own")
+        self._cache = names[0]
+        self.signature = inspect.signature(self._forward)
+        # A mixer that uses one of these raises, and the model is refused.
+        self._others = {
+            name: None
+            for name, parameter in parameters.items()
+            if name not in ("hidden_states", self._cache)
+            and parameter.default is parameter.empty
+            and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+        }
+        self.returned = 1  # values, of which the first are hidden states
+        self.forgets = False
+
+    def original(self, *args: Any, **kwargs: Any) -> Any:
+        """Transformers' own pass, without ours."""
+        return self._forward(*args, **kwargs)
+
+    def call(self, hidden: Tensor, cache: StateCache) -> Tensor:
+        """One call of transformers' code: hidden states [B, t, hidden] of B sequences."""
+        out = self._forward(hidden_states=hidden, **{self._cache: cache}, **self._others)
+        if isinstance(out, tuple):
+            self.returned = len(out)
+            out = out[0]
+        mixed: Tensor = out
+        return mixed
+
+    def continued(self, hidden: Tensor, cache: StateCache) -> Tensor:
+        """The same of tokens behind others: of a mixer that forgets, one after the other."""
+        if not self.forgets:
+            return self.call(hidden, cache)
+        tokens = torch.split(hidden, 1, dim=1)
+        return torch.cat([self.call(token, cache) for token in tokens], dim=1)
+
+    def hidden_of(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The hidden states [1, T, hidden] of a packed call. Raises RuntimeError for a call that
+        is not of packed rows.
+        """
+        arguments = self.signature.bind(*args, **kwargs).arguments
+        hidden: Tensor = arguments["hidden_states"]
+        if (
+            hidden.shape[0] != 1
+            or arguments.get("attention_mask") is not None
+            or arguments.get(self._cache) is not None
+        ):
+            raise RuntimeError("a layer with a state takes packed rows without mask and cache")
+        return hidden
+
+    @torch.inference_mode()
+    def find_whether_it_forgets(self, hidden: Tensor, states: Mapping[str, Tensor]) -> None:
+        """Whether two tokens [1, 2, hidden] come out the same whatever recurrent state they
+        continue. ``states``: some, of the right shapes.
+        """
+        outputs = []
+        for value in (0.0, 1.0):
+            given = {
+                name: torch.full_like(state, value if name.startswith(RECURRENT) else 0.0)
+                for name, state in states.items()
+            }
+            outputs.append(self.call(hidden, StateCache(given)))
+        recurrent = any(name.startswith(RECURRENT) for name in states)
+        self.forgets = recurrent and torch.equal(*outputs)
+
+
+def use_states(model: nn.Module, current: Callable[[], Any]) -> dict[int, StateMixer]:
+    """Let the mixers of a model that keep a state run in the pass that ``current`` gives, as
+    transformers has them where that is None. Raises ValueError for one that cannot.
+    """
+    mixers = {layer: StateMixer(module) for layer, module in state_mixers(model).items()}
+    for layer, module in state_mixers(model).items():
+        replaced: Any = module  # torch types each attribute as tensor or module
+        replaced.forward = _packed(layer, mixers[layer], current)
+    return mixers
+
+
+def _packed(layer: int, mixer: StateMixer, current: Callable[[], Any]) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        step = current()
+        if step is None:
+            return mixer.original(*args, **kwargs)
+        mixed = step.mix(layer, mixer, mixer.hidden_of(*args, **kwargs))
+        return mixed if mixer.returned == 1 else (mixed, *[None] * (mixer.returned - 1))
+
+    return forward
+
+
+def state_mixers(model: nn.Module) -> dict[int, nn.Module]:
+    """The modules of a model of transformers that keep a state, by their layer. Raises ValueError
+    for two in one layer.
+    """
+    found: dict[int, nn.Module] = {}
+    for module in model.modules():
+        layer: Any = getattr(module, "layer_idx", None)
+        if isinstance(layer, int) and _asks(type(module)):
+            if layer in found:
+                raise ValueError(f"layer {layer} keeps two states")
+            found[layer] = module
+    return dict(sorted(found.items()))
+
+
+def _asks(kind: type) -> bool:
+    codes = (
+        inspect.unwrap(method).__code__
+        for part in kind.__mro__
+        for method in vars(part).values()
+        if inspect.isfunction(method)
+    )
+    return any(_ASKS & {*code.co_names} for code in codes)
