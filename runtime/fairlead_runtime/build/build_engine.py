@@ -38,6 +38,7 @@ from fairlead_runtime.scheduling.scheduler import Scheduler
 from fairlead_runtime.serving.intake import Intake
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
 from fairlead_runtime.settings.startup_parts import Report, unreported
+from fairlead_runtime.sizing.groups import pool_units
 from fairlead_runtime.sizing.report import MemoryReport, memory_report
 from fairlead_runtime.sizing.terms import DeviceFacts, decode_state
 
@@ -154,7 +155,7 @@ def _with_engine(
     resolved = resolve(
         config, inspected.shape, device, dtype=dtype_name(loaded.dtype), measured=measured
     )
-    units = resolved.num_blocks * len(groups)
+    units = pool_units(resolved.num_blocks, len(groups))
     # One more for padding.
     sizes = {"units": units + resident, "block_size": resolved.plan.block_size}
     cache = loaded_rank.cache(**sizes, host_units=resolved.offload_units)
@@ -239,6 +240,9 @@ def _engine(
         max_model_len=resolved.max_model_len,
         offload_units=resolved.offload_units,
         prefill_beside_decodes=resolved.prefill_beside_decodes,
+        state_units=resolved.plan.state_units,
+        state_versions=resolved.plan.state_versions,
+        cache_tokens=resolved.plan.cache_tokens,
     )
     config = resolved.config
     return Engine(

@@ -88,6 +88,9 @@ def resolve(
     if plan.num_blocks > plan.most_blocks:
         raise refusal("num_blocks", plan.too_many_slots)
     capacity = min(plan.max_model_len, plan.concurrent_tokens)
+    if capacity < 1:
+        problem = f"no room for one sequence's states and a block beside them: {plan.formula}"
+        raise refusal(_field_at_fault(config, plan), problem)
     warnings = list(without_effect(config))
     process = (measured or {}).get("process", 0)
     if process > PROCESS:

@@ -14,6 +14,7 @@ from fairlead_runtime.sizing.families.judged import SIZED
 from fairlead_runtime.sizing.families.makers import nearest, working_of
 from fairlead_runtime.sizing.families.refusals import INNER, NO_TEXT, NO_WHOLE, OWN_INPUTS, REFUSED
 from fairlead_runtime.sizing.families.wholes import WHOLES
+from fairlead_runtime.sizing.families.with_states import WITH_STATES
 from fairlead_runtime.sizing.family_table import (
     FAMILIES,
     JUDGED,
@@ -147,12 +148,16 @@ def family_of(config: Mapping[str, Any]) -> tuple[Family, Mapping[str, Any]]:
     family = family_named(name)
     if family is None:
         raise UnknownFamilyError(name)
-    return family, config
+    return _meant(family, config)
+
+
+def _meant(family: Family, settings: Mapping[str, Any]) -> tuple[Family, Mapping[str, Any]]:
+    return family.variant(family, settings) if family.variant else (family, settings)
 
 
 def family_named(name: str) -> Family | None:
     """The family of a model of one part, None where the table has none."""
-    return FAMILIES.get(name) or SIZED.get(name)
+    return FAMILIES.get(name) or WITH_STATES.get(name) or SIZED.get(name)
 
 
 def _check_texts(name: str, config: Mapping[str, Any]) -> None:
@@ -178,12 +183,12 @@ def of_the_maker(name: str) -> str:
 
 def nearest_family(name: str) -> str:
     """A served family with nearly that name, to end a message with; "" for none."""
-    near = nearest(name, {**FAMILIES, **SIZED, **WHOLES})
+    near = nearest(name, {**FAMILIES, **WITH_STATES, **SIZED, **WHOLES})
     return f"; the nearest name that is served is {near!r}" if near else ""
 
 
 def _refused(field: str, name: str, reason: str) -> ShapeError:
-    supported = ", ".join(sorted({**FAMILIES, **WHOLES}))
+    supported = ", ".join(sorted({**FAMILIES, **WITH_STATES, **WHOLES}))
     return ShapeError(
         field,
         f"{name[:100]!r} is not supported: {reason}{of_the_maker(name)}; supported are "
@@ -195,7 +200,8 @@ def _family_of_text(name: str, config: Mapping[str, Any]) -> tuple[Family, Mappi
     parts = WHOLES[name]
     text = _text_settings(config, parts)
     kind = str(text.get("model_type"))
-    family = TEXTS.get(kind) or (family_named(kind) if kind in {*FAMILIES, *JUDGED} else None)
+    served = {*FAMILIES, *WITH_STATES, *JUDGED}
+    family = TEXTS.get(kind) or (family_named(kind) if kind in served else None)
     if family is None:
         raise _refused(f"{TEXT}.model_type", kind, REFUSED.get(kind, NO_TEXT))
     if not parts.any_text and kind != parts.text:
@@ -208,7 +214,7 @@ def _family_of_text(name: str, config: Mapping[str, Any]) -> tuple[Family, Mappi
     if family.layer_inputs and kind != parts.text:
         raise _refused(f"{TEXT}.model_type", kind, OWN_INPUTS)
     # The head is the whole's, which has no bias.
-    return replace(family, head_bias=False), _with_outer(text, config, parts)
+    return _meant(replace(family, head_bias=False), _with_outer(text, config, parts))
 
 
 def _text_settings(config: Mapping[str, Any], parts: Parts) -> Mapping[str, Any]:

@@ -69,6 +69,7 @@ class Family:
     shardable: bool = True  # transformers' plan for ranks has its layers: device/ranks/shards.py
     # Default of layer_types where no period says it: whether this layer, of so many, is full.
     full_rule: Callable[[int, int], bool] | None = None
+    slides_rule: Callable[[int, int], bool] | None = None  # of those that are not, in states' families
     # Another default: layers slide where this list has 0, without it layers n, 2n, ... do.
     slides_without: str = ""
     window_below: str = ""  # layers from this setting's number on are full
@@ -95,6 +96,18 @@ class Family:
     mlp_types: bool = False
     sparse_last: str = ""
     dense_width: str = "intermediate_size"
+    sparse_every: tuple[str, str] = ("", "")  # settings: n and i, layers i, i + n, ... have experts
+    expert_latent: str = ""  # the setting for the width of what experts take, if not the hidden one
+    # Of a family with states: the mechanism, by its name in ``mixers.MIXERS``; the kind of the
+    # layers that have it; what tells each layer's kind (``layer_kinds``).
+    mixer: str = ""
+    state_kind: str = "linear_attention"
+    kinds: str = "types"
+    one_part: bool = False  # a layer is attention, or a mixer, or an MLP, with one norm
+    gate_in_queries: bool = False  # the projection of queries gives as many gates, with a bias
+    head_gate_if: str = ""  # the setting that gates each head of attention's result
+    # What older or smaller files say in other words: the row and the settings that they mean.
+    variant: Callable[["Family", Mapping[str, Any]], tuple["Family", Mapping[str, Any]]] | None = None
 
 
 def _defaults(
@@ -434,6 +447,9 @@ PARTS: Mapping[str, Parts] = {
     "idefics3": Parts("llama", tied=False, any_text=True),
     "aya_vision": Parts("cohere2", any_text=True),
     "cohere2_vision": Parts("cohere2", any_text=True),
+    "qwen3_5": Parts("qwen3_5_text", tied=False),
+    "qwen3_5_moe": Parts("qwen3_5_moe_text", tied=False),
+    "lfm2_vl": Parts("lfm2"),
 }
 
 # Families of families/ that may be the text of a model of several parts: tests compare their text

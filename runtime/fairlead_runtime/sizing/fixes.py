@@ -16,7 +16,14 @@ from fairlead_runtime.sizing.arithmetic import ceil_div
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.solve import Fix, solve
 from fairlead_runtime.sizing.tensor_parallel import COUNTS, reason_against
-from fairlead_runtime.sizing.terms import GIB, DeviceFacts, dtype_of, max_model_len
+from fairlead_runtime.sizing.terms import (
+    GIB,
+    STATE_VERSIONS,
+    DeviceFacts,
+    dtype_of,
+    max_model_len,
+    state_units,
+)
 from fairlead_runtime.sizing.traffic import DEFAULT_QUEUE
 
 LARGEST = 1 << 16  # GiB of memory: no machine has more
@@ -35,7 +42,7 @@ def find_fixes(
     # Terms were measured under the settings that do not fit. With changed settings only those that
     # do not depend on them still hold.
     independent = {name: measured[name] for name in ("weights", "process") if name in measured}
-    blocks = ceil_div(max_model_len(shape, config), config.block_size)
+    blocks = blocks_of(shape, config)
 
     def fits(change: Fix) -> bool:
         settings: dict[str, Any] = {**change}
@@ -62,6 +69,16 @@ def find_fixes(
 
     changes = (fix for each in _candidates(shape, config, device, blocks) for fix in search(*each))
     return [*islice(changes, 2)] or [*search(MEMORY, range(device.total_bytes // GIB + 1, LARGEST))]
+
+
+def blocks_of(shape: ModelShape, config: EngineConfig) -> int:
+    """Blocks of a cache that holds one sequence of full length."""
+    groups = shape.groups
+    held = STATE_VERSIONS * state_units(shape, config, groups)
+    if not groups:
+        return held
+    blocks = ceil_div(max_model_len(shape, config), config.block_size)
+    return blocks + ceil_div(held, len(groups))
 
 
 def _candidates(

@@ -154,8 +154,8 @@ def is_mixed(layers: Sequence[LayerHeads]) -> bool:
 
 
 def widest(layers: Sequence[LayerHeads]) -> LayerHeads:
-    """The heads of the layer that keeps most of a token."""
-    return max(layers, key=lambda heads: heads.width)
+    """The heads of the layer that keeps most of a token; some of no width where there is none."""
+    return max(layers, key=lambda heads: heads.width, default=LayerHeads(1, 1, 0, 0))
 
 
 def refuse_mixed(config: EngineConfig) -> None:

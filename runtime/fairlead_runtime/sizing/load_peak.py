@@ -67,7 +67,8 @@ def _peak_beside_weights(shape: ModelShape, config: EngineConfig, *, rounds: boo
     vocab_matrices *= 1 if shape.tied else 2
     # Rows of queries, keys and values may be packed in another order.
     widened = layer if element < 4 else 0
-    ordered = max(kind.projected_width for kind in shape.head_kinds) * shape.hidden
+    projected = max((kind.projected_width for kind in shape.head_kinds), default=0)
+    ordered = projected * shape.hidden
     if not rounds:
         packed = 1 if shape.quantized else element
         ordered *= 1 if shape.quantized else 4

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from fairlead_runtime.sizing.config_json import ConfigReader, ShapeError
 from fairlead_runtime.sizing.family_table import Family
 from fairlead_runtime.sizing.layer_heads import LayerHeads
+from fairlead_runtime.sizing.layer_kinds import FULL, MLPS, attends, mixes
+from fairlead_runtime.sizing.mixers import MIXERS
 
 # Elements that indices and weights take for each token and chosen expert.
 ROUTING_ELEMENTS = 16
@@ -57,18 +59,31 @@ def _rows(inputs: int, outputs: int, *, bias: bool = False) -> ParameterCount:
 
 
 def count_layer(
-    s: ConfigReader, family: Family, index: int, heads: LayerHeads, *, windowed: bool
+    s: ConfigReader,
+    family: Family,
+    index: int,
+    heads: LayerHeads,
+    *,
+    windowed: bool,
+    kind: str = FULL,
 ) -> tuple[ParameterCount, int, int]:
     """Parameters of one layer with these heads, the elements its MLP keeps per token, and its MLP's
-    inner width.
+    inner width. ``kind``: of a layer in a family with states.
     """
-    mlp, width, inner = _mlp(s, family, index)
+    mlp, width, inner = ParameterCount(), 0, 0
+    if not family.one_part or kind in MLPS:
+        mlp, width, inner = _mlp(s, family, index, sparse=kind == "moe" or None)
     if family.experts_if and has_experts(s, family):
         beside, more = _experts_beside(s, family)
         mlp, width = mlp + beside, width + more
     norms = ParameterCount(rest=_norms(s, family) * count_norm(s, family))
     keeps = index < layers_with_keys(s, family)
-    attention = _attention(s, family, heads, keeps=keeps)
+    attention = ParameterCount()
+    if attends(kind):
+        attention = _attention(s, family, heads, keeps=keeps)
+    if mixes(family, kind):
+        mixer = MIXERS[family.mixer](s)
+        attention += ParameterCount(mixer.matrices, mixer.channels, mixer.rest)
     if family.sinks or (family.windowed_sinks and windowed):
         attention += ParameterCount(rest=heads.query)
     return attention + mlp + norms + _beside(s, family), width, inner
@@ -184,8 +199,10 @@ def _attention(
         normed = (heads.dim, heads.dim) if family.qk_norm == "head" else (q, kv)
         weights = sum(normed) if keeps else normed[0]
         count += ParameterCount(rest=weights * (2 if family.qk_norm_bias else 1))
-    if family.out_gate:
-        count += _columns(hidden, q)
+    if family.out_gate or family.gate_in_queries:
+        count += _columns(hidden, q, bias=family.gate_in_queries and bias)
+    if family.head_gate_if and s.flag(family.head_gate_if):
+        count += _columns(hidden, heads.query)
     rest = heads.query * family.out_gate_bias + (hidden if family.inner_norms else 0)
     return count + ParameterCount(rest=rest)
 
@@ -195,9 +212,12 @@ def has_experts(s: ConfigReader, family: Family) -> bool:
     return bool(family.experts) and (not family.experts_if or s.flag(family.experts_if))
 
 
-def _mlp(s: ConfigReader, family: Family, index: int) -> tuple[ParameterCount, int, int]:
+def _mlp(
+    s: ConfigReader, family: Family, index: int, *, sparse: bool | None = None
+) -> tuple[ParameterCount, int, int]:
+    """``sparse``: whether it has experts, where not the usual settings tell it."""
     hidden = s.integer("hidden_size")
-    if not _sparse(s, family, index):
+    if not (_sparse(s, family, index) if sparse is None else sparse):
         setting = family.dense_width if family.experts else "intermediate_size"
         inner = s.of_layer(setting, index) or s.optional("intermediate_size") or 4 * hidden
         if index >= layers_with_keys(s, family) and s.flag_or_constant(
@@ -216,11 +236,16 @@ def _experts(s: ConfigReader, family: Family) -> tuple[ParameterCount, int]:
     inner, experts, chosen = (
         s.integer(k) for k in (family.experts, "num_local_experts", "num_experts_per_tok")
     )
-    expert = _columns(hidden, (2 if family.gated else 1) * inner, bias=family.expert_bias)
-    expert += _rows(inner, hidden, bias=family.expert_bias)
+    latent = s.optional(family.expert_latent) if family.expert_latent else None
+    taken = latent or hidden
+    expert = _columns(taken, (2 if family.gated else 1) * inner, bias=family.expert_bias)
+    expert += _rows(inner, taken, bias=family.expert_bias)
     # The router is never quantized.
     per_expert = hidden + family.expert_bias + family.router_bias
     count = expert * experts + ParameterCount(rest=experts * per_expert)
+    if latent:
+        biased = s.flag_or_constant(family.mlp_bias)
+        count += _columns(hidden, latent, bias=biased) + _rows(latent, hidden, bias=biased)
     # Each chosen expert takes a copy of its tokens and returns one; the copies are then weighted,
     # reordered and summed.
     inside = max(family.mlp_copies * inner + 2 * hidden, (family.mlp_copies + 1) * inner + hidden)
@@ -265,6 +290,11 @@ def _sparse(s: ConfigReader, family: Family, index: int) -> bool:
     kinds = s.get("mlp_layer_types") if family.mlp_types else None
     if kinds is not None:
         return _is_sparse_kind(kinds, s.integer("num_hidden_layers"), index)
+    if family.one_part:
+        return False
+    if family.sparse_every[0]:
+        period, first = s.integer(family.sparse_every[0]), s.integer(family.sparse_every[1], low=0)
+        return index % period == first and s.integer("num_local_experts") > 1
     dense = s.get("mlp_only_layers") or ()
     if not isinstance(dense, list | tuple):
         raise ShapeError("mlp_only_layers", "must be a list of layer numbers")

@@ -24,6 +24,8 @@ from fairlead_runtime.sizing.config_json import (
 from fairlead_runtime.sizing.family_table import FAMILIES, UNKNOWN_DENSE, UNKNOWN_EXPERTS, Family
 from fairlead_runtime.sizing.groups import NO_KEYS, LayerGroup, group_layers
 from fairlead_runtime.sizing.layer_heads import LayerHeads, check_types, heads_of, is_mixed, widest
+from fairlead_runtime.sizing.layer_kinds import FULL, SLIDING, attends, kinds_of, mixes
+from fairlead_runtime.sizing.mixers import MIXERS
 from fairlead_runtime.sizing.parameters import (
     ParameterCount,
     count_layer,
@@ -44,7 +46,7 @@ from fairlead_runtime.sizing.stored import (
     refusal,
 )
 
-FULL = "full_attention"
+STATES = "layers with states"
 MOST_PARAMETERS = 1 << 50  # their bytes are numbers that a status takes
 
 
@@ -105,6 +107,7 @@ class ModelShape:
     sharded_parameters: int
     kv_parameters: int
     states: Mapping[int, tuple[StatePart, ...]] = field(default_factory=dict)
+    mixer_width: int = 0  # elements in float32 that a layer with a state keeps alive per token
 
     @property
     def kv_width(self) -> int:
@@ -148,25 +151,36 @@ class ModelShape:
         layers, hidden, vocab = (
             s.integer(k) for k in ("num_hidden_layers", "hidden_size", "vocab_size")
         )
-        windows = _windows(s, family, layers)
+        kinds = kinds_of(s, family, layers) if family.mixer else (FULL,) * layers
+        windows = _windows_of(s, kinds) if family.mixer else _windows(s, family, layers)
         windowed = [window is not None for window in windows]
         heads = heads_of(s, family, windowed)
         check_types(heads, windowed)
+        attending = [layer for layer, kind in enumerate(kinds) if attends(kind)]
+        mixing = [layer for layer, kind in enumerate(kinds) if mixes(family, kind)]
         experts = has_experts(s, family)
-        unfused = _unfused(family, heads, experts=experts)
+        unfused = STATES if mixing else _unfused(family, heads, experts=experts)
         stored = _quantized(config, family, unfused)
         tied = s.flag("tie_word_embeddings")
         if stored.format == "mxfp4":
             _check_blocks({"hidden_size": hidden, family.experts: s.integer(family.experts)})
-        counts = [count_layer(s, family, i, heads[i], windowed=windowed[i]) for i in range(layers)]
+        counts = [
+            count_layer(s, family, i, heads[i], windowed=windowed[i], kind=kinds[i])
+            for i in range(layers)
+        ]
         body = sum((c for c, _, _ in counts), ParameterCount())
-        most, inners = widest(heads), [inner for _, _, inner in counts]
+        attention = [heads[layer] for layer in attending]
+        most, inners = widest(attention), [inner for _, _, inner in counts]
         parameters = body.matrices + body.rest + count_outside(s, family, tied=tied)
         if parameters > MOST_PARAMETERS:
             raise ShapeError(
                 "hidden_size", f"{parameters:.1e} parameters are more than any model's"
             )
-        sources = _sources(windows, layers_with_keys(s, family), family.shared)
+        if family.mixer:
+            sources = tuple(i if attends(kind) else NO_KEYS for i, kind in enumerate(kinds))
+        else:
+            sources = _sources(windows, layers_with_keys(s, family), family.shared)
+        mixer = MIXERS[family.mixer](s) if mixing else None
         keys = sum(heads[layer].width for layer in _held(windows, sources))
         beside, inside = _widths(s, family, layers, keys)
         return cls(
@@ -178,10 +192,13 @@ class ModelShape:
             kv_heads=most.kv,
             head_dim=most.dim,
             value_dim=most.value_dim,
-            kv_widths=tuple(layer.width for layer in heads),
-            mixed=is_mixed(heads),
-            head_kinds=tuple(dict.fromkeys(heads)),
-            rotary_width=2 * sum(dict(zip(windows, (h.dim for h in heads), strict=True)).values()),
+            kv_widths=tuple(
+                layer.width if attends(kind) else 0
+                for layer, kind in zip(heads, kinds, strict=True)
+            ),
+            mixed=len(attention) > 0 and is_mixed(attention),
+            head_kinds=tuple(dict.fromkeys(attention)),
+            rotary_width=2 * sum({windows[i]: heads[i].dim for i in attending}.values()),
             hidden=hidden,
             beside_width=beside,
             mlp_width=max(inside, *(width for _, width, _ in counts)),
@@ -212,6 +229,8 @@ class ModelShape:
             shardable=family.shardable and not has_flat_norm(s, family),
             sharded_parameters=body.sharded,
             kv_parameters=body.kv,
+            states=dict.fromkeys(mixing, mixer.state) if mixer else {},
+            mixer_width=mixer.alive if mixer else 0,
         )
 
     @classmethod
@@ -315,7 +334,8 @@ def _held(windows: Sequence[int | None], sources: Sequence[int]) -> Iterable[int
     those of others, the last of each kind that keeps its own.
     """
     own = {window: layer for layer, window in enumerate(windows) if sources[layer] == layer}
-    return own.values() if len({*sources}) < len(sources) else ()
+    shared = any(source not in (layer, NO_KEYS) for layer, source in enumerate(sources))
+    return own.values() if shared else ()
 
 
 def _widths(s: ConfigReader, family: Family, layers: int, keys: int) -> tuple[int, int]:
@@ -386,6 +406,10 @@ def _windows(s: ConfigReader, family: Family, layers: int) -> tuple[int | None, 
             )
     kinds = [*types[:-1], FULL] if family.last_full else types
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _windows_of(s: ConfigReader, kinds: Sequence[str]) -> tuple[int | None, ...]:
+    return tuple(s.integer("sliding_window") if kind == SLIDING else None for kind in kinds)
 
 
 def _sources(windows: Sequence[int | None], kept: int, setting: str) -> tuple[int, ...]:

@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from fairlead_runtime.settings.engine_config import EngineConfig
 from fairlead_runtime.sizing.arithmetic import ceil_div
 from fairlead_runtime.sizing.graph_sizes import padding_bound
-from fairlead_runtime.sizing.groups import LayerGroup
+from fairlead_runtime.sizing.groups import LayerGroup, pool_units
 from fairlead_runtime.sizing.load_peak import loading_bytes
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.terms import (
     GIB,
     PROCESS,
+    STATE_VERSIONS,
     Bookkeeping,
     DeviceFacts,
     cache_bytes_of,
@@ -27,6 +28,7 @@ from fairlead_runtime.sizing.terms import (
     host_terms,
     max_model_len,
     offload_units,
+    state_units,
     terms_of,
     unit_bytes,
     weights,
@@ -72,13 +74,30 @@ class MemoryPlan:
     fits: bool
     message: str
     traffic: Traffic  # what the pod takes in
+    # Of a model with states: the units of one version, how many a running sequence has, and the
+    # tokens that the cache holds of one sequence beside all; without states None.
+    state_units: int = 0
+    state_versions: int = STATE_VERSIONS
+    cache_tokens: int | None = None
     widened: str = ""  # what is said of weights that are held larger than they are stored
     bounds: Sequence[str] = ()  # what binds in place of memory or a setting, for ``bounds_for``
     fixes: Sequence[Fix] = ()  # each of them alone lets an engine fit that does not
 
     @property
     def concurrent_tokens(self) -> int:
-        return self.num_blocks * self.block_size
+        tokens = self.cache_tokens
+        return self.num_blocks * self.block_size if tokens is None else tokens
+
+    @property
+    def state_bytes_per_sequence(self) -> int:
+        """Bytes that a running sequence has for states, whatever its length."""
+        return self.state_units * self.state_versions * self.unit_bytes
+
+    @property
+    def bytes_needed(self) -> int:
+        """Bytes of a cache that holds one sequence of full length."""
+        blocks = ceil_div(self.max_model_len, self.block_size) if self.kv_bytes_per_token else 0
+        return blocks * self.block_bytes + self.state_bytes_per_sequence
 
     @property
     def too_many_slots(self) -> str:
@@ -119,6 +138,15 @@ def sequence_units(groups: Sequence[LayerGroup], length: int, block_size: int) -
     )
 
 
+def beside_states(blocks: int, groups: int, held: int, block_size: int, longest: int) -> int:
+    """Tokens that the cache holds beside the ``held`` units of one sequence's states. Where no
+    layer keeps keys: of as many sequences of the ``longest`` text as it has states for.
+    """
+    if not groups:
+        return blocks // held * longest
+    return max(0, blocks - ceil_div(held, groups)) * block_size
+
+
 def solve(
     shape: ModelShape, config: EngineConfig, device: DeviceFacts, measured: Mapping[str, int]
 ) -> MemoryPlan:
@@ -129,14 +157,14 @@ def solve(
     groups, longest = shape.groups, max_model_len(shape, config)
     loading = loading_bytes(shape, config, device.kind)
     unit = unit_bytes(shape, config, groups)
-    block = unit * len(groups)
+    block = unit * pool_units(1, len(groups))
     budget = int(device.total_bytes * config.max_memory_percent)
     terms = terms_of(shape, config, device, groups)
     terms |= {name: measured[name] for name in terms if name in measured}
     if "process" in terms:
         terms["process"] = max(PROCESS, terms["process"])  # a reservation, not an estimate
     room, cpu, bound = budget - sum(terms.values()), device.kind == "cpu", ""
-    max_blocks = (SLOTS - 1) // (config.block_size * len(groups))
+    max_blocks = (SLOTS - 1) // (config.block_size * len(groups) or 1)
     traffic = Traffic.of(config, longest, budget if cpu else None)
     bookkeeping = Bookkeeping.of(shape, config, len(groups), traffic.waiting_bytes)
     blocks = config.num_blocks
@@ -146,7 +174,12 @@ def solve(
             blocks, bound = cpu_blocks, CPU_BOUND
         if max_blocks < blocks:
             blocks, bound = max_blocks, SLOTS_BOUND
-    units = blocks * len(groups)
+    units = pool_units(blocks, len(groups))
+    of_states = state_units(shape, config, groups)
+    held = of_states * STATE_VERSIONS
+    tokens = blocks * config.block_size
+    if of_states:
+        tokens = beside_states(blocks, len(groups), held, config.block_size, longest)
     bookkeeping_term = {"bookkeeping": bookkeeping.size(blocks)}
     if cpu:
         terms |= bookkeeping_term
@@ -168,9 +201,12 @@ def solve(
         offload_units=offload_units(shape, config, groups),
         loading=loading,
         max_model_len=longest,
-        full_length_sequences=units // sequence_units(groups, longest, config.block_size),
-        fits=room >= blocks * block and longest <= blocks * config.block_size and possible,
+        full_length_sequences=units
+        // (sequence_units(groups, longest, config.block_size) + held),
+        fits=room >= blocks * block and longest <= tokens and possible,
         message="",
         traffic=traffic,
+        state_units=of_states,
+        cache_tokens=tokens if of_states else None,
         bounds=[text for text in (bound, padding_bound(config, device.kind)) if text],
     )

@@ -75,6 +75,12 @@ class StateLayout:
         return ceil_div(self.nbytes, unit_bytes) if self.nbytes else 0
 
 
+def aligned_width(width: int, column: int) -> int:
+    """The next width, in columns of so many bytes, with which a unit is a multiple of ALIGNMENT."""
+    step = ALIGNMENT // math.gcd(ALIGNMENT, column)
+    return ceil_div(width, step) * step
+
+
 def aligned(nbytes: int) -> int:
     """The next multiple of ALIGNMENT."""
     return ceil_div(nbytes, ALIGNMENT) * ALIGNMENT

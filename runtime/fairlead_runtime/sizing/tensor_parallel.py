@@ -27,6 +27,8 @@ def reason_against(shape: ModelShape, count: int) -> str:
             "the columns of its int4 weights are in an order of their own (desc_act, actorder), in "
             "which ranks have no whole groups"
         )
+    if shape.states:
+        return "the model's layers keep states, which ranks do not share yet"
     if shape.mixed:
         return "the model's layers differ in their heads"
     if not shape.shardable:

@@ -18,7 +18,7 @@ from fairlead_runtime.sizing.graph_sizes import graph_bytes, may_capture, plan_b
 from fairlead_runtime.sizing.groups import LayerGroup
 from fairlead_runtime.sizing.offload_space import Staging, units_of
 from fairlead_runtime.sizing.shape import ModelShape
-from fairlead_runtime.sizing.states import StateLayout, aligned
+from fairlead_runtime.sizing.states import StateLayout, aligned_width
 from fairlead_runtime.sizing.traffic import Traffic
 
 GIB = 1 << 30
@@ -56,6 +56,11 @@ UNIT_BYTES = 454
 ROW_BYTES, ENTRY, INDEX = 80, 4, 24 + 21 * 12
 # Ids in the list of what a row changes in its logits, at most, and the bytes of one.
 LIST_ROOM, LISTED = 4096, 12
+# Versions that a running sequence has of its state: a step reads one and writes the other. No step
+# is launched ahead of another's tokens, which would need a third.
+STATE_VERSIONS = 2
+# Of the states of one layer that a step of decodes reads, copies that are alive at once, measured.
+STATE_COPIES = 5
 TERMS = ("weights", "activations", "attention", "logits", "sampling", "graphs", "batch")
 HOST_TERMS = ("process", "offload", "shared_memory", "grammars", "tokenizers")
 
@@ -80,11 +85,12 @@ def terms_of(
     rows = config.max_rows
     # Alive at once: the residual and its norm (in float32), the rotary tables (models with windows
     # have two), and the larger of the widest layer's attention and the widest MLP.
-    attended = max(heads.alive_width for heads in shape.heads_on(tp))
+    attended = max((heads.alive_width for heads in shape.heads_on(tp)), default=0)
+    mixed = ceil_div(4 * shape.mixer_width, element)
     rotary = shape.rotary_width
     # Experts also keep copies of the hidden states, which are not split.
     inside = shape.mlp_width if shape.experts else ceil_div(shape.mlp_width, tp)
-    width = 4 * shape.hidden + shape.beside_width + rotary + max(attended, inside)
+    width = 4 * shape.hidden + shape.beside_width + rotary + max(attended, inside, mixed)
     if shape.experts and not cpu and config.kernels != "torch" and element < 4:
         width += shape.hidden  # layers fused around experts keep the residual in float32
     # The C++ kernels compute layers without experts in float32. They have no fp8 cache.
@@ -109,6 +115,11 @@ def terms_of(
         "graphs": 0,
         "batch": GROWTH * (tokens * (16 + 8 * len(groups)) + rows * 64 + table_entries * 4),
     }
+    if shape.states:
+        terms["states"] = state_scratch(shape, config)
+        units = state_units(shape, config, groups)
+        # The units that each row reads and writes, beside the lists that the scheduler keeps.
+        terms["batch"] += rows * units * (GROWTH * 2 * 8 + ENTRY_BYTES * STATE_VERSIONS)
     if not cpu:
         terms["batch"] += decode_state(shape, config, groups)
     if not cpu and (units := offload_units(shape, config, groups)):
@@ -173,9 +184,18 @@ def unit_bytes(shape: ModelShape, config: EngineConfig, groups: Sequence[LayerGr
     """
     if not groups:
         return state_layout(shape, config).nbytes
-    token = max(sum(_kv_width(shape, config, layer) for layer in g.layers) for g in groups)
-    unit = token * config.block_size * cache_bytes_of(shape, config)
-    return aligned(unit) if shape.states else unit
+    width = max(sum(_kv_width(shape, config, layer) for layer in g.layers) for g in groups)
+    column = config.block_size * cache_bytes_of(shape, config)
+    return column * (aligned_width(width, column) if shape.states else width)
+
+
+def state_scratch(shape: ModelShape, config: EngineConfig) -> int:
+    """Bytes that the decodes of a step keep of the states of one layer: those that they read and
+    write, as they lie in units and apart, and what a recurrence makes of them.
+    """
+    layout = state_layout(shape, config)
+    largest = max(sum(part.nbytes for part in layer) for layer in layout.layers.values())
+    return STATE_COPIES * config.max_rows * largest
 
 
 def state_layout(shape: ModelShape, config: EngineConfig) -> StateLayout:
@@ -188,13 +208,6 @@ def state_units(shape: ModelShape, config: EngineConfig, groups: Sequence[LayerG
     if not shape.states:
         return 0
     return state_layout(shape, config).units(unit_bytes(shape, config, groups))
-
-
-def state_versions(config: EngineConfig, kind: str) -> int:
-    """Versions that a running sequence has of its state: a step reads one and writes another, and
-    a third takes what a step writes that is planned while one is in flight.
-    """
-    return 3 if kind == "cuda" and config.async_batching != "off" else 2
 
 
 def _kv_width(shape: ModelShape, config: EngineConfig, layer: int) -> int:
@@ -254,21 +267,24 @@ class Bookkeeping:
     row_block: int
     rows: int
     longest: int
+    keyless: bool = False  # a block is one version of a state, whatever the length
 
     @classmethod
     def of(cls, shape: ModelShape, config: EngineConfig, groups: int, queue: int) -> Self:
         size, rows = config.block_size, config.max_rows
         return cls(
             queue=queue,
-            block=groups * UNIT_BYTES,
+            block=max(1, groups) * UNIT_BYTES,
             row_block=TOKEN_BYTES * size + DIGEST_BYTES + ENTRY_BYTES * groups,
             rows=rows,
             longest=ceil_div(max_model_len(shape, config), size),
+            keyless=not groups,
         )
 
     def size(self, blocks: int) -> int:
         """Bytes with a cache of ``blocks``."""
-        sequences = self.rows * min(blocks, self.longest) * self.row_block
+        longest = self.longest if self.keyless else min(blocks, self.longest)
+        sequences = self.rows * longest * self.row_block
         return self.queue + blocks * self.block + sequences
 
     def blocks(self, room: int, block_bytes: int) -> int:
@@ -277,7 +293,7 @@ class Bookkeeping:
         """
         per_block, room = block_bytes + self.block, room - self.queue
         blocks = room // (per_block + self.rows * self.row_block)
-        if blocks > self.longest:
+        if blocks > self.longest or self.keyless:
             blocks = (room - self.rows * self.longest * self.row_block) // per_block
         return max(0, blocks)
 
@@ -401,7 +417,7 @@ def _widened(shape: ModelShape, config: EngineConfig, kind: str, tokens: int) ->
     """
     if config.quantization == "none" or kind == "cpu":
         return 0
-    projections = max(heads.projected_width for heads in shape.head_kinds)
+    projections = max((heads.projected_width for heads in shape.head_kinds), default=0)
     widest = ceil_div(max(2 * shape.mlp_width_unit, projections), config.tensor_parallel)
     largest, element = shape.hidden * widest, bytes_of(shape, config)
     if config.quantization != "int4":
@@ -420,6 +436,8 @@ def _attention(
     longest = max_model_len(shape, config)
     chunk = min(config.max_batch_tokens, longest)
     kinds = shape.heads_on(config.tensor_parallel)
+    if not kinds:
+        return 0
     # Keys and values, each in memory that all layers use, with their slots and positions; those of
     # an fp8 cache as they are, and wide.
     kept = max(h.key_width for h in kinds) + max(h.value_width for h in kinds)

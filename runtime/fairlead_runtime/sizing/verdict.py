@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
-from fairlead_runtime.sizing.arithmetic import ceil_div
 from fairlead_runtime.sizing.checkpoint_formats import as_stored
 from fairlead_runtime.sizing.fixes import advise, find_fixes, resource_field
 from fairlead_runtime.sizing.layer_heads import refuse_mixed
@@ -74,7 +73,7 @@ def _message(memory: MemoryPlan, config: EngineConfig, device: DeviceFacts) -> s
         sequences = f"{count} sequence{'' if count == 1 else 's'} of {memory.max_model_len} tokens"
         bounds = memory.bounds_for(resource_field)
         return f"fits: {gib(memory.terms['kv'])} GiB of KV cache hold {sequences}{bounds}"
-    needed = ceil_div(memory.max_model_len, memory.block_size) * memory.block_bytes
+    needed = memory.bytes_needed
     free = memory.budget - memory.used + memory.terms["kv"]
     if free <= 0:
         problem = (
@@ -93,6 +92,7 @@ def _message(memory: MemoryPlan, config: EngineConfig, device: DeviceFacts) -> s
         problem = (
             f"numBlocks {config.num_blocks} hold {memory.concurrent_tokens} "
             f"of {memory.max_model_len} tokens"
+            + (" beside one sequence's states" if memory.state_units else "")
         )
     else:
         cpu_limit = CPU_CACHE // config.tensor_parallel

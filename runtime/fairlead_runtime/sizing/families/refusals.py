@@ -6,7 +6,7 @@ transformers has.
 """
 
 # Families that do not work on a paged cache, and would generate wrong text without an error.
-STATE = "it keeps a recurrent state instead of, or beside, keys and values"
+STATE = "it keeps a recurrent state of a kind that is not served yet"
 OLD = "its attention does not go through transformers' attention interface"
 LATENT = "its latent attention has keys and values of different sizes"
 _INDEX = "its attention reads keys that an index chooses"
@@ -26,31 +26,8 @@ INNER = "it is the text of a model of several parts and no model of its own"
 REFUSED: dict[str, str] = {
     **dict.fromkeys(
         [
-            "rwkv",
-            "mamba",
-            "mamba2",
-            "falcon_mamba",
-            "xlstm",
-            "qwen3_next",
-            "qwen3_5",
-            "qwen3_5_moe",
-            "qwen3_5_text",
-            "qwen3_5_moe_text",
-            "bamba",
-            "jamba",
-            "zamba",
-            "zamba2",
-            "nemotron_h",
-            "falcon_h1",
-            "granitemoehybrid",
-            "lfm2",
-            "lfm2_moe",
-            "minimax",
-            "kimi_linear",
-            "olmo_hybrid",
-            "recurrent_gemma",
-            "bailing_hybrid",
-            *("inkling_text", "inkling2_text", "lfm3", "zaya"),
+            *("rwkv", "mamba", "xlstm", "zamba", "zamba2", "kimi_linear", "recurrent_gemma"),
+            *("bailing_hybrid", "inkling_text", "inkling2_text", "zaya"),
         ],
         STATE,
     ),
@@ -116,7 +93,6 @@ REFUSED: dict[str, str] = {
         BIDIRECTIONAL,
     ),
     **dict.fromkeys(["blt", "chameleon", "idefics", "pi0"], "it is no decoder of text alone"),
-    **dict.fromkeys(["lfm2_vl"], STATE),
     **dict.fromkeys(
         [
             *("audioflamingo3", "fun_asr_nano", "glmasr", "granite_speech", "granite_speech_plus"),
