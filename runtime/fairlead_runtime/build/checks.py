@@ -76,6 +76,9 @@ def check(path: Path | str, config: EngineConfig, device: DeviceFacts) -> Inspec
 def _check_states(config: EngineConfig, inspected: InspectedModel) -> None:
     """Raise ConfigError for what layers that keep states do not work with yet."""
     kind = repr(inspected.shape.model_type)
+    if config.kernels in ("cpu", "flashinfer"):
+        problem = f"{config.kernels}: layers of {kind} keep states, which plain torch alone serves"
+        raise ConfigError("kernels", problem, "use auto or torch")
     if config.fp8_cache:
         problem = f"{config.cache_dtype}: layers of {kind} keep states, which are not kept in fp8"
         raise ConfigError("cache_dtype", problem, "use auto")
