@@ -39,8 +39,8 @@ from fairlead_runtime.request.sequence import FinishReason, Request, SamplingPar
 from fairlead_runtime.scheduling.plan import Finished, Limits, Result, Row, Work
 from fairlead_runtime.scheduling.scheduler import Scheduler, SchedulerStats
 from fairlead_runtime.settings.engine_config import EngineConfig
-from fairlead_runtime.sizing.graph_sizes import step_sizes
 from fairlead_runtime.sizing.arithmetic import ceil_div
+from fairlead_runtime.sizing.graph_sizes import step_sizes
 from fairlead_runtime.sizing.groups import LayerGroup, pool_units
 from support import (
     flashinfer_standin,

@@ -26,6 +26,7 @@ from fairlead_runtime.sizing.families.refusals import (
     REFUSED,
     STATE,
 )
+from fairlead_runtime.sizing.families.with_states import WITH_STATES
 from fairlead_runtime.sizing.family_table import FAMILIES, JUDGED, TEXTS
 
 # Types of layers that keep a state, beside keys that all see or without any, or that keep nothing.
@@ -37,7 +38,8 @@ def unsupported(model_type: str, reason: str) -> ModelError:
     return ModelError(
         "UnsupportedModel",
         f"model_type {model_type[:100]!r} cannot be served: {reason}{of_the_maker(model_type)}",
-        f"serve one of {', '.join(sorted(FAMILIES))}, or a decoder that passes the self-test",
+        f"serve one of {', '.join(sorted({**FAMILIES, **WITH_STATES}))}, or a decoder that passes "
+        "the self-test",
     )
 
 
@@ -58,13 +60,15 @@ def check(config: PretrainedConfig) -> tuple[int | None, ...]:
     kind = str(type(text).model_type)
     for part in (name, kind):
         refuse_by_name(part)
-    if text is not config and kind not in {*FAMILIES, *TEXTS, *JUDGED}:
+    if text is not config and kind not in {*FAMILIES, *WITH_STATES, *TEXTS, *JUDGED}:
         raise unsupported(kind, NO_TEXT)
     if config.is_encoder_decoder:
         raise unsupported(name, ENCODER_DECODER)
     # Except for gpt_neox, only encoders have is_decoder in their configuration: they are decoders
     # on request.
-    is_encoder = kind not in FAMILIES and getattr(text, "is_decoder", True) is False
+    is_encoder = (
+        kind not in {*FAMILIES, *WITH_STATES} and getattr(text, "is_decoder", True) is False
+    )
     bidirectional = getattr(text, "use_bidirectional_attention", None) or None
     if is_encoder or bidirectional not in (None, *CAUSAL_TEXT):
         raise unsupported(name, BIDIRECTIONAL)
@@ -78,9 +82,10 @@ def check(config: PretrainedConfig) -> tuple[int | None, ...]:
         kind = "no class of text with images" if text is not config else "no causal language model"
         raise unsupported(name, f"transformers has {kind} of that type")
     for code in (model_class, text_class):
-        if getattr(code, "_is_stateful", False) and kind not in FAMILIES:
+        if getattr(code, "_is_stateful", False) and kind not in WITH_STATES:
             raise unsupported(name, STATE)
-        if name not in FAMILIES and not code._can_set_attn_implementation():  # noqa: SLF001 - there is no public method
+        tested = name in FAMILIES or name in WITH_STATES
+        if not tested and not code._can_set_attn_implementation():  # noqa: SLF001 - there is no public method
             raise unsupported(name, OLD)
     return _windows(text, text_class)
 
@@ -135,7 +140,7 @@ def _window_of(kind: str, window: int | None, config: PretrainedConfig) -> int |
         return None
     if kind in ("sliding_attention", "hybrid_sliding") and window is not None:
         return int(window)
-    if kind in WITHOUT_WINDOW and config.model_type in FAMILIES:
+    if kind in WITHOUT_WINDOW and config.model_type in WITH_STATES:
         return None
     raise unsupported(
         str(config.model_type), f"its layer type {kind!r} is neither full nor sliding attention"

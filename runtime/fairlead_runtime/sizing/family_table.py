@@ -69,7 +69,9 @@ class Family:
     shardable: bool = True  # transformers' plan for ranks has its layers: device/ranks/shards.py
     # Default of layer_types where no period says it: whether this layer, of so many, is full.
     full_rule: Callable[[int, int], bool] | None = None
-    slides_rule: Callable[[int, int], bool] | None = None  # of those that are not, in states' families
+    slides_rule: Callable[[int, int], bool] | None = (
+        None  # of those that are not, in states' families
+    )
     # Another default: layers slide where this list has 0, without it layers n, 2n, ... do.
     slides_without: str = ""
     window_below: str = ""  # layers from this setting's number on are full
@@ -107,7 +109,9 @@ class Family:
     gate_in_queries: bool = False  # the projection of queries gives as many gates, with a bias
     head_gate_if: str = ""  # the setting that gates each head of attention's result
     # What older or smaller files say in other words: the row and the settings that they mean.
-    variant: Callable[["Family", Mapping[str, Any]], tuple["Family", Mapping[str, Any]]] | None = None
+    variant: Callable[["Family", Mapping[str, Any]], tuple["Family", Mapping[str, Any]]] | None = (
+        None
+    )
 
 
 def _defaults(

@@ -201,8 +201,7 @@ def solve(
         offload_units=offload_units(shape, config, groups),
         loading=loading,
         max_model_len=longest,
-        full_length_sequences=units
-        // (sequence_units(groups, longest, config.block_size) + held),
+        full_length_sequences=units // (sequence_units(groups, longest, config.block_size) + held),
         fits=room >= blocks * block and longest <= tokens and possible,
         message="",
         traffic=traffic,

@@ -65,7 +65,10 @@ _MAMBA2 = {
 def _of_lfm2(family: Family, settings: Mapping[str, Any]) -> tuple[Family, Mapping[str, Any]]:
     """The width of the MLP is computed of one that older files name otherwise."""
     meant = {**family.defaults, **settings}
-    width, multiple = meant.get("block_ff_dim", meant["intermediate_size"]), meant["block_multiple_of"]
+    width, multiple = (
+        meant.get("block_ff_dim", meant["intermediate_size"]),
+        meant["block_multiple_of"],
+    )
     factor = meant["block_ffn_dim_multiplier"]
     counts = all(isinstance(x, int) and x > 0 for x in (width, multiple))
     if meant["block_auto_adjust_ff_dim"] and counts:
@@ -76,7 +79,9 @@ def _of_lfm2(family: Family, settings: Mapping[str, Any]) -> tuple[Family, Mappi
     kinds = meant.get("layer_types")
     if kinds is None and isinstance(numbers, list | tuple) and isinstance(layers, int):
         kinds = ["full_attention" if i in numbers else "conv" for i in range(min(layers, 1 << 12))]
-    own = {**settings, "intermediate_size": width} | ({} if kinds is None else {"layer_types": kinds})
+    own = {**settings, "intermediate_size": width} | (
+        {} if kinds is None else {"layer_types": kinds}
+    )
     return family, _with_tie(own)
 
 
@@ -94,7 +99,10 @@ def _of_granite(family: Family, settings: Mapping[str, Any]) -> tuple[Family, Ma
     if settings.get("num_local_experts", 8) != 0:
         return family, settings
     width = settings.get("shared_intermediate_size", 1024)
-    return replace(family, experts="", shared_experts=None), {**settings, "intermediate_size": width}
+    return replace(family, experts="", shared_experts=None), {
+        **settings,
+        "intermediate_size": width,
+    }
 
 
 _NEMOTRON_NAMES = {
@@ -179,7 +187,6 @@ WITH_STATES: Mapping[str, Family] = {
         expert_latent="moe_latent_size",
         full_rule=always,
         variant=_of_nemotron,
-        **ATTENTION_BIAS,
         **_STATE,
     ),
     "falcon_h1": Family(
