@@ -29,6 +29,7 @@ from fairlead_runtime.sizing.families.refusals import (
 from fairlead_runtime.sizing.families.with_states import WITH_STATES
 from fairlead_runtime.sizing.family_table import FAMILIES, JUDGED, TEXTS
 
+SERVED = frozenset({*FAMILIES, *WITH_STATES})  # those that are tested as a whole
 # Types of layers that keep a state, beside keys that all see or without any, or that keep nothing.
 WITHOUT_WINDOW = ("linear_attention", "conv", "hybrid", "moe", "mlp")
 
@@ -38,8 +39,7 @@ def unsupported(model_type: str, reason: str) -> ModelError:
     return ModelError(
         "UnsupportedModel",
         f"model_type {model_type[:100]!r} cannot be served: {reason}{of_the_maker(model_type)}",
-        f"serve one of {', '.join(sorted({**FAMILIES, **WITH_STATES}))}, or a decoder that passes "
-        "the self-test",
+        f"serve one of {', '.join(sorted(SERVED))}, or a decoder that passes the self-test",
     )
 
 
@@ -60,22 +60,20 @@ def check(config: PretrainedConfig) -> tuple[int | None, ...]:
     kind = str(type(text).model_type)
     for part in (name, kind):
         refuse_by_name(part)
-    if text is not config and kind not in {*FAMILIES, *WITH_STATES, *TEXTS, *JUDGED}:
+    if text is not config and kind not in {*SERVED, *TEXTS, *JUDGED}:
         raise unsupported(kind, NO_TEXT)
     if config.is_encoder_decoder:
         raise unsupported(name, ENCODER_DECODER)
     # Except for gpt_neox, only encoders have is_decoder in their configuration: they are decoders
     # on request.
-    is_encoder = (
-        kind not in {*FAMILIES, *WITH_STATES} and getattr(text, "is_decoder", True) is False
-    )
+    is_encoder = kind not in SERVED and getattr(text, "is_decoder", True) is False
     bidirectional = getattr(text, "use_bidirectional_attention", None) or None
     if is_encoder or bidirectional not in (None, *CAUSAL_TEXT):
         raise unsupported(name, BIDIRECTIONAL)
     # A family that is served has none.
     if getattr(text, "kv_lora_rank", None):
         raise unsupported(name, LATENT)
-    if text.is_heterogeneous and kind not in FAMILIES:
+    if text.is_heterogeneous and kind not in SERVED:
         raise unsupported(name, "its layers have settings of their own (per_layer_config)")
     model_class, text_class = text_model.class_of(config), text_model.text_class_of(config)
     if model_class is None or text_class is None:
@@ -84,8 +82,7 @@ def check(config: PretrainedConfig) -> tuple[int | None, ...]:
     for code in (model_class, text_class):
         if getattr(code, "_is_stateful", False) and kind not in WITH_STATES:
             raise unsupported(name, STATE)
-        tested = name in FAMILIES or name in WITH_STATES
-        if not tested and not code._can_set_attn_implementation():  # noqa: SLF001 - there is no public method
+        if name not in SERVED and not code._can_set_attn_implementation():  # noqa: SLF001 - there is no public method
             raise unsupported(name, OLD)
     return _windows(text, text_class)
 

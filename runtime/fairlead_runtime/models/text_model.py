@@ -5,7 +5,9 @@ lies outside its text model and its head, as towers and projectors of images. It
 own code and names, so that transformers maps the names of published tensors, old and new, to it.
 """
 
+import logging
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,13 @@ from transformers import (
 
 from fairlead_runtime.sizing.config_json import CAUSAL_TEXT, TEXT
 from fairlead_runtime.sizing.families.wholes import WHOLES
+
+# Kernels of other packages, which transformers' layers with states take where it can import them,
+# for tensors on a CPU, too: their results are not those that are tested here.
+for _package in ("fla", "mamba_ssm", "causal_conv1d", "mambapy"):
+    sys.modules.setdefault(_package, None)  # type: ignore[arg-type]
+# It asks users to install them.
+logging.getLogger("transformers.integrations.hub_kernels").setLevel(logging.ERROR)
 
 
 def text_of(config: PretrainedConfig) -> PretrainedConfig:

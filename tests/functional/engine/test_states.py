@@ -3,17 +3,65 @@ whatever happens beside and before them: chunks, prefix hits, choices, preemptio
 that fail and are repeated.
 """
 
-from typing import Any
+import random
+from collections.abc import Mapping
 
 import pytest
 
+from fairlead_runtime.device.step.model_runner import ModelRunner
+from fairlead_runtime.engine.isolate import run_isolated
+from fairlead_runtime.scheduling.plan import Result, Work
+from fairlead_runtime.scheduling.scheduler import Scheduler, SchedulerStats
 from support import tiny_states
-from support.engine_rig import NEW, Rig, Setting, greedy, prompts, rig
+from support.engine_rig import NEW, Rig, Setting, greedy, prompts, rig, run_to_end
+from support.full import LONG_FORM
 
 LENGTHS, SHARED = (17, 41, 26, 53, 34), 24
+TIGHT = Setting(block_size=4, chunk=16, num_blocks=28)
+SETTINGS = {
+    "offload": Setting(block_size=4, chunk=13, num_blocks=28, offload=True),
+    "one token": Setting(block_size=1, chunk=5, num_blocks=90, max_requests=3),
+    "whole prompts": Setting(block_size=16, chunk=4096, num_blocks=10),
+    "no sharing": Setting(block_size=4, chunk=7, num_blocks=30, sharing=False, offload=True),
+}
+# One of each kind of layer; the others have the same code.
+KINDS = ("qwen3_5_text", "falcon_h1", "mamba2", "jamba", "lfm3")
 
 
-def compare(engine: Rig, setting: Setting, seed: int) -> Any:
+class BadSteps:
+    """A device of whose steps a third fail once they have computed and written everything."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner, self._draw = runner, random.Random(0)
+        self.failed = 0
+
+    def copy(self, work: Work) -> None:
+        self._runner.copy(work)
+
+    def execute(self, work: Work) -> Mapping[int, Result]:
+        results = self._runner.execute(work)
+        if len(work.rows) > 1 and self._draw.random() < 1 / 3:
+            self.failed += 1
+            raise RuntimeError("injected")
+        return results
+
+
+class Isolating:
+    """A device that halves the rows of a step that fails, as the engine does."""
+
+    def __init__(self, device: BadSteps) -> None:
+        self._device = device
+
+    def copy(self, work: Work) -> None:
+        self._device.copy(work)
+
+    def execute(self, work: Work) -> Mapping[int, Result]:
+        outcome = run_isolated(self._device, work)
+        assert not outcome.failed
+        return outcome.results
+
+
+def compare(engine: Rig, setting: Setting, seed: int, *, bad: bool = False) -> SchedulerStats:
     """Run five prompts, some with two choices, and compare each text; what happened is returned."""
     arrivals = [
         (due, greedy(str(i), prompt, NEW, 1 + i % 2))
@@ -21,18 +69,32 @@ def compare(engine: Rig, setting: Setting, seed: int) -> Any:
             zip((0, 0, 4, 5, 9), prompts(seed, LENGTHS, SHARED), strict=True)
         )
     ]
-    outcome = engine.run(setting, arrivals)
+    device = BadSteps(engine.runner(setting))
+    scheduler = Scheduler(engine.limits(setting), engine.groups, b"rig")
+    outcome = run_to_end(scheduler, Isolating(device) if bad else device._runner, arrivals)
+    assert not bad or device.failed > 3
     for _, request in arrivals:
         want = engine.reference(request.prompt, NEW)
         for choice in range(request.params.n):
             assert outcome.texts[request.id, choice] == want
+    assert outcome.stats is not None
     return outcome.stats
 
 
 @pytest.mark.parametrize("family", tiny_states.FAMILIES)
 def test_greedy_text_equals_transformers_in_too_little_memory(family: str) -> None:
-    setting = Setting(block_size=4, chunk=16, num_blocks=28)
-    stats = compare(rig(family), setting, seed=7)
+    engine = rig(family)
+    stats = compare(engine, TIGHT, seed=7, bad=True)
     # States alone do not grow.
-    assert stats.preemptions > 0 or not rig(family).groups, "no request was preempted"
+    assert stats.preemptions > 0 or not engine.groups, "no request was preempted"
     assert stats.prefix_hits > 0, "no prompt began with a snapshot"
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("family", tiny_states.FAMILIES if LONG_FORM else KINDS)
+def test_greedy_text_equals_transformers_under_every_setting(family: str, name: str) -> None:
+    engine, setting = rig(family), SETTINGS[name]
+    stats = compare(engine, setting, seed=8)
+    roomy = not engine.groups or setting.block_size == 16
+    assert stats.preemptions > 0 or roomy, "no request was preempted"
+    assert (stats.prefix_hits > 0) == setting.sharing

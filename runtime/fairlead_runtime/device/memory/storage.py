@@ -34,9 +34,8 @@ from fairlead_runtime.device.memory.page_mapping import page_mapper
 from fairlead_runtime.device.memory.state_units import StateUnits
 from fairlead_runtime.device.memory.streams import Streams, cuda_streams
 from fairlead_runtime.scheduling.plan import Row, Work
-from fairlead_runtime.sizing.arithmetic import ceil_div
 from fairlead_runtime.sizing.groups import LayerGroup
-from fairlead_runtime.sizing.states import ALIGNMENT, StateLayout
+from fairlead_runtime.sizing.states import StateLayout, aligned_width
 
 
 class CacheStorage:
@@ -170,8 +169,7 @@ class CacheStorage:
         width = max(sum(_width(of_layers[i]) for i in group.layers) for group in groups)
         itemsize = next(iter(of_layers.values())).cache_dtype.itemsize
         if states is not None:
-            step = ALIGNMENT // math.gcd(ALIGNMENT, block_size * itemsize)
-            width = ceil_div(width, step) * step
+            width = aligned_width(width, block_size * itemsize)
         return block_size * width * itemsize
 
     @contextmanager

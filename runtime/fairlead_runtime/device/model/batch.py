@@ -27,11 +27,13 @@ UNKNOWN = 0  # in the place of an id that the device alone has
 
 class StateRows(NamedTuple):
     """The states of a step's rows in a model that keeps some: of each row its ``counts`` tokens,
-    whether it ``begins`` a sequence, and int64 [B, n] the units of the state that it reads
-    (``source``) and of the one that it writes (``target``).
+    of which the first ``prompts`` are of its prompt, whether it ``begins`` a sequence, and int64
+    [B, n] the units of the state that it reads (``source``) and of the one that it writes
+    (``target``).
     """
 
     counts: tuple[int, ...]
+    prompts: tuple[int, ...]
     begins: tuple[bool, ...]
     source: torch.Tensor
     target: torch.Tensor
@@ -244,4 +246,6 @@ class BatchBuilder:
             for row in rows
         ]
         counts = tuple(row.count for row in rows)
-        return StateRows(counts, tuple(row.start == 0 for row in rows), source, target)
+        prompts = tuple(max(0, min(row.count, row.sequence.prompt_len - row.start)) for row in rows)
+        begins = tuple(row.start == 0 for row in rows)
+        return StateRows(counts, prompts, begins, source, target)

@@ -10,7 +10,9 @@ by itself (``StateStep``). That code cannot keep packed sequences apart.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,6 +21,15 @@ from torch import Tensor, nn
 
 from fairlead_runtime.device.model.batch import StateRows
 from fairlead_runtime.device.model.state_cache import RECURRENT, FirstStates, StateCache
+from fairlead_runtime.device.model.state_scans import (
+    SCAN,
+    STEP,
+    bounded_step,
+    calls,
+    continued_scan,
+    forward_with,
+    function_of,
+)
 
 # Of transformers' caches: the methods of which a layer with a state calls some.
 _ASKS = frozenset(
@@ -28,6 +39,7 @@ _ASKS = frozenset(
         *("get_linear_cache", "set_linear_cache"),
     }
 )
+UNBOUNDED = (0.0, math.inf)  # bounds that no time step reaches
 _CACHES = ("cache_params", "past_key_values")  # the names of a mixer's argument for its cache
 
 # Transformers' code of one mixer: of hidden states [B, t, hidden] of B sequences and their states,
@@ -51,12 +63,13 @@ class States(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chunk:
-    """The tokens ``first`` to before ``end`` of a packed row, of one sequence. ``source`` int64
-    [1, n]: the units of the state before them, None for a sequence that begins; ``target``: of
-    that behind them.
+    """The tokens ``first`` to before ``end`` of a packed row, of one sequence, whose prompt ends
+    before ``generated``. ``source`` int64 [1, n]: the units of the state before them, None for a
+    sequence that begins; ``target``: of that behind them.
     """
 
     first: int
+    generated: int
     end: int
     source: Tensor | None
     target: Tensor
@@ -65,8 +78,8 @@ class Chunk:
 @dataclass(frozen=True, slots=True, eq=False)
 class StateStep:
     """The rows of a pass as mixers take them. ``decodes`` int64 [B]: the places of the rows of one
-    token that continue a sequence, None where all tokens are such; their units ``source`` and
-    ``target`` int64 [B, n].
+    generated token, None where all tokens are such; their units ``source`` and ``target`` int64
+    [B, n].
     """
 
     states: States
@@ -102,13 +115,10 @@ class StateStep:
         return mixed
 
     def _compute(self, layer: int, mixer: "StateMixer", hidden: Tensor, chunk: Chunk) -> Tensor:
-        if chunk.source is None:
-            cache: StateCache = FirstStates()
-            mixed = mixer.call(hidden, cache)
-        else:
-            cache = StateCache(self.states.read(layer, chunk.source))
-            mixed = mixer.continued(hidden, cache)
-        self.states.write(layer, chunk.target, cache.states)
+        states = None if chunk.source is None else self.states.read(layer, chunk.source)
+        prompt = chunk.generated - chunk.first
+        mixed, states = mixer.compute(hidden, states, prompt)
+        self.states.write(layer, chunk.target, states)
         return mixed
 
 
@@ -117,14 +127,17 @@ def step_of(rows: StateRows, states: States, device: torch.device) -> StateStep:
     source, target = (x.to(device, non_blocking=True) for x in (rows.source, rows.target))
     chunks, decodes, places = list[Chunk](), list[int](), list[int]()
     end = 0
-    for row, (count, begins) in enumerate(zip(rows.counts, rows.begins, strict=True)):
+    for row, (count, prompt, begins) in enumerate(
+        zip(rows.counts, rows.prompts, rows.begins, strict=True)
+    ):
         end += count
-        if count == 1 and not begins:
+        if count == 1 and not begins and not prompt:
             decodes.append(row)
             places.append(end - 1)
         else:
             own = slice(row, row + 1)
-            chunks.append(Chunk(end - count, end, None if begins else source[own], target[own]))
+            first, read = end - count, None if begins else source[own]
+            chunks.append(Chunk(first, first + prompt, end, read, target[own]))
     if not chunks:
         return StateStep(states, None, source, target, ())
     at, index = (torch.tensor(x, dtype=torch.int64, device=device) for x in (places, decodes))
@@ -137,6 +150,7 @@ class StateMixer:
     """
 
     def __init__(self, module: nn.Module) -> None:
+        self._module: Any = module  # torch types each attribute as tensor or module
         self._forward: Callable[..., Any] = module.forward
         parameters = inspect.signature(self._forward).parameters
         names = [name for name in _CACHES if name in parameters]
@@ -154,6 +168,11 @@ class StateMixer:
         }
         self.returned = 1  # values, of which the first are hidden states
         self.forgets = False
+        # Of the time steps of a prompt, which the code for several tokens keeps.
+        least, most = getattr(module, "time_step_limit", None) or UNBOUNDED
+        self.bounds = None if (max(least, 0.0), most) == UNBOUNDED else (least, most)
+        if self.bounds is not None and not calls(module, STEP):
+            raise ValueError(f"{type(module).__name__} bounds its time steps in a way of its own")
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
         """Transformers' own pass, without ours."""
@@ -161,19 +180,65 @@ class StateMixer:
 
     def call(self, hidden: Tensor, cache: StateCache) -> Tensor:
         """One call of transformers' code: hidden states [B, t, hidden] of B sequences."""
-        out = self._forward(hidden_states=hidden, **{self._cache: cache}, **self._others)
+        return self._run(self._forward, hidden, cache)
+
+    def _run(self, forward: Callable[..., Any], hidden: Tensor, cache: StateCache) -> Tensor:
+        out = forward(hidden_states=hidden, **{self._cache: cache}, **self._others)
         if isinstance(out, tuple):
             self.returned = len(out)
             out = out[0]
         mixed: Tensor = out
         return mixed
 
-    def continued(self, hidden: Tensor, cache: StateCache) -> Tensor:
-        """The same of tokens behind others: of a mixer that forgets, one after the other."""
-        if not self.forgets:
-            return self.call(hidden, cache)
-        tokens = torch.split(hidden, 1, dim=1)
-        return torch.cat([self.call(token, cache) for token in tokens], dim=1)
+    def compute(
+        self, hidden: Tensor, states: Mapping[str, Tensor] | None, prompt: int
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """A chunk [1, t, hidden] of one sequence and the states behind it. ``states``: those before
+        it, None where the sequence begins. Its first ``prompt`` tokens are of the prompt.
+        """
+        if self.bounds is None or prompt in (0, hidden.shape[1]):
+            return self._compute(hidden, states, bounded=prompt > 0)
+        first, states = self._compute(hidden[:, :prompt], states, bounded=True)
+        rest, states = self._compute(hidden[:, prompt:], states, bounded=False)
+        return torch.cat([first, rest], dim=1), states
+
+    def _compute(
+        self, hidden: Tensor, states: Mapping[str, Tensor] | None, *, bounded: bool
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        if states is None:
+            cache: StateCache = FirstStates()
+        else:
+            cache = StateCache(dict(states))
+        with self._unbounded() if self.bounds and not bounded else nullcontext():
+            if self.forgets and states is not None and hidden.shape[1] > 1:
+                mixed = self._continue(hidden, cache)
+            elif self.bounds and bounded and states is not None and hidden.shape[1] == 1:
+                step = bounded_step(function_of(self._module, STEP), self.bounds)
+                forward = forward_with(self._module, **{STEP: step})
+                mixed = self._run(forward, hidden, cache)
+            else:
+                mixed = self.call(hidden, cache)
+        return mixed, cache.states
+
+    def _continue(self, hidden: Tensor, cache: StateCache) -> Tensor:
+        """Several tokens behind others by a mixer that forgets: with a scan that does not, or one
+        after the other.
+        """
+        if not calls(self._module, SCAN):
+            tokens = torch.split(hidden, 1, dim=1)
+            return torch.cat([self.call(token, cache) for token in tokens], dim=1)
+        state = cache.states[RECURRENT]
+        scan = continued_scan(function_of(self._module, SCAN), lambda: state)
+        return self._run(forward_with(self._module, **{SCAN: scan}), hidden, cache)
+
+    @contextmanager
+    def _unbounded(self) -> Iterator[None]:
+        """Let the mixer's code keep no bounds on time steps."""
+        self._module.time_step_limit = UNBOUNDED
+        try:
+            yield
+        finally:
+            self._module.time_step_limit = self.bounds
 
     def hidden_of(self, *args: Any, **kwargs: Any) -> Tensor:
         """The hidden states [1, T, hidden] of a packed call. Raises RuntimeError for a call that
@@ -194,6 +259,8 @@ class StateMixer:
         """Whether two tokens [1, 2, hidden] come out the same whatever recurrent state they
         continue. ``states``: some, of the right shapes.
         """
+        drawn = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0))
+        hidden = drawn.to(hidden)  # an embedding may be zero, from which no state is read
         outputs = []
         for value in (0.0, 1.0):
             given = {

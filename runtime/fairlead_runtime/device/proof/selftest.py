@@ -46,6 +46,7 @@ from fairlead_runtime.device.model.rank_group import RankGroup
 from fairlead_runtime.device.proof import determinism, windows
 from fairlead_runtime.device.proof.fp8_reference_cache import RoundedCache
 from fairlead_runtime.device.ranks import shards
+from fairlead_runtime.models import families
 from fairlead_runtime.models.loading import LoadedModel
 from fairlead_runtime.models.model_error import ModelError, SelfTestError
 from fairlead_runtime.request.sequence import Request, SamplingParams, Sequence
@@ -53,7 +54,6 @@ from fairlead_runtime.scheduling.plan import Row, Work
 from fairlead_runtime.settings.engine_config import ConfigError
 from fairlead_runtime.settings.startup_parts import Report, unreported
 from fairlead_runtime.sizing.config_json import EXPERTS
-from fairlead_runtime.sizing.family_table import FAMILIES
 from fairlead_runtime.sizing.terms import packaged
 
 Value = TypeVar("Value")
@@ -488,7 +488,7 @@ def _packed_or_not(name: str) -> Iterator[None]:
     except (ModelError, SelfTestError, ConfigError):
         raise
     except Exception as error:
-        if name in FAMILIES:
+        if name in families.SERVED:
             raise
         raise NotPackedError(error, name) from error
 

@@ -177,7 +177,8 @@ def _states_of(model: PagedModel, lengths: list[int]) -> StateStep | None:
         return None
     unit = torch.zeros(1, layout.nbytes, dtype=torch.uint8, device=model.device)
     place = torch.zeros(len(lengths), 1, dtype=torch.int64)
-    rows = StateRows(tuple(lengths), (False,) * len(lengths), place, place)
+    generated, continue_ = (0,) * len(lengths), (False,) * len(lengths)
+    rows = StateRows(tuple(lengths), generated, continue_, place, place)
     return step_of(rows, StateUnits(unit, layout), model.device)
 
 
