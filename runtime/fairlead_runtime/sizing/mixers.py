@@ -176,7 +176,7 @@ def _mamba1(
         channels=2 * inner + rank + 2 * state + inner + hidden,
         # The kernel of the convolution, the bias of the time step, decays and what passes by.
         rest=inner * kernel + inner + inner * state + inner + (rank + 2 * state) * normed + biases,
-        alive=6 * inner + 3 * inner * state,
+        alive=6 * inner + 7 * inner * state // 2,
         state=(
             StatePart("conv", (inner, kernel - 1), ""),
             StatePart("recurrent", (inner, state)),
