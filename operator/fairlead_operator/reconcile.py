@@ -226,6 +226,7 @@ class Reconciler:
             self._now(),
             self._clock(),
             capacity.connections,
+            capacity.states,
         )
         choice = choose(
             resource, snapshot, revision, scaling.replicas, observation.status, self._now()

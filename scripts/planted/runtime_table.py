@@ -396,7 +396,7 @@ BUGS = (
     PackageBug(
         "a model of which single layers have settings of their own is tried",
         "fairlead_runtime.models.families:check",
-        "if text.is_heterogeneous and kind not in FAMILIES:",
+        "if text.is_heterogeneous and kind not in SERVED:",
         "if False:",
         ("unit/models/test_families.py",),
     ),

@@ -150,7 +150,7 @@ BUGS = (
     ),
     PackageBug(
         "an fp8 cache of a model with states is tried",
-        "fairlead_runtime.build.checks:_check_states",
+        "fairlead_runtime.sizing.verdict:_refuse_with_states",
         "if config.fp8_cache:",
         "if False:",
         _LAYERS,

@@ -373,11 +373,11 @@ CASES: dict[str, tuple[str, Spoil]] = {
     "no heads": ("UnsupportedModel", _config(num_attention_heads=0)),
     "hidden size is text": ("UnsupportedModel", _config(hidden_size="64")),
     "more layers than the weights": ("BadWeights", _config(num_hidden_layers=5)),
-    "a state-space model": ("UnsupportedModel", _config(model_type="mamba2")),
-    "a hybrid model": ("UnsupportedModel", _config(model_type="qwen3_next")),
+    "a state-space model": ("UnsupportedModel", _config(model_type="rwkv")),
+    "a hybrid model": ("UnsupportedModel", _config(model_type="zamba2")),
     "a model with images whose text is not served": (
         "UnsupportedModel",
-        _config(model_type="qwen3_5", text_config={"model_type": "qwen3_5_text"}),
+        _config(model_type="llama4", text_config={"model_type": "llama4_text"}),
     ),
     "a model with images whose text has other sizes": (
         "BadWeights",

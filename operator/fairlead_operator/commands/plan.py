@@ -24,6 +24,7 @@ from fairlead_operator.decide.children.capacity import (
     planned_capacity,
 )
 from fairlead_operator.decide.scale.target import pod_target
+from fairlead_operator.decide.status import states_of
 from fairlead_operator.resource.fields import ResourceError
 from fairlead_operator.resource.resource import InferenceDeployment
 from fairlead_runtime.settings.arguments import ArgumentParser
@@ -141,7 +142,8 @@ def _bounds(deployment: InferenceDeployment, plan: MemoryPlan) -> list[tuple[str
     rows.append(("what binds the queue", which))
     scaling, tokens = deployment.spec.autoscaling, plan.concurrent_tokens
     if scaling is not None:
-        target = pod_target(deployment, scaling, tokens, None)
+        states = states_of(planned_capacity(plan, deployment)["planned"])
+        target = pod_target(deployment, scaling, tokens, None, states=states)
         formula = f" ({target.formula})" if target.formula else ""
         rows.append(("autoscaler's target", f"{target.requests:g}{formula}"))
     return rows
@@ -149,9 +151,11 @@ def _bounds(deployment: InferenceDeployment, plan: MemoryPlan) -> list[tuple[str
 
 def _text(capacity: Mapping[str, Any], deployment: InferenceDeployment, plan: MemoryPlan) -> str:
     planned = capacity["planned"]
+    held = planned.get("stateBytesPerSequence")
     rows = (
         ("weights", f"{gib(planned['weightsBytes'])} GiB"),
         ("KV cache per token", f"{planned['kvBytesPerToken']:,} bytes"),
+        *([("states per sequence", f"{held:,} bytes")] if held else ()),
         ("cache blocks", f"{planned['numBlocks']:,}"),
         ("concurrent tokens", f"{planned['concurrentTokens']:,}"),
         ("full-length sequences", f"{planned['fullLengthSequences']:,}"),

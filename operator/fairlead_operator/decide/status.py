@@ -16,6 +16,7 @@ from fairlead_operator.decide.pods.drains import DrainedRequests
 from fairlead_operator.decide.pods.observed import Snapshot
 from fairlead_operator.decide.pods.pod import revision_of_pod
 from fairlead_operator.decide.pods.startup import startup
+from fairlead_operator.decide.scale.target import NO_STATES, States
 from fairlead_operator.resource.kinds import Object
 from fairlead_operator.resource.resource import InferenceDeployment
 
@@ -31,6 +32,16 @@ _STEPS = frozenset(
     }
 )
 _PARTLY_STEPS = frozenset({"rollout", "blockers", "conditions", "autoscaling"})
+
+
+def states_of(figures: Mapping[str, Any]) -> States:
+    """What a sequence's states take, by the planned or measured figures of a capacity."""
+    state_bytes, token_bytes = figures.get("stateBytesPerSequence"), figures.get("kvBytesPerToken")
+    if not state_bytes:
+        return NO_STATES
+    if not token_bytes:
+        return States(sequences=int(figures.get("fullLengthSequences") or 0))
+    return States(state_bytes / token_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +62,14 @@ class Capacity:
             body.get(name, {}).get("concurrentTokens") for name in ("measured", "planned")
         ]
         return int(token_counts[0] or token_counts[1] or 0)
+
+    @property
+    def states(self) -> States:
+        """What a sequence's states take of one pod's cache, measured or else planned."""
+        body = self.body or {}
+        return next(
+            (states_of(body[name]) for name in ("measured", "planned") if body.get(name)), NO_STATES
+        )
 
     @property
     def connections(self) -> int:

@@ -66,25 +66,9 @@ def check(path: Path | str, config: EngineConfig, device: DeviceFacts) -> Inspec
     check_supported(config)
     check_record(config)
     inspected = loading.inspect(path, config)
-    if inspected.shape.states:
-        _check_states(config, inspected)
     resolve(config, inspected.shape, device, dtype=dtype_name(inspected.dtype))
     _check_kernels(as_stored(config, inspected.shape.quantized), device, inspected)
     return inspected
-
-
-def _check_states(config: EngineConfig, inspected: InspectedModel) -> None:
-    """Raise ConfigError for what layers that keep states do not work with yet."""
-    kind = repr(inspected.shape.model_type)
-    if config.kernels in ("cpu", "flashinfer"):
-        problem = f"{config.kernels}: layers of {kind} keep states, which plain torch alone serves"
-        raise ConfigError("kernels", problem, "use auto or torch")
-    if config.fp8_cache:
-        problem = f"{config.cache_dtype}: layers of {kind} keep states, which are not kept in fp8"
-        raise ConfigError("cache_dtype", problem, "use auto")
-    if config.deterministic:
-        problem = f"layers of {kind} keep states: they are computed by torch"
-        raise ConfigError("deterministic", problem, "use false")
 
 
 def _check_kernels(config: EngineConfig, device: DeviceFacts, inspected: InspectedModel) -> None:

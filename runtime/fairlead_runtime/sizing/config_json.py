@@ -200,7 +200,8 @@ def _family_of_text(name: str, config: Mapping[str, Any]) -> tuple[Family, Mappi
     parts = WHOLES[name]
     text = _text_settings(config, parts)
     kind = str(text.get("model_type"))
-    served = {*FAMILIES, *WITH_STATES, *JUDGED}
+    # A text with states is served in the whole that is published with it.
+    served = {*FAMILIES, *JUDGED, parts.text}
     family = TEXTS.get(kind) or (family_named(kind) if kind in served else None)
     if family is None:
         raise _refused(f"{TEXT}.model_type", kind, REFUSED.get(kind, NO_TEXT))

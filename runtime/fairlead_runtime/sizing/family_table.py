@@ -453,7 +453,7 @@ PARTS: Mapping[str, Parts] = {
     "cohere2_vision": Parts("cohere2", any_text=True),
     "qwen3_5": Parts("qwen3_5_text", tied=False),
     "qwen3_5_moe": Parts("qwen3_5_moe_text", tied=False),
-    "lfm2_vl": Parts("lfm2"),
+    "lfm2_vl": Parts("lfm2", any_text=True),
 }
 
 # Families of families/ that may be the text of a model of several parts: tests compare their text

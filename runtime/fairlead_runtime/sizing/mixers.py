@@ -1,9 +1,9 @@
 """What mixes the tokens of a layer in the place of attention, or beside it: its parameters, what it
 keeps of a sequence, and what it keeps alive while it runs.
 
-Owns the sizes of each mechanism, as transformers builds it: the gated delta rule (arXiv:2412.06464),
-Mamba 1 (arXiv:2312.00752) and 2 (arXiv:2405.21060), short convolutions, lightning attention
-(arXiv:2401.04658). ``families/with_states.py`` says whose they are. Counts nothing else of a layer.
+Owns the sizes of each mechanism, as transformers builds it: the gated delta rule
+(arXiv:2412.06464), Mamba 1 (arXiv:2312.00752) and 2 (arXiv:2405.21060), short convolutions,
+lightning attention (arXiv:2401.04658). ``families/with_states.py`` says whose they are.
 """
 
 from collections.abc import Callable, Mapping
@@ -176,7 +176,7 @@ def _mamba1(
         channels=2 * inner + rank + 2 * state + inner + hidden,
         # The kernel of the convolution, the bias of the time step, decays and what passes by.
         rest=inner * kernel + inner + inner * state + inner + (rank + 2 * state) * normed + biases,
-        alive=6 * inner + 3 * inner * state,
+        alive=6 * inner + 7 * inner * state // 2,
         state=(
             StatePart("conv", (inner, kernel - 1), ""),
             StatePart("recurrent", (inner, state)),

@@ -34,6 +34,7 @@ class MemoryReport:
     def as_dict(self) -> dict[str, Any]:
         """The body of ``/debug/memory``: sizes in bytes."""
         p = self.memory_plan
+        held = p.state_bytes_per_sequence
         return {
             "totalBytes": p.total,
             "budgetBytes": p.budget,
@@ -41,6 +42,7 @@ class MemoryReport:
             "blockSize": p.block_size,
             "blockBytes": p.block_bytes,
             "kvBytesPerToken": p.kv_bytes_per_token,
+            **({"stateBytesPerSequence": held} if held else {}),
             "weightsBytes": p.weights_bytes,
             "concurrentTokens": p.concurrent_tokens,
             "fullLengthSequences": p.full_length_sequences,

@@ -108,7 +108,7 @@ def terms_of(
         if packed and fused and shape.slab_width
         else tokens * width * layer + _widened(shape, config, device.kind, tokens),
         "attention": _attention(shape, config, groups, element),
-        "logits": rows * max(width * layer, head),
+        "logits": max(rows * width * layer + state_scratch(shape, config), rows * head),
         "sampling": sampler_rows(rows, shape.vocab, device.kind)
         * (shape.vocab * SAMPLING_BYTES + HISTOGRAM)
         + rows * shape.vocab * ROW_SAMPLING_BYTES,
@@ -116,16 +116,15 @@ def terms_of(
         "batch": GROWTH * (tokens * (16 + 8 * len(groups)) + rows * 64 + table_entries * 4),
     }
     if shape.states:
-        terms["states"] = state_scratch(shape, config)
         units = state_units(shape, config, groups)
         # The units that each row reads and writes, beside the lists that the scheduler keeps.
         terms["batch"] += rows * units * (GROWTH * 2 * 8 + ENTRY_BYTES * STATE_VERSIONS)
-    if not cpu:
+    if not cpu and not shape.states:  # of those the device keeps nothing between steps
         terms["batch"] += decode_state(shape, config, groups)
     if not cpu and (units := offload_units(shape, config, groups)):
         unit = unit_bytes(shape, config, groups)
         terms["staging"] = Staging.of(units, unit).nbytes(unit)
-    if may_capture(config, device.kind):
+    if may_capture(config, device.kind) and not shape.states:
         terms["graphs"] = graph_bytes(
             config,
             shape,
@@ -193,6 +192,8 @@ def state_scratch(shape: ModelShape, config: EngineConfig) -> int:
     """Bytes that the decodes of a step keep of the states of one layer: those that they read and
     write, as they lie in units and apart, and what a recurrence makes of them.
     """
+    if not shape.states:
+        return 0
     layout = state_layout(shape, config)
     largest = max(sum(part.nbytes for part in layer) for layer in layout.layers.values())
     return STATE_COPIES * config.max_rows * largest
@@ -234,7 +235,7 @@ def host_terms(
     """
     process, shared = PROCESS * config.tensor_parallel, int(config.shared_memory * GIB)
     groups = shape.groups
-    if may_capture(config, kind):
+    if may_capture(config, kind) and not shape.states:
         process += plan_bytes(config, len(groups))
     int4 = kind == "cuda" and config.quantization == "int4"
     if int4 and packaged(shape, config.tensor_parallel):

@@ -55,6 +55,26 @@ def check_against(shape: ModelShape, config: EngineConfig) -> None:
     config = as_stored(config, shape.quantized)
     if shape.mixed:
         refuse_mixed(config)
+    if shape.states:
+        _refuse_with_states(config)
+
+
+def _refuse_with_states(config: EngineConfig) -> None:
+    """Raise ConfigError for what layers that keep states do not work with yet."""
+    if config.fp8_cache:
+        problem = f"{config.cache_dtype}: the model's layers keep states, which fp8 does not hold"
+        raise ConfigError("cache_dtype", problem, "use auto")
+    if config.deterministic:
+        problem = "the model's layers keep states, which plain torch alone computes"
+        raise ConfigError("deterministic", problem, "use false")
+    if config.kernels in ("cpu", "flashinfer"):
+        problem = (
+            f"{config.kernels}: the model's layers keep states, which plain torch alone serves"
+        )
+        raise ConfigError("kernels", problem, "use auto or torch")
+    if config.quantization != "none":
+        problem = f"{config.quantization}: the model's layers keep states, whose weights stay whole"
+        raise ConfigError("quantization", problem, "use none")
 
 
 def _widened(shape: ModelShape, config: EngineConfig, memory: MemoryPlan) -> str:

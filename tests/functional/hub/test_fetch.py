@@ -272,7 +272,7 @@ def test_an_unknown_repository_and_an_unknown_revision_are_named(hub: Hub, tmp_p
 @pytest.mark.parametrize(
     ("changes", "code"),
     [
-        ({"model_type": "mamba2"}, "UnsupportedModel"),
+        ({"model_type": "rwkv"}, "UnsupportedModel"),
         ({"model_type": "evil", "auto_map": AUTO_MAP}, "RemoteCodeRefused"),
         ({"num_hidden_layers": 10**9}, "UnsupportedModel"),
     ],

@@ -827,10 +827,8 @@ def test_bidirectional_attention_of_images_alone_leaves_a_text_causal() -> None:
 
 
 def test_a_refused_family_is_an_error_that_lists_the_supported_ones() -> None:
-    with pytest.raises(
-        ShapeError, match=r"'mamba2' is not supported: it keeps .*gemma2.*qwen3_moe"
-    ):
-        ModelShape.from_config({"model_type": "mamba2"})
+    with pytest.raises(ShapeError, match=r"'rwkv' is not supported: it keeps .*gemma2.*qwen3_moe"):
+        ModelShape.from_config({"model_type": "rwkv"})
     with pytest.raises(ShapeError, match="model_type"):
         ModelShape.from_config({})
 

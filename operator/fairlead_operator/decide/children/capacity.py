@@ -23,6 +23,7 @@ MEASURED = (
     "numBlocks",
     "concurrentTokens",
     "fullLengthSequences",
+    "stateBytesPerSequence",
 )
 
 
@@ -74,6 +75,8 @@ def capacity_of(config: Mapping[str, Any], deployment: InferenceDeployment) -> d
 def planned_capacity(plan: MemoryPlan, deployment: InferenceDeployment) -> dict[str, Any]:
     """``status.capacity`` of a plan for this resource."""
     short = host_shortage(deployment, plan)
+    size = plan.state_bytes_per_sequence
+    states = {"stateBytesPerSequence": size} if size else {}
     return {
         "planned": {
             "weightsBytes": plan.weights_bytes,
@@ -81,6 +84,7 @@ def planned_capacity(plan: MemoryPlan, deployment: InferenceDeployment) -> dict[
             "numBlocks": plan.num_blocks,
             "concurrentTokens": plan.concurrent_tokens,
             "fullLengthSequences": plan.full_length_sequences,
+            **states,
             "formula": plan.formula,
         },
         "fits": plan.fits,

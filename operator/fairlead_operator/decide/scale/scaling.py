@@ -17,7 +17,7 @@ from fairlead_operator.decide.pods.pod import is_deleting, is_ready, is_started
 from fairlead_operator.decide.pods.probe_results import ProbeResults
 from fairlead_operator.decide.scale.autoscale import TICK, Decision, Policy, Supply, decide
 from fairlead_operator.decide.scale.state import ScalingMemory, awaits_probes
-from fairlead_operator.decide.scale.target import pod_target, typical_request
+from fairlead_operator.decide.scale.target import NO_STATES, States, pod_target, typical_request
 from fairlead_operator.resource.kinds import Object
 from fairlead_operator.resource.resource import InferenceDeployment
 from fairlead_operator.resource.spec import Autoscaling
@@ -70,10 +70,11 @@ def scale(
     now: datetime,
     clock: float,
     connections: int = 0,
+    states: States = NO_STATES,
 ) -> Scaling:
     """The count for now: decided at a tick where the operator scales, else held. ``clock`` is the
     monotonic clock that dates samples; ``tokens``: concurrentTokens of one pod, ``connections``
-    those that it takes, 0 while they are not known.
+    those that it takes, 0 while they are not known; ``states``: what a sequence's take of it.
     """
     baseline = hold(resource, snapshot, memory)
     policy, live = resource.spec.autoscaling, snapshot.deployment
@@ -88,7 +89,9 @@ def scale(
     if policy is None or not _operator_scales(policy) or live is None or resource.spec.paused:
         return baseline
     return (
-        _tick(resource, policy, snapshot, baseline, results, tokens, connections, now, clock)
+        _tick(
+            resource, policy, snapshot, baseline, results, tokens, connections, now, clock, states
+        )
         if due
         else baseline
     )
@@ -104,12 +107,13 @@ def _tick(
     connections: int,
     now: datetime,
     clock: float,
+    states: States,
 ) -> Scaling:
     count, memory, events = baseline.replicas, baseline.memory, baseline.events
     supply = supply_of(snapshot, count, resource.spec.rollout.progress_deadline_seconds, now)
     samples = (results.samples.get(uid) for uid in supply.running)
     typical = typical_request(s.served for s in samples if s is not None) or memory.typical
-    rules = Policy.of(policy, pod_target(resource, policy, tokens, typical, connections))
+    rules = Policy.of(policy, pod_target(resource, policy, tokens, typical, connections, states))
     decision = decide(rules, memory.history, results.samples, supply, clock)
     if decision.replicas != count:
         reason = "ScaledUp" if decision.replicas > count else "ScaledDown"

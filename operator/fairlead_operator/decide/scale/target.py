@@ -1,14 +1,15 @@
 """The requests one pod should have: ``targetPerReplica``, or what the pod's cache can hold. Pure.
 
 Without ``targetPerReplica`` it is 0.8 of the typical requests that fit into a pod: those that
-``concurrentTokens`` hold, at most ``maxRequests``. No target is so large that a full pod asks for
-no other: what waits is bounded, too.
+``concurrentTokens`` hold, at most ``maxRequests``; where layers keep states each request takes its
+own beside its tokens. No target is so large that a full pod asks for no other: what waits is
+bounded, too.
 """
 
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from fairlead_operator.decide.pods.load import ServedRequests
 from fairlead_operator.resource.resource import InferenceDeployment
@@ -32,6 +33,18 @@ class Target:
     inputs: Mapping[str, Any] = field(default_factory=dict)
 
 
+class States(NamedTuple):
+    """What one sequence's states take of a cache: so many tokens' keys. ``sequences``: as many as
+    have room where no layer keeps keys, whatever their tokens; 0 where some do.
+    """
+
+    tokens: float = 0.0
+    sequences: int = 0
+
+
+NO_STATES = States()
+
+
 def typical_request(served: Iterable[ServedRequests]) -> float | None:
     """The mean tokens of a request over all pods; None before enough of them have finished."""
     pods = list(served)
@@ -39,17 +52,25 @@ def typical_request(served: Iterable[ServedRequests]) -> float | None:
     return sum(pod.tokens for pod in pods) / requests if requests >= ENOUGH else None
 
 
-def requests_that_fit(max_requests: int, tokens: int, typical: float | None) -> float:
+def requests_that_fit(
+    max_requests: int, tokens: int, typical: float | None, states: States = NO_STATES
+) -> float:
     """Typical requests that one pod with ``tokens`` concurrent tokens holds. ``tokens`` is 0 while
-    they are not known.
+    they are not known; they are those beside one sequence's ``states``.
     """
     if not tokens:
         return float(max_requests)
-    return min(float(max_requests), tokens / max(1.0, typical or ASSUMED_TOKENS))
+    most = float(min(max_requests, states.sequences) if states.sequences else max_requests)
+    each = max(1.0, typical or ASSUMED_TOKENS) + states.tokens
+    return min(most, (tokens + states.tokens) / each)
 
 
 def most_requests(
-    resource: InferenceDeployment, tokens: int, typical: float | None, connections: int = 0
+    resource: InferenceDeployment,
+    tokens: int,
+    typical: float | None,
+    connections: int = 0,
+    states: States = NO_STATES,
 ) -> float:
     """Requests that one pod can have at a time: those run that fit beside the safety margin, below
     which none starts; others wait as requests and their tokens may, each on a connection of its
@@ -62,7 +83,7 @@ def most_requests(
     traffic = Traffic.of(engine, engine.max_model_len or 1 << 40, memory)
     waiting = traffic.waiting_tokens.most / max(1.0, typical or ASSUMED_TOKENS)
     startable = math.floor(tokens * (1 - engine.safety_margin))
-    running = requests_that_fit(engine.max_rows, startable, typical)
+    running = requests_that_fit(engine.max_rows, startable, typical, states)
     most = running + min(float(engine.max_queue), waiting)
     return min(most, float(connections or traffic.connections.most))
 
@@ -82,7 +103,11 @@ def capped(target: Target, most: float, tolerance: float) -> Target:
 
 
 def target_of(
-    configured: int | None, max_requests: int, tokens: int, typical: float | None
+    configured: int | None,
+    max_requests: int,
+    tokens: int,
+    typical: float | None,
+    states: States = NO_STATES,
 ) -> Target:
     """The target as configured, else from the capacity of a pod; ``capped`` bounds it. ``tokens``:
     concurrentTokens of one pod, 0 while they are not known.
@@ -93,11 +118,19 @@ def target_of(
         formula = f"maxRequests {max_requests}: the capacity of a pod is not known"
         return Target(float(max_requests), formula, {"maxRequests": max_requests})
     length, source = round(typical or ASSUMED_TOKENS), "measured" if typical else "assumed"
-    target = max(1.0, round(SHARE * requests_that_fit(max_requests, tokens, typical), 1))
+    target = max(1.0, round(SHARE * requests_that_fit(max_requests, tokens, typical, states), 1))
     formula = (
         f"{SHARE:g} of min({max_requests} maxRequests, {tokens} concurrent tokens ÷ "
         f"{length} tokens a request, {source})"
     )
+    if states.sequences:
+        formula = f"{SHARE:g} of min({max_requests} maxRequests, {states.sequences} states)"
+    elif states.tokens:
+        held = round(states.tokens)
+        formula = (
+            f"{SHARE:g} of min({max_requests} maxRequests, ({tokens} concurrent tokens + {held}) ÷ "
+            f"({length} tokens a request, {source}, + {held} for its states))"
+        )
     return Target(
         target,
         formula,
@@ -116,8 +149,10 @@ def pod_target(
     tokens: int,
     typical: float | None,
     connections: int = 0,
+    states: States = NO_STATES,
 ) -> Target:
     """``target_of`` the resource whose policy is ``scaling``, ``capped`` by ``most_requests``."""
-    target = target_of(scaling.target_per_replica, resource.engine.max_requests, tokens, typical)
-    most = most_requests(resource, tokens, typical, connections)
+    most_running = resource.engine.max_requests
+    target = target_of(scaling.target_per_replica, most_running, tokens, typical, states)
+    most = most_requests(resource, tokens, typical, connections, states)
     return capped(target, most, scaling.tolerance)

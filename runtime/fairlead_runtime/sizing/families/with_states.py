@@ -187,7 +187,6 @@ WITH_STATES: Mapping[str, Family] = {
         expert_latent="moe_latent_size",
         full_rule=always,
         variant=_of_nemotron,
-        **ATTENTION_BIAS,
         **_STATE,
     ),
     "falcon_h1": Family(

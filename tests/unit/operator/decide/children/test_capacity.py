@@ -24,7 +24,7 @@ from fairlead_operator.decide.children.capacity import (
 from fairlead_operator.decide.judge import judge, plan_capacity, with_measurement
 from fairlead_operator.decide.pods.observed import Snapshot
 from fairlead_operator.decide.pods.probe_results import ProbeResults
-from fairlead_operator.decide.status import Capacity
+from fairlead_operator.decide.status import Capacity, states_of
 from fairlead_operator.resource.resource import InferenceDeployment
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.terms import GIB, DeviceFacts
@@ -72,6 +72,24 @@ def test_a_gpu_is_planned_by_the_runtimes_equation() -> None:
         "fits": True,
         "message": plan.message,
     }
+
+
+HYBRID = {"model_type": "qwen3_5_text", "dtype": "bfloat16"}
+
+
+def test_states_are_counted_in_the_plan_and_in_the_autoscalers_target() -> None:
+    idep = deployment(**GPU, engine={"maxModelLen": 8192})
+    plan = plan_memory(ModelShape.from_config(HYBRID), idep.engine, DeviceFacts("cuda", 80 * GIB))
+    planned = capacity_of(HYBRID, idep)["planned"]
+    assert planned["stateBytesPerSequence"] == plan.state_bytes_per_sequence > 90 << 20
+    states = states_of(planned)
+    assert states.tokens == plan.state_bytes_per_sequence / plan.kv_bytes_per_token
+    assert Capacity({"planned": planned}).states == states
+    measured = planned | {"stateBytesPerSequence": 2 * planned["stateBytesPerSequence"]}
+    body = {"planned": planned, "measured": measured}
+    assert Capacity(body).states.tokens == 2 * states.tokens
+    full = states_of({"stateBytesPerSequence": 7, "kvBytesPerToken": 0, "fullLengthSequences": 9})
+    assert full == (0.0, 9)
 
 
 def test_a_gpus_blocks_computed_by_hand() -> None:
@@ -136,7 +154,7 @@ def test_an_accelerator_of_unknown_memory_is_not_guessed() -> None:
 
 def test_models_and_lengths_that_cannot_be_are_refused_with_a_reason() -> None:
     with pytest.raises(PlanError, match="supported are") as caught:
-        capacity_of({"model_type": "mamba2"}, deployment(**GPU))
+        capacity_of({"model_type": "rwkv"}, deployment(**GPU))
     assert caught.value.reason == "UnsupportedModel"
     with pytest.raises(PlanError, match="a pod loads such a model") as unknown:
         capacity_of({"model_type": "jetmoe"}, deployment(**GPU))

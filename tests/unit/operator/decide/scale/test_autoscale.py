@@ -21,7 +21,7 @@ from fairlead_operator.decide.scale.autoscale import (
     Supply,
     decide,
 )
-from fairlead_operator.decide.scale.target import target_of, typical_request
+from fairlead_operator.decide.scale.target import States, target_of, typical_request
 from fairlead_operator.resource.spec import Autoscaling, ScaleDown, ScaleUp, Signal
 from support.full import LONG_FORM
 
@@ -315,6 +315,21 @@ def test_an_unset_target_is_what_a_pod_holds_of_typical_requests(
     policy = Policy.of(autoscaling, target)
     limits = Policy(1, 8, target.requests, 0.1, 7, 3, 9, 2)
     assert dataclasses.replace(policy, target_formula="", target_inputs={}) == limits
+
+
+def test_a_request_of_a_model_with_states_takes_its_own_beside_its_tokens() -> None:
+    """The tokens are those beside one sequence's states; without keys states alone count."""
+    states = States(tokens=4752.0)
+    target = target_of(None, 256, 100_000, 1000.0, states)
+    assert target.requests == pytest.approx(0.8 * (100_000 + 4752) / 5752, abs=0.05)
+    assert target.formula == (
+        "0.8 of min(256 maxRequests, (100000 concurrent tokens + 4752) ÷ (1000 tokens a request, "
+        "measured, + 4752 for its states))"
+    )
+    without_keys = target_of(None, 256, 40 * 32_768, 10.0, States(sequences=40))
+    assert without_keys.requests == pytest.approx(0.8 * 40)
+    assert without_keys.formula == "0.8 of min(256 maxRequests, 40 states)"
+    assert target_of(None, 20, 40 * 32_768, 10.0, States(sequences=40)).requests == 16
 
 
 def test_a_typical_request_is_the_mean_of_all_pods_once_a_hundred_have_finished() -> None:

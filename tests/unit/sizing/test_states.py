@@ -1,0 +1,353 @@
+"""Families whose layers keep states: their sizes against transformers' own classes on the meta
+device, and the plan of states beside keys.
+"""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
+from fairlead_runtime.sizing.config_json import ShapeError
+from fairlead_runtime.sizing.families.with_states import WITH_STATES
+from fairlead_runtime.sizing.groups import NO_KEYS
+from fairlead_runtime.sizing.shape import ModelShape
+from fairlead_runtime.sizing.states import ALIGNMENT, StateLayout, StatePart
+from fairlead_runtime.sizing.terms import GIB, DeviceFacts, state_layout
+from fairlead_runtime.sizing.verdict import plan_memory
+
+SMALL = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 7,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": None,
+}
+EXPERTS = {"moe_intermediate_size": 24, "num_experts": 5, "num_experts_per_tok": 2}
+SHARED = EXPERTS | {"shared_expert_intermediate_size": 40}
+DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_conv_kernel_dim": 3,
+    "linear_key_head_dim": 5,
+    "linear_value_head_dim": 7,
+    "head_dim": 12,
+}
+MAMBA2 = {
+    "mamba_n_heads": 12,
+    "mamba_n_groups": 3,
+    "mamba_d_state": 10,
+    "mamba_d_conv": 5,
+    "mamba_chunk_size": 16,
+}
+NEMOTRON = {
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 10,
+    "n_groups": 2,
+    "ssm_state_size": 9,
+    "n_routed_experts": 4,
+    "moe_intermediate_size": 20,
+    "num_experts_per_tok": 2,
+    "moe_shared_expert_intermediate_size": 28,
+    "head_dim": 8,
+}
+LFM = ["conv", "full_attention", "conv", "conv", "full_attention", "conv", "conv"]
+LINEAR = ["linear_attention", "full_attention"] * 3 + ["linear_attention"]
+# By family its settings beside SMALL's: one for each way to say something.
+CASES: dict[str, tuple[dict[str, Any], ...]] = {
+    "qwen3_next": (
+        DELTA | SHARED,
+        DELTA | SHARED | {"mlp_only_layers": [1, 2], "attention_bias": True},
+        DELTA | SHARED | {"decoder_sparse_step": 3, "full_attention_interval": 2},
+    ),
+    "qwen3_5_text": (
+        DELTA,
+        DELTA | {"attention_bias": True, "layer_types": LINEAR, "tie_word_embeddings": True},
+        DELTA | {"full_attention_interval": 3},
+    ),
+    "qwen3_5_moe_text": (DELTA | SHARED, DELTA | SHARED | {"layer_types": LINEAR}),
+    "olmo_hybrid": (
+        {"num_key_value_heads": None},
+        DELTA | {"layer_types": LINEAR, "linear_num_value_heads": 2, "attention_bias": True},
+        {"num_hidden_layers": 2},
+    ),
+    "mamba2": (
+        {"num_heads": 12, "head_dim": 8, "n_groups": 4, "state_size": 9, "conv_kernel": 3},
+        {"num_heads": 9, "head_dim": 16, "n_groups": 3, "expand": 3, "use_bias": True}
+        | {"use_conv_bias": False, "tie_word_embeddings": True},
+    ),
+    "falcon_mamba": (
+        {"state_size": 5, "conv_kernel": 3},
+        {"time_step_rank": 7, "expand": 3, "use_bias": True, "use_conv_bias": False},
+    ),
+    "nemotron_h": (
+        NEMOTRON,
+        NEMOTRON | {"hybrid_override_pattern": "M*-E-MM", "mamba_d_conv": 3, "mlp_bias": True},
+        NEMOTRON | {"layers_block_type": ["mamba", "attention", "mlp"], "attention_bias": True},
+        NEMOTRON | {"moe_latent_size": 16, "use_bias": True, "use_conv_bias": False},
+    ),
+    "falcon_h1": (
+        MAMBA2 | {"mamba_d_ssm": 60},
+        MAMBA2 | {"mamba_d_ssm": None, "mamba_rms_norm": True, "mamba_proj_bias": True},
+        MAMBA2
+        | {"mamba_d_ssm": 36, "projectors_bias": True, "mlp_bias": True}
+        | {"attention_bias": True, "mamba_conv_bias": False},
+    ),
+    "granitemoehybrid": (
+        MAMBA2 | {"num_local_experts": 4, "shared_intermediate_size": 20},
+        MAMBA2 | {"num_local_experts": 0, "shared_intermediate_size": 60, "layer_types": LINEAR},
+        MAMBA2 | {"mamba_proj_bias": True, "mamba_expand": 3, "layer_types": ["mamba"] * 7},
+    ),
+    "bamba": (
+        MAMBA2 | {"attn_layer_indices": [1, 4]},
+        MAMBA2 | {"mamba_d_head": 8, "mlp_bias": True, "attention_bias": True},
+    ),
+    "jamba": (
+        {"num_experts": 4, "mamba_d_state": 5, "attn_layer_period": 3, "attn_layer_offset": 1},
+        {"num_experts": 1, "mamba_dt_rank": 6, "mamba_proj_bias": True, "mamba_conv_bias": False},
+        {"num_experts": 3, "expert_layer_period": 3, "expert_layer_offset": 2, "mamba_expand": 3},
+    ),
+    "lfm2": (
+        {"layer_types": LFM, "conv_bias": True, "block_multiple_of": 32},
+        {"full_attn_idxs": [0, 3], "block_ff_dim": 90, "block_auto_adjust_ff_dim": False},
+        {"full_attn_idxs": [2], "block_ffn_dim_multiplier": 1.3, "tie_embedding": False},
+    ),
+    "lfm2_moe": (
+        EXPERTS | {"layer_types": LFM, "num_dense_layers": 3},
+        EXPERTS | {"layer_types": LFM, "conv_bias": True, "conv_L_cache": 5},
+    ),
+    "lfm3": (
+        {"head_dim": 10, "sliding_window": 12},
+        {"use_sandwich_norm": False, "attention_bias": True, "layer_types": LFM},
+        {"use_attention_gate": False, "conv_L_cache": 4, "conv_bias": True},
+    ),
+    "minimax": (
+        {"num_local_experts": 4, "head_dim": 10},
+        {"num_local_experts": 3, "layer_types": LINEAR},
+    ),
+}
+NO_HEADS = ("mamba2", "falcon_mamba")
+ALWAYS = ("vocab_size", "hidden_size", "num_hidden_layers", "pad_token_id")
+EACH = [(family, i) for family in WITH_STATES for i in range(len(CASES[family]))]
+
+
+def config_of(family: str, case: int) -> dict[str, Any]:
+    small = {
+        key: value
+        for key, value in SMALL.items()
+        if family not in NO_HEADS
+        or key in ("vocab_size", "hidden_size", "num_hidden_layers", "pad_token_id")
+    }
+    if family == "nemotron_h":
+        small.pop("num_hidden_layers")
+    return {"model_type": family} | small | CASES[family][case]
+
+
+def build(config: dict[str, Any]) -> tuple[Any, torch.nn.Module]:
+    plain = {key: value for key, value in config.items() if key != "model_type"}
+    resolved = AutoConfig.for_model(config["model_type"], **plain)
+    with torch.device("meta"):
+        return resolved, AutoModelForCausalLM.from_config(resolved)
+
+
+def test_every_row_has_cases() -> None:
+    assert CASES.keys() == WITH_STATES.keys()
+
+
+@pytest.mark.parametrize(("family", "case"), EACH)
+def test_sizes_equal_those_of_transformers(family: str, case: int) -> None:
+    config = config_of(family, case)
+    shape, (resolved, model) = ModelShape.from_config(config), build(config)
+    assert shape.parameters == sum(p.numel() for p in model.parameters())
+    assert shape.layers == resolved.num_hidden_layers
+    assert shape.tied == resolved.tie_word_embeddings
+    kinds = resolved.layer_types
+    keys = [i for i, kind in enumerate(kinds) if "_attention" in kind and "linear" not in kind]
+    keys = [*range(len(kinds))] if "hybrid" in kinds else keys
+    states = [i for i, kind in enumerate(kinds) if kind in ("linear_attention", "conv", "hybrid")]
+    assert [i for i, source in enumerate(shape.sources) if source != NO_KEYS] == keys
+    assert [*shape.states] == states
+    windows = [resolved.sliding_window if k == "sliding_attention" else None for k in kinds]
+    assert [*shape.windows] == windows
+    rows = {name: parameter.shape[0] for name, parameter in model.named_parameters()}
+    for layer, width in enumerate(shape.kv_widths):
+        ends = tuple(f".{layer}.{m}.k_proj.weight" for m in ("self_attn", "mixer"))
+        made = [size for name, size in rows.items() if name.endswith(ends)]
+        assert width == 2 * sum(made)
+
+
+@pytest.mark.parametrize(("family", "case"), EACH)
+def test_a_saved_config_has_the_same_shape(family: str, case: int) -> None:
+    config = config_of(family, case)
+    saved, _ = build(config)
+    shape = ModelShape.from_config(config)
+    for text in (saved.to_json_string(), saved.to_json_string(use_diff=False)):
+        assert ModelShape.from_config(json.loads(text)) == shape
+
+
+@pytest.mark.parametrize("family", sorted(WITH_STATES))
+def test_an_empty_config_takes_the_class_defaults(family: str) -> None:
+    config = {"model_type": family} | (
+        {"layer_types": LFM, "num_hidden_layers": 7} if family == "lfm2_moe" else {}
+    )
+    shape, (_, model) = ModelShape.from_config(config), build(config)
+    assert shape.parameters == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("config", "field"),
+    [
+        ({"model_type": "lfm2_moe"}, "layer_types"),
+        ({"model_type": "qwen3_5_text", "layer_types": ["linear_attention"]}, "layer_types"),
+        ({"model_type": "qwen3_5_text", "layer_types": ["conv"] * 32}, "layer_types"),
+        ({"model_type": "qwen3_5_text", "linear_num_value_heads": 24}, "linear_num_value_heads"),
+        ({"model_type": "qwen3_next", "linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim"),
+        ({"model_type": "mamba2", "num_heads": 100}, "head_dim"),
+        ({"model_type": "mamba2", "n_groups": 3}, "num_heads"),
+        ({"model_type": "bamba", "attn_layer_indices": 3}, "attn_layer_indices"),
+        ({"model_type": "jamba", "attn_layer_period": 0}, "attn_layer_period"),
+        ({"model_type": "nemotron_h", "hybrid_override_pattern": "MX"}, "layers_block_type"),
+        ({"model_type": "nemotron_h", "layers_block_type": 4}, "num_hidden_layers"),
+        ({"model_type": "lfm2", "block_ff_dim": "wide"}, "intermediate_size"),
+        ({"model_type": "granitemoehybrid", "num_local_experts": -1}, "num_local_experts"),
+    ],
+)
+def test_what_is_no_model_is_refused_by_its_setting(config: dict[str, Any], field: str) -> None:
+    with pytest.raises(ShapeError, match=field) as caught:
+        ModelShape.from_config(config)
+    assert caught.value.field == field
+
+
+# -- layouts
+
+
+PARTS = st.lists(
+    st.tuples(
+        st.lists(st.integers(0, 9), min_size=1, max_size=3).map(tuple),
+        st.sampled_from(["", "float32", "bfloat16"]),
+    ),
+    max_size=3,
+)
+
+
+@given(
+    st.dictionaries(st.integers(0, 9), PARTS, max_size=5),
+    st.sampled_from(["float32", "float16"]),
+    st.integers(1, 40),
+)
+def test_parts_lie_behind_one_another(
+    parts: dict[int, list[tuple[tuple[int, ...], str]]], dtype: str, unit: int
+) -> None:
+    named = {
+        layer: [StatePart(f"p{i}", *p) for i, p in enumerate(ps)] for layer, ps in parts.items()
+    }
+    layout = StateLayout.of(named, dtype)
+    assert [*layout.layers] == sorted(parts)
+    end = 0
+    for layer, components in layout.layers.items():
+        for component, part in zip(components, named[layer], strict=True):
+            assert (component.name, component.shape) == (part.name, part.shape)
+            assert component.dtype == (part.dtype or dtype)
+            assert component.offset % ALIGNMENT == 0
+            assert end <= component.offset < end + ALIGNMENT
+            end = component.offset + component.nbytes
+    assert end <= layout.nbytes < end + ALIGNMENT
+    unit *= ALIGNMENT
+    assert layout.units(unit) * unit >= layout.nbytes > (layout.units(unit) - 1) * unit or not end
+
+
+def test_qwen_3_5_27b_keeps_147_mib_of_a_sequence() -> None:
+    """48 layers of 3 MiB in float32, and convolutions: the figure of the mechanism's page."""
+    shape = ModelShape.from_config(QWEN_27B)
+    assert len(shape.states) == 48
+    layout = state_layout(shape, EngineConfig())
+    assert layout.nbytes == 48 * (48 * 128 * 128 * 4 + (16 * 128 * 2 + 48 * 128) * 3 * 2)
+    assert layout.nbytes / 2**20 == pytest.approx(146.8, abs=0.1)
+
+
+QWEN_27B: dict[str, Any] = {
+    "model_type": "qwen3_5",
+    "dtype": "bfloat16",
+    "text_config": {
+        "model_type": "qwen3_5_text",
+        "num_hidden_layers": 64,
+        "hidden_size": 5120,
+        "intermediate_size": 17408,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 4,
+        "linear_num_value_heads": 48,
+        "max_position_embeddings": 262144,
+    },
+}
+GPU = DeviceFacts("cuda", 141 * GIB)
+
+
+# -- the plan
+
+
+def test_the_plan_counts_states_beside_keys() -> None:
+    """Every sequence has its states twice; what is left beside one sequence's is a request's."""
+    plan = plan_memory(ModelShape.from_config(QWEN_27B), EngineConfig(), GPU)
+    assert plan.fits
+    token = 16 * 2 * 4 * 256 * 2  # 16 layers' keys and values of 4 heads in bfloat16
+    assert (plan.kv_bytes_per_token, plan.unit_bytes) == (token, 16 * token)
+    layout = state_layout(ModelShape.from_config(QWEN_27B), EngineConfig())
+    assert plan.state_units == -(-layout.nbytes // plan.unit_bytes)
+    held = 2 * plan.state_units
+    assert plan.state_bytes_per_sequence == held * plan.unit_bytes
+    assert plan.concurrent_tokens == (plan.num_blocks - held) * 16
+    assert plan.full_length_sequences == plan.num_blocks // (262144 // 16 + held)
+
+
+@pytest.mark.parametrize("family", ["mamba2", "granitemoehybrid"])
+def test_without_keys_a_block_is_a_state(family: str) -> None:
+    shape = ModelShape.from_config({"model_type": family, "num_local_experts": 0})
+    config = EngineConfig(max_model_len=1000)
+    plan = plan_memory(shape, config, GPU)
+    layout = state_layout(shape, config)
+    assert (plan.unit_bytes, plan.block_bytes) == (layout.nbytes, layout.nbytes)
+    assert (plan.state_units, plan.kv_bytes_per_token) == (1, 0)
+    assert plan.num_units == plan.num_blocks
+    assert plan.full_length_sequences == plan.num_blocks // 2
+    assert plan.concurrent_tokens == plan.full_length_sequences * 1000
+    for blocks, fits in ((1, False), (2, True), (3, True)):
+        plan = plan_memory(shape, replace(config, num_blocks=blocks), GPU)
+        assert (plan.fits, plan.full_length_sequences) == (fits, blocks // 2)
+
+
+@pytest.mark.parametrize("less", [0, 1])
+def test_a_cache_fits_that_holds_one_sequence_with_its_states(less: int) -> None:
+    shape = ModelShape.from_config(QWEN_27B)
+    config = EngineConfig(max_model_len=4096)
+    enough = 4096 // 16 + 2 * plan_memory(shape, config, GPU).state_units
+    plan = plan_memory(shape, replace(config, num_blocks=enough - less), GPU)
+    assert plan.fits == (not less)
+    assert plan.concurrent_tokens == 4096 - 16 * less
+    if less:
+        assert f"hold {4096 - 16} of 4096 tokens beside one sequence's states" in plan.message
+        assert plan.fixes[0] == {"num_blocks": enough}
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("deterministic", True),
+        ("cache_dtype", "fp8"),
+        ("tensor_parallel", 2),
+        ("kernels", "cpu"),
+        ("quantization", "int8"),
+    ],
+)
+def test_what_does_not_work_with_states_yet_is_refused_by_name(setting: str, value: Any) -> None:
+    config = replace(EngineConfig(), **{setting: value})
+    with pytest.raises(ConfigError, match="states") as caught:
+        plan_memory(ModelShape.from_config(QWEN_27B), config, GPU)
+    assert caught.value.field == setting
