@@ -34,6 +34,7 @@ from planted import (
     kernels_table,
     operator_table,
     runtime_table,
+    states_table,
     terminal_table,
 )
 from planted.bug import PackageBug
@@ -65,6 +66,7 @@ BUGS: tuple[PackageBug, ...] = (
     *hostile_table.BUGS,
     *kernels_table.BUGS,
     *gpu_table.BUGS,
+    *states_table.BUGS,
     *terminal_table.BUGS,
 )
 
