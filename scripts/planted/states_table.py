@@ -3,6 +3,7 @@
 from planted.bug import PackageBug
 
 RUNS = ("functional/engine/test_whole_run.py",)
+STEPS = ("unit/scheduling/test_states.py",)
 SIZES = ("unit/sizing/test_states.py",)
 TARGETS = ("unit/operator/decide/scale/test_autoscale.py",)
 
@@ -40,7 +41,7 @@ BUGS = (
         "fairlead_runtime.cache.states:StateUnits.renew",
         "pool.refs[units[0]] > 1 or ",
         "",
-        RUNS,
+        STEPS,
     ),
     PackageBug(
         "the version that a step ahead writes is not renewed",
@@ -73,8 +74,8 @@ BUGS = (
     PackageBug(
         "a hit goes on from a state of fewer tokens",
         "fairlead_runtime.cache.prefix:longest_hit",
-        "            if at < length:",
-        "            if not state:",
+        "            if at < length:\n                length, stable = at, False",
+        "            stable = stable or not state",
         RUNS,
     ),
     PackageBug(
