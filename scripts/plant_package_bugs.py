@@ -34,7 +34,7 @@ from planted import (
     kernels_table,
     operator_table,
     runtime_table,
-    states_table,
+    snapshots_table,
     terminal_table,
 )
 from planted.bug import PackageBug
@@ -66,7 +66,7 @@ BUGS: tuple[PackageBug, ...] = (
     *hostile_table.BUGS,
     *kernels_table.BUGS,
     *gpu_table.BUGS,
-    *states_table.BUGS,
+    *snapshots_table.BUGS,
     *terminal_table.BUGS,
 )
 

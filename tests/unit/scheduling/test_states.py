@@ -218,5 +218,5 @@ def test_a_state_in_flight_is_written_by_one_alone() -> None:
     s.launch(s.commit(s.plan()))
     s.check()
     s.state.cache.pool.share(sequence.states[1][:1])
-    with pytest.raises(InvariantViolation, match="I[24]"):
+    with pytest.raises(InvariantViolation, match=r"I[24]"):
         s.check()
