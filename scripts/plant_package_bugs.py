@@ -35,6 +35,7 @@ from planted import (
     operator_table,
     runtime_table,
     snapshots_table,
+    states_table,
     terminal_table,
 )
 from planted.bug import PackageBug
@@ -63,6 +64,7 @@ LEAST = 30.0  # seconds after which a test may hang: what it imports takes some,
 BUGS: tuple[PackageBug, ...] = (
     *operator_table.BUGS,
     *runtime_table.BUGS,
+    *states_table.BUGS,
     *hostile_table.BUGS,
     *kernels_table.BUGS,
     *gpu_table.BUGS,

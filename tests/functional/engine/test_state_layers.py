@@ -5,14 +5,27 @@ The cache begins full of NaN, so that a state that nobody wrote shows.
 """
 
 import functools
+import os
 import random
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from fairlead_runtime.device.model.paged_model import PagedModel
+from fairlead_kernels.plain.torch_attention import TorchAttention
+from fairlead_runtime.build.checks import check
+from fairlead_runtime.device.memory.state_units import StateUnits
+from fairlead_runtime.device.model.paged_model import PagedModel, prepare
+from fairlead_runtime.device.proof import selftest
+from fairlead_runtime.models import loading
+from fairlead_runtime.models.model_error import ModelError, SelfTestError
+from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
+from fairlead_runtime.sizing.terms import GIB, DeviceFacts, state_layout
 from support import tiny, tiny_states
 from support.engine_rig import paged
 from support.state_rows import StateRows, expected
@@ -83,3 +96,65 @@ def check_logits(model: PagedModel, seed: int) -> None:
         for sequence, got in zip(taken, logits, strict=True):
             assert differs(got, wants[sequence.id][sequence.computed - 1]) < CLOSE
     assert all(s.computed == len(s.tokens) for s in sequences)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "mamba2"])
+def test_the_self_test_passes_and_sees_a_state_that_is_lost(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_of(family)
+    attention = TorchAttention(model.heads, model.device)
+    assert selftest.run(model, attention, 512).delta < 1e-4
+    read = StateUnits.read
+
+    def lost(self: StateUnits, layer: int, units: torch.Tensor) -> dict[str, torch.Tensor]:
+        states = read(self, layer, units)
+        return states | {"recurrent": torch.zeros_like(states["recurrent"])}
+
+    monkeypatch.setattr(StateUnits, "read", lost)
+    with pytest.raises(SelfTestError, match="would generate wrong text"):
+        selftest.run(model, attention, 512)
+
+
+def test_states_of_other_sizes_than_those_of_the_configuration_are_refused(tmp_path: Path) -> None:
+    loaded = loading.load(tiny.save(tiny_states.build("qwen3_5_text"), tmp_path))
+    states = {**loaded.shape.states}
+    conv, recurrent = states[2]
+    states[2] = conv, recurrent._replace(shape=(4, 12, 24))
+    with pytest.raises(ModelError, match="other layers than"):
+        prepare(replace(loaded, shape=replace(loaded.shape, states=states)))
+    model = prepare(loaded)
+    assert model.state_layout == state_layout(loaded.shape, EngineConfig(dtype="float32"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [
+        ({"cache_dtype": "fp8"}, "cache_dtype"),
+        ({"deterministic": True}, "deterministic"),
+        ({"quantization": "int8"}, "quantization"),
+        ({"tensor_parallel": 2}, "tensor_parallel"),
+        ({"kernels": "cpu"}, "kernels"),
+    ],
+)
+def test_what_does_not_work_with_states_is_refused_by_name(
+    settings: dict[str, Any], field: str, tmp_path: Path
+) -> None:
+    path = tiny.save(tiny_states.build("qwen3_5_text"), tmp_path)
+    with pytest.raises(ConfigError, match="state") as refused:
+        check(path, EngineConfig(**settings), DeviceFacts("cpu", 8 * GIB))
+    assert refused.value.field == field
+
+
+def test_packages_of_other_kernels_are_never_taken(tmp_path: Path) -> None:
+    for name in ("fla", "mamba_ssm", "causal_conv1d", "mambapy"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('taken')")
+    code = (
+        "import fairlead_runtime.models.text_model\n"
+        "import transformers.models.qwen3_5.modeling_qwen3_5\n"
+        "import transformers.models.jamba.modeling_jamba as jamba\n"
+        "assert not jamba.is_mambapy_available()"
+    )
+    paths = os.pathsep.join([str(tmp_path), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": paths}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)

@@ -90,6 +90,23 @@ def test_greedy_text_equals_transformers_in_too_little_memory(family: str) -> No
     assert stats.prefix_hits > 0, "no prompt began with a snapshot"
 
 
+def test_a_prompt_that_is_scored_in_several_passes_of_one_step_keeps_its_state() -> None:
+    engine, (prompt,) = rig("qwen3_5_text"), prompts(3, (40,), 0)
+    request = greedy("scored", prompt, NEW, prompt_logprobs=0)
+    whole, cut = (
+        engine.run(Setting(block_size=4, chunk=40, max_logits=most), [(0, request)])
+        for most in (256, 7)
+    )
+    assert cut.texts["scored", 0] == engine.reference(prompt, NEW)
+    scores = [[token.logprob for token in run.prompts["scored"]] for run in (whole, cut)]
+    assert scores[1] == pytest.approx(scores[0], abs=1e-3)
+
+
+def test_time_steps_of_generated_tokens_have_no_bounds_though_they_are_computed_again() -> None:
+    engine = rig("nemotron_h", time_step_min=0.12)
+    assert compare(engine, TIGHT, seed=9).preemptions > 0, "no request was preempted"
+
+
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("family", tiny_states.FAMILIES if LONG_FORM else KINDS)
 def test_greedy_text_equals_transformers_under_every_setting(family: str, name: str) -> None:

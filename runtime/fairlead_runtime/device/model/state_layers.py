@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any, Protocol
 
 import torch
@@ -151,7 +152,8 @@ class StateMixer:
 
     def __init__(self, module: nn.Module) -> None:
         self._module: Any = module  # torch types each attribute as tensor or module
-        self._forward: Callable[..., Any] = module.forward
+        # Of the class: a module that was prepared before has another.
+        self._forward: Callable[..., Any] = MethodType(type(module).forward, module)
         parameters = inspect.signature(self._forward).parameters
         names = [name for name in _CACHES if name in parameters]
         if "hidden_states" not in parameters or len(names) != 1:
