@@ -34,6 +34,7 @@ from planted import (
     kernels_table,
     operator_table,
     runtime_table,
+    snapshots_table,
     states_table,
     terminal_table,
 )
@@ -67,6 +68,7 @@ BUGS: tuple[PackageBug, ...] = (
     *hostile_table.BUGS,
     *kernels_table.BUGS,
     *gpu_table.BUGS,
+    *snapshots_table.BUGS,
     *terminal_table.BUGS,
 )
 

@@ -270,14 +270,14 @@ BUGS = (
     PackageBug(
         "a unit is planned for the group that keeps least",
         "fairlead_runtime.sizing.terms:unit_bytes",
-        "token = max(",
-        "token = min(",
+        "width = max(",
+        "width = min(",
         ("functional/engine/test_planned_memory.py",),
     ),
     PackageBug(
         "attention keeps as much of a token in every layer as in the one with the most keys",
         "fairlead_runtime.sizing.terms:terms_of",
-        "max(heads.alive_width for heads in shape.heads_on(tp))",
+        "max((heads.alive_width for heads in shape.heads_on(tp)), default=0)",
         "max(shape.heads_on(tp), key=lambda heads: heads.width).alive_width",
         ("functional/engine/test_planned_memory.py",),
     ),
@@ -1376,8 +1376,8 @@ BUGS = (
     PackageBug(
         "logits take nothing",
         "fairlead_runtime.sizing.terms:terms_of",
-        '"logits": rows * max(',
-        '"logits": 0 * max(',
+        '"logits": max(rows * width',
+        '"logits": 0 * max(rows * width',
         ("unit/sizing/test_terms.py",),
     ),
     PackageBug(
@@ -3855,8 +3855,8 @@ BUGS = (
     PackageBug(
         "what the first rank keeps to sample by is in no plan",
         "fairlead_runtime.sizing.terms:terms_of",
-        '    if not cpu:\n        terms["batch"] += decode_state',
-        '    if not cpu and tp == 1:\n        terms["batch"] += decode_state',
+        "    if not cpu and not shape.states:",
+        "    if not cpu and tp == 1:",
         ("unit/sizing/test_terms.py",),
     ),
     PackageBug(

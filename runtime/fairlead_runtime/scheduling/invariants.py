@@ -93,7 +93,7 @@ def _check_units(state: State, live: Mapping[int, Sequence]) -> Iterator[int]:
 
 def _table(sequence: Sequence, where: Literal["tables", "host", "states"], index: int) -> list[int]:
     tables: list[list[int]] = getattr(sequence, where)
-    return tables[index] if tables else []
+    return tables[index] if index < len(tables) else []
 
 
 def _count(counts: "array[int]", entries: Callable[[], list[int]]) -> Iterator[int]:

@@ -299,9 +299,9 @@ class _Draft:
         the end of a block if it can, where others find its state, and once at the last one before
         the token that predicts the next.
         """
-        size, length = self.cache.block_size, sequence.length
-        rounded = min(end, length - 1) // size * size
-        least = start + 1 if end == length else start + size
+        size, most = self.cache.block_size, sequence.length - 1
+        rounded = min(end, most) // size * size
+        least = start + (1 if rounded == most // size * size else size)
         return rounded if rounded >= max(done, least) else end
 
     def _end_of_row(self, sequence: Sequence) -> int:

@@ -1,0 +1,222 @@
+"""States of sequences, step by step: which versions steps read and write, where chunks end, and
+what a snapshot, a preemption and a start take of the pool.
+"""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from fairlead_runtime.request.sequence import Request, SamplingParams, Sequence
+from fairlead_runtime.scheduling.admission import most_needed
+from fairlead_runtime.scheduling.invariants import InvariantViolation
+from fairlead_runtime.scheduling.plan import Limits, Result, Work
+from fairlead_runtime.scheduling.scheduler import Scheduler
+from fairlead_runtime.sizing.groups import NO_KEYS, group_layers
+
+LIMITS = Limits("fifo", 64, 8, 0.0, 4, 100, 400, state_units=3, cache_tokens=400)
+KEYS = group_layers([None, None], sources=[0, NO_KEYS])
+
+
+def scheduler(keys: bool = True, **limits: Any) -> Scheduler:
+    return Scheduler(dataclasses.replace(LIMITS, **limits), KEYS if keys else ())
+
+
+def request(name: str, prompt: Iterable[int], output: int, n: int = 1) -> Request:
+    params = SamplingParams(max_tokens=output, n=n, ignore_eos=True)
+    return Request(name, tuple(prompt), params, output)
+
+
+def step(s: Scheduler, token: int = 7) -> Work:
+    work = s.commit(s.plan())
+    s.update(work, {row.sequence.id: Result(token) for row in work.rows if row.samples})
+    s.check()
+    return work
+
+
+def rows(work: Work) -> list[tuple[int, int]]:
+    return [(row.start, row.start + row.count) for row in work.rows]
+
+
+@pytest.mark.parametrize("keys", [True, False])
+def test_a_step_reads_what_the_last_one_wrote_and_writes_elsewhere(keys: bool) -> None:
+    s = scheduler(keys, allow_block_sharing=False)
+    (sequence,) = s.add(request("a", range(6), 9))
+    written: list[int] = []
+    while s.has_work:
+        work = s.commit(s.plan())
+        source, target = sequence.state_source(), sequence.state_target()
+        assert len({*source, *target}) == 6
+        assert not written or source == written
+        written = target
+        s.update(work, {sequence.id: Result(1)})
+        s.check()
+    assert s.stats().used == 0
+
+
+@pytest.mark.parametrize(
+    ("length", "budget", "ends"),
+    [
+        (4, 64, [4]),
+        (5, 64, [4, 5]),
+        (8, 64, [4, 8]),
+        (30, 64, [28, 30]),
+        (30, 13, [12, 24, 28, 30]),
+        (11, 3, [3, 6, 8, 11]),
+        (3, 64, [3]),
+    ],
+)
+def test_chunks_of_a_prompt_end_where_others_find_its_state(
+    length: int, budget: int, ends: list[int]
+) -> None:
+    s = scheduler(max_batch_tokens=budget)
+    s.add(request("a", range(length), 1))
+    found = []
+    while s.has_work:
+        found += [end for _, end in rows(step(s))]
+    assert found == ends
+    s = scheduler(max_batch_tokens=budget, allow_block_sharing=False)
+    s.add(request("a", range(length), 1))
+    assert rows(step(s)) == [(0, min(length, budget))], "nobody looks for one"
+
+
+@pytest.mark.parametrize("keys", [True, False])
+def test_a_prompt_that_comes_again_goes_on_from_the_last_snapshot(keys: bool) -> None:
+    s = scheduler(keys)
+    s.add(request("a", range(10), 2))
+    while s.has_work:
+        step(s)
+    s.add(request("b", [*range(10), 50, 51], 2))
+    assert rows(step(s)) == [(8, 12)]
+    s.add(request("c", [*range(9), 60], 2))
+    assert (8, 10) in rows(step(s))
+    s.add(request("d", [*range(5), 70], 2))
+    assert (0, 4) in rows(step(s)), "its blocks are there, and no state at their end"
+
+
+def test_a_text_that_goes_on_is_found_and_older_snapshots_of_it_are_not() -> None:
+    s = scheduler()
+    s.add(request("a", range(10), 12))
+    cached = []
+    while s.has_work:
+        step(s)
+        cached.append(s.stats().cached)
+    # Of 20 whole blocks' ends 8 and 20 are kept: 3 units each, beside the keys of 5 blocks.
+    assert s.stats().cached == 2 * 3 + 5
+    (sequence,) = s.add(request("b", [*range(10), *[7] * 11], 2))
+    assert s.state.cache.hit(sequence).tokens == 20
+    assert s.state.cache.hit(sequence).state
+
+
+def test_choices_wait_for_the_firsts_snapshot_and_share_no_state() -> None:
+    s = scheduler()
+    sequences = s.add(request("a", range(10), 5, n=3))
+    assert rows(step(s)) == [(0, 8)]
+    assert rows(step(s)) == [(8, 10)] * 3
+    assert not any(work.copies for work in (step(s), step(s)))
+    targets = [unit for q in sequences for unit in q.state_target()]
+    assert len({*targets}) == 9
+
+
+def test_a_state_that_another_holds_is_not_written_once_its_content_is_forgotten() -> None:
+    """As when a third sequence with the same tokens fails."""
+    s = scheduler(max_batch_tokens=8)
+    (a,) = s.add(request("a", range(10), 9))
+    step(s)
+    (b,) = s.add(request("b", [*range(8), 90, 91], 9))
+    step(s)
+    shared = [units for units in a.states if units in b.states]
+    assert len(shared) == 1
+    s.state.cache.states.drop(bytes(a.hashes[32:64]), held=True)  # type: ignore[union-attr]
+    assert s.state.cache.pool.content[shared[0][0]] is None
+    for _ in range(3):
+        work = s.commit(s.plan())
+        for row in work.rows:
+            target = row.sequence.state_target()
+            assert not [q for q in (a, b) if q is not row.sequence and target in q.states]
+        s.update(work, {row.sequence.id: Result(1) for row in work.rows if row.samples})
+        s.check()
+
+
+def preempted(**limits: Any) -> tuple[Scheduler, Sequence, Work]:
+    """Two that fill the pool, and the step that takes the younger's units."""
+    s = scheduler(num_blocks=20, cache_tokens=56, allow_block_sharing=False, **limits)
+    s.add(request("old", range(8), 20))
+    (young,) = s.add(request("young", range(8), 20))
+    while not young.preemptions:
+        work = step(s)
+    return s, young, work
+
+
+def test_an_offload_moves_keys_and_the_current_state_alone() -> None:
+    s, young, work = preempted(offload_units=20)
+    current = [len(units) for units in young.host]
+    assert len(work.offload) == sum(current) == current[0] + 3
+    assert young.states == []
+    assert most_needed(s.state, young) >= current[0] + 6, "both versions come back"
+    while not (work := step(s)).restore:
+        pass
+    filled = [device for _, device in work.restore]
+    assert [*young.tables[0][: current[0]], *young.states[0]] == filled
+    while s.has_work:
+        step(s)
+    assert s.stats().used == 0
+
+
+def test_a_recompute_begins_from_zeros() -> None:
+    s, young, work = preempted()
+    assert not work.offload
+    assert (young.computed, young.states) == (0, [])
+    while not young.states:
+        work = step(s)
+    assert [row.start for row in work.rows if row.sequence is young] == [0]
+
+
+def test_no_step_is_planned_ahead_with_two_versions() -> None:
+    for versions, ahead in ((2, False), (3, True)):
+        s = scheduler(state_versions=versions, allow_block_sharing=False)
+        s.add(request("a", range(6), 9))
+        s.launch(s.commit(s.plan()))
+        assert (s.plan_ahead() is not None) == ahead
+
+
+def shift(s: Scheduler, q: Sequence) -> None:
+    """The state that is found is that of another place."""
+    q.states[q.turn % 2].reverse()
+
+
+def lose(s: Scheduler, q: Sequence) -> None:
+    s.state.cache.pool.content[q.states[q.turn % 2][0]] = None
+
+
+def miscount(s: Scheduler, q: Sequence) -> None:
+    """A version has less units than the others, and nobody has the rest."""
+    s.state.cache.pool.release([q.states[(q.turn + 1) % 2].pop()])
+
+
+def twist(s: Scheduler, q: Sequence) -> None:
+    """Its state is found as that of a block that it has not computed."""
+    q.hashes[:32] = bytes(32)
+
+
+@pytest.mark.parametrize(
+    ("damage", "name"), [(shift, "I10"), (lose, "I10"), (miscount, "I5"), (twist, "I10")]
+)
+def test_states_that_must_not_be_are_found(damage: Any, name: str) -> None:
+    s = scheduler(False)
+    (sequence,) = s.add(request("a", range(6), 9))
+    step(s)
+    damage(s, sequence)
+    with pytest.raises(InvariantViolation, match=name):
+        s.check()
+
+
+def test_a_state_in_flight_is_written_by_one_alone() -> None:
+    s = scheduler(False, state_versions=3)
+    (sequence,) = s.add(request("a", range(6), 9))
+    s.launch(s.commit(s.plan()))
+    s.check()
+    s.state.cache.pool.share(sequence.states[1][:1])
+    with pytest.raises(InvariantViolation, match=r"I[24]"):
+        s.check()
