@@ -20,7 +20,7 @@ VERSIONS = 2
 class StateRows:
     """A cache of NaN of ``units`` units, drawn in a random order, and a model's steps on it."""
 
-    def __init__(self, model: PagedModel, *, block_size: int = 4, units: int = 400) -> None:
+    def __init__(self, model: PagedModel, *, block_size: int = 4, units: int = 800) -> None:
         self.model, self.block_size = model, block_size
         layout = model.state_layout
         assert layout is not None

@@ -86,7 +86,7 @@ def check_logits(model: PagedModel, seed: int, *, generated: bool) -> None:
     rows = StateRows(model)
     sequences = [
         rows.sequence(tokens_of(i, length), -(-length // 3) if generated else length)
-        for i, length in enumerate((61, 7, 1, 40))
+        for i, length in enumerate((61, 7, 1, 40, 52, 33))
     ]
     wants = [expected(model, sequence.tokens) for sequence in sequences]
     for step in range(200):

@@ -60,10 +60,10 @@ def continued_scan(
     def continued(
         hidden_states: Tensor,
         dt: Tensor,
-        A: Tensor,  # noqa: N803 - transformers' names
-        B: Tensor,  # noqa: N803
-        C: Tensor,  # noqa: N803
-        D: Tensor | None = None,  # noqa: N803
+        A: Tensor,  # noqa: N803 - as transformers names it
+        B: Tensor,  # noqa: N803 - as transformers names it
+        C: Tensor,  # noqa: N803 - as transformers names it
+        D: Tensor | None = None,  # noqa: N803 - as transformers names it
         z: Tensor | None = None,
         delta_bias: Tensor | None = None,
         delta_softplus: bool = False,
