@@ -139,7 +139,7 @@ BUGS = (
         "fairlead_runtime.cache.paged:PagedCache.units_freed",
         "chain(sequence.tables, sequence.states)",
         "chain(sequence.tables)",
-        RUNS,
+        STEPS,
     ),
     PackageBug(
         "an offload counts all versions",

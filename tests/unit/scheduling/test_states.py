@@ -173,6 +173,17 @@ def test_a_recompute_begins_from_zeros() -> None:
     assert [row.start for row in work.rows if row.sequence is young] == [0]
 
 
+def test_a_victim_gives_back_its_states() -> None:
+    s = scheduler(allow_block_sharing=False)
+    (sequence,) = s.add(request("a", range(6), 9))
+    step(s)
+    cache, before = s.state.cache, s.stats().free
+    assert cache.units_freed(sequence, {}) == cache.units_held(sequence) == 2 + 6
+    assert cache.units_offloaded(sequence) == 2 + 3
+    cache.release(sequence)
+    assert s.stats().free == before + 8
+
+
 def test_no_step_is_planned_ahead_with_two_versions() -> None:
     for versions, ahead in ((2, False), (3, True)):
         s = scheduler(state_versions=versions, allow_block_sharing=False)
