@@ -146,7 +146,7 @@ BUGS = (
         "fairlead_runtime.cache.paged:PagedCache.units_offloaded",
         "held - self.states.held + self.states.units",
         "held",
-        RUNS,
+        STEPS,
     ),
     PackageBug(
         "no chunk ends where its state can be found",

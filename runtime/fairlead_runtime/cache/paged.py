@@ -324,9 +324,9 @@ class PagedCache:
         pairs = list(zip(host, self.pool.take(len(host)), strict=True))
         self.host.release(host)
         sequence.tables, sequence.host = _map_units(sequence.host, pairs), []
-        sequence.registered = 0
         if self.states is not None:
             self.states.start(sequence, sequence.tables.pop())
+        sequence.registered = 0
         return pairs
 
     def grow(self, sequence: Sequence, end: int) -> None:
