@@ -40,9 +40,12 @@ class StateRows:
         self.attention = TorchAttention(model.heads, model.device)
         self._made = 0
 
-    def sequence(self, tokens: Rows[int]) -> Sequence:
-        """A sequence of these tokens with blocks for all of them and its versions of a state."""
-        request = Request(str(self._made), tuple(tokens), SamplingParams(), max_tokens=1)
+    def sequence(self, tokens: Rows[int], prompt: int) -> Sequence:
+        """A sequence of these tokens, of which the first are its ``prompt``, with blocks for all of
+        them and its versions of a state.
+        """
+        own = tuple(tokens[:prompt])
+        request = Request(str(self._made), own, SamplingParams(), max_tokens=1)
         sequence = Sequence(self._made, request, 0, list(tokens))
         self._made += 1
         blocks = -(-len(tokens) // self.block_size)

@@ -9,7 +9,13 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
-from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from fairlead_runtime.models import text_model
 from support import tiny, tiny_any
@@ -136,3 +142,42 @@ def _noise(name: str, parameter: torch.Tensor, seed: int) -> torch.Tensor:
     noise = torch.nn.Parameter(torch.empty(*parameter.shape, 1), requires_grad=False)
     tiny._fill(name, noise, seed)
     return noise[..., 0] * math.sqrt(tiny.HIDDEN)
+
+
+_DEPTH: dict[str, Any] = {
+    "depth": 1,
+    "num_heads": 2,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "patch_size": 16,
+    "out_hidden_size": tiny.HIDDEN,
+}
+_TOWER: dict[str, Any] = {
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "hidden_size": 32,
+    "patch_size": 16,
+}
+# Models of several parts: the text's type, and the tower's settings.
+WHOLES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "qwen3_5": ("qwen3_5_text", _DEPTH),
+    "qwen3_5_moe": ("qwen3_5_moe_text", _DEPTH),
+    "lfm2_vl": ("lfm2", {**_TOWER, "model_type": "siglip2_vision_model"}),
+}
+
+
+def build_whole(family: str) -> PreTrainedModel:
+    """A random model of several parts, whose text keeps states."""
+    text, vision = WHOLES[family]
+    config = AutoConfig.for_model(
+        family,
+        text_config={"model_type": text, **settings_of(text)},
+        vision_config=dict(vision),
+        tie_word_embeddings=False,
+    )
+    factory: Any = AutoModelForImageTextToText
+    model = factory.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    fill(model)
+    model.generation_config.pad_token_id = 0
+    return cast("PreTrainedModel", model.eval())

@@ -5,14 +5,19 @@ that fail and are repeated.
 
 import random
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from fairlead_runtime.device.step.model_runner import ModelRunner
 from fairlead_runtime.engine.isolate import run_isolated
+from fairlead_runtime.llm import LLM
+from fairlead_runtime.request.sequence import SamplingParams
 from fairlead_runtime.scheduling.plan import Result, Work
 from fairlead_runtime.scheduling.scheduler import Scheduler, SchedulerStats
-from support import tiny_states
+from support import tiny, tiny_states
 from support.engine_rig import NEW, Rig, Setting, greedy, prompts, rig, run_to_end
 from support.full import LONG_FORM
 
@@ -115,3 +120,25 @@ def test_greedy_text_equals_transformers_under_every_setting(family: str, name: 
     roomy = not engine.groups or setting.block_size == 16
     assert stats.preemptions > 0 or roomy, "no request was preempted"
     assert (stats.prefix_hits > 0) == setting.sharing
+
+
+@pytest.mark.parametrize("family", [*tiny_states.WHOLES, "mamba2", "nemotron_h"])
+def test_a_checkpoint_is_planned_loaded_and_served(family: str, tmp_path: Path) -> None:
+    whole = family in tiny_states.WHOLES
+    model: Any = tiny_states.build_whole(family) if whole else tiny_states.build(family)
+    (prompt,) = prompts(3, (40,), 0)
+    with torch.inference_mode():
+        ids = torch.tensor([prompt])
+        settings = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, "eos_token_id": 2}
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+    want = out[0, len(prompt) :].tolist()
+    sizes = {"num_blocks": 100, "block_size": 8, "max_batch_tokens": 256, "max_requests": 4}
+    with LLM(str(tiny.save(model, tmp_path)), **sizes) as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=NEW)
+        (answer,) = llm.generate([{"prompt_token_ids": list(prompt)}], params)
+        report = llm.built_engine.memory.as_dict()
+    assert list(answer.outputs[0].token_ids) == want
+    terms = {term["name"]: term for term in report["terms"]}
+    assert terms["kv"]["plannedBytes"] == terms["kv"]["measuredBytes"]
+    for name in ("weights", "activations", "logits"):
+        assert terms[name]["measuredBytes"] <= terms[name]["plannedBytes"]
