@@ -153,7 +153,7 @@ BUGS = (
         "fairlead_runtime.scheduling.planner:_Draft._end_of_chunk",
         "return rounded if rounded >= max(done, least) else end",
         "return end",
-        RUNS,
+        STEPS,
     ),
     PackageBug(
         "steps are planned ahead with two versions",
