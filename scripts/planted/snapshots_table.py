@@ -156,6 +156,13 @@ BUGS = (
         STEPS,
     ),
     PackageBug(
+        "no chunk ends where prompts part",
+        "fairlead_runtime.scheduling.planner:_Draft._end_of_chunk",
+        "if start < branch <= end and done <= branch:",
+        "if False:",
+        STEPS,
+    ),
+    PackageBug(
         "steps are planned ahead with two versions",
         "fairlead_runtime.scheduling.planner:plan_ahead",
         "state.cache.states.versions < 3",
