@@ -162,4 +162,11 @@ BUGS = (
         'for _package in ("mamba_ssm",',
         _LAYERS,
     ),
+    PackageBug(
+        "a GPU keeps the decodes of a model with states",
+        "fairlead_runtime.device.warmup.decode_plan:DecodePlan.choose",
+        "        elif model.states:\n",
+        "        elif False:\n",
+        ("unit/device/test_decode_plan.py",),
+    ),
 )

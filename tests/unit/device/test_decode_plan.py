@@ -23,7 +23,7 @@ from support.graph_standin import Tape, TapeRecorder
 
 CONFIG = EngineConfig(max_requests=6, max_batch_tokens=64, block_size=4, q_padding_interval=4)
 LONGEST = 64
-ON_GPU = cast("PagedModel", SimpleNamespace(device=torch.device("cuda")))
+ON_GPU = cast("PagedModel", SimpleNamespace(device=torch.device("cuda"), states={}))
 
 
 def flashinfer(family: str = "llama") -> Any:
@@ -63,6 +63,17 @@ def test_auto_says_why_no_graph_is_captured_on_a_gpu(
             )
         assert error.value.field == "cuda_graphs"
         assert reason in str(error.value)
+
+
+def test_a_model_with_states_runs_each_step_as_it_is_and_says_why() -> None:
+    device = torch.device("cuda")
+    model = cast("PagedModel", SimpleNamespace(device=device, states={0: ()}))
+    choice = DecodePlan.choose(EngineConfig(), model, plain(), sharded=False)
+    assert choice.graphs_off_because == choice.sync_because == "its layers keep states"
+    assert not choice.state_on_device
+    for settings in ({"cuda_graphs": "on"}, {"async_batching": "on"}):
+        with pytest.raises(ConfigError, match="its layers keep states"):
+            DecodePlan.choose(EngineConfig(**settings), model, plain(), sharded=False)
 
 
 @pytest.mark.parametrize(("_settings", "attention", "sharded", "_reason", "resident"), REASONS)
