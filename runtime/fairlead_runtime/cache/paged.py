@@ -41,6 +41,7 @@ class Hit(NamedTuple):
     losses: int = 0  # of the pool by then
     walked: int = 0  # tokens whose blocks this look compared
     state: abc.Sequence[int] = ()
+    branch: int = 0  # tokens whose keys are there, with or without a state at their end
 
 
 class PagedCache:
@@ -168,7 +169,11 @@ class PagedCache:
         size, walked = self.block_size, end  # by windows or states, which search from the end
         if self.states is None and len(self._windowed) < len(self.groups):
             walked = max(len(u) - len(k) for u, k in zip(leading, known, strict=True))
-        return Hit(length * size, tables, pool.version, pool.losses, walked * size, state)
+        branch = 0
+        if self.states is not None:
+            full = (len(leading[g.index]) for g in self.groups if g.window is None)
+            branch = min(full, default=0) * size
+        return Hit(length * size, tables, pool.version, pool.losses, walked * size, state, branch)
 
     def _known_units(self, hashes: bytearray, last: Hit | None) -> list[list[int]]:
         """By full group, the units of the last look before the first block that has left the index
@@ -264,6 +269,7 @@ class PagedCache:
             self.pool.share(hit.state)
             sequence.states = [[*hit.state]]
         sequence.tables = [table[:] for table in hit.tables]
+        sequence.branch = hit.branch
         sequence.computed = hit.tokens
         sequence.registered = hit.tokens // self.block_size
 
@@ -324,9 +330,9 @@ class PagedCache:
         pairs = list(zip(host, self.pool.take(len(host)), strict=True))
         self.host.release(host)
         sequence.tables, sequence.host = _map_units(sequence.host, pairs), []
-        sequence.registered = 0
         if self.states is not None:
             self.states.start(sequence, sequence.tables.pop())
+        sequence.registered = 0
         return pairs
 
     def grow(self, sequence: Sequence, end: int) -> None:

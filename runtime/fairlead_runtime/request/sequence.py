@@ -332,6 +332,7 @@ class Sequence:
     # the next, so that it can be repeated; ``turn`` counts the steps of it that are collected.
     states: list[list[int]] = field(default_factory=list)
     turn: int = 0
+    branch: int = 0  # tokens that it shares with an earlier one that left no state there
     # the tables for units in host memory, and last the units of the state; empty unless offloaded
     host: list[list[int]] = field(default_factory=list)
     # digests of its leading full blocks, as far as hashed yet, one after another

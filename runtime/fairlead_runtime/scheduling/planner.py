@@ -271,7 +271,8 @@ class _Draft:
             missing = sequence.length - done
             count = min(missing, self.tokens)
             if self._keeps_states:
-                count = self._end_of_chunk(sequence, start, done, done + count) - done
+                end = self._end_of_chunk(sequence, start, done, done + count, sequence.branch)
+                count = end - done
                 if not count:
                     continue
             end = done + count
@@ -294,11 +295,16 @@ class _Draft:
         self._renewed[sequence.id] = units
         return units
 
-    def _end_of_chunk(self, sequence: Sequence, start: int, done: int, end: int) -> int:
+    def _end_of_chunk(
+        self, sequence: Sequence, start: int, done: int, end: int, branch: int
+    ) -> int:
         """Where a row ends that has tokens from ``start`` to ``done`` and could end at ``end``: at
         the end of a block if it can, where others find its state, and once at the last one before
-        the token that predicts the next.
+        the token that predicts the next. ``branch``: so far others had the same tokens; more will
+        come that begin with these.
         """
+        if start < branch <= end and done <= branch:
+            return branch
         size, most = self.cache.block_size, sequence.length - 1
         rounded = min(end, most) // size * size
         least = start + (1 if rounded == most // size * size else size)
@@ -441,7 +447,8 @@ class _Draft:
         missing = len(sequence.tokens) - start
         count = min(missing, self.tokens)
         if self._keeps_states:
-            count = self._end_of_chunk(sequence, start, start, start + count) - start
+            branch = 0 if admission.hit is None else admission.hit.branch
+            count = self._end_of_chunk(sequence, start, start, start + count, branch) - start
         self.slots -= 1
         self.tokens -= count
         self.free -= candidate.start_units + self.cache.units(start, start + count)
@@ -577,9 +584,9 @@ class _Draft:
         least = self.state.least_of_running(budget)
         if not self._keeps_states:
             return math.ceil(tokens / least)
-        # A chunk is cut to blocks, and each prompt ends with a short one.
+        # A chunk is cut to blocks, where others part from a prompt, and before its last block.
         size = self.cache.block_size
-        return math.ceil(tokens / max(min(least, size), least - size + 1)) + len(self.cut) + 1
+        return math.ceil(tokens / max(min(least, size), least - size + 1)) + 2 * len(self.cut) + 2
 
     def _holders(self) -> list[Hold]:
         """Of each sequence that holds blocks: the steps after which it has certainly ended, and the

@@ -18,7 +18,8 @@ CHUNK = 64  # tokens of a chunk of the gated delta rule, in transformers' code
 @dataclass(frozen=True, slots=True)
 class Mixer:
     """Parameters in ``matrices``, with so many output rows (``channels``), and all others
-    (``rest``); ``alive``: elements in float32 that it keeps of each token, measured at most.
+    (``rest``); ``alive``: elements in float32 that it keeps of each token, measured at most;
+    ``chunk``: a row's tokens are filled up to a multiple of it.
     """
 
     matrices: int
@@ -26,6 +27,7 @@ class Mixer:
     rest: int
     alive: int
     state: tuple[StatePart, ...]
+    chunk: int = 1
 
 
 def gated_delta(s: ConfigReader) -> Mixer:
@@ -54,6 +56,7 @@ def gated_delta(s: ConfigReader) -> Mixer:
             StatePart("conv", (mixed, kernel - 1), ""),
             StatePart("recurrent", (values, key_dim, value_dim)),
         ),
+        chunk=CHUNK,
     )
 
 
@@ -142,6 +145,7 @@ def _mamba2(
             StatePart("conv", (mixed, kernel - 1), ""),
             StatePart("recurrent", (heads, dim, state)),
         ),
+        chunk=chunk,
     )
 
 

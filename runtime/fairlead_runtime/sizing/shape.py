@@ -107,7 +107,10 @@ class ModelShape:
     sharded_parameters: int
     kv_parameters: int
     states: Mapping[int, tuple[StatePart, ...]] = field(default_factory=dict)
-    mixer_width: int = 0  # elements in float32 that a layer with a state keeps alive per token
+    # Elements in float32 that a layer with a state keeps alive per token, of a row that is filled
+    # up to a multiple of the chunk.
+    mixer_width: int = 0
+    mixer_chunk: int = 1
 
     @property
     def kv_width(self) -> int:
@@ -231,6 +234,7 @@ class ModelShape:
             kv_parameters=body.kv,
             states=dict.fromkeys(mixing, mixer.state) if mixer else {},
             mixer_width=mixer.alive if mixer else 0,
+            mixer_chunk=mixer.chunk if mixer else 1,
         )
 
     @classmethod

@@ -87,6 +87,7 @@ def terms_of(
     # have two), and the larger of the widest layer's attention and the widest MLP.
     attended = max((heads.alive_width for heads in shape.heads_on(tp)), default=0)
     mixed = ceil_div(4 * shape.mixer_width, element)
+    filled = 4 * shape.mixer_width * (-tokens % shape.mixer_chunk)
     rotary = shape.rotary_width
     # Experts also keep copies of the hidden states, which are not split.
     inside = shape.mlp_width if shape.experts else ceil_div(shape.mlp_width, tp)
@@ -106,7 +107,7 @@ def terms_of(
         "weights": weights(shape, config, tp, device.kind),
         "activations": _in_slabs(shape, config, tokens, rotary)
         if packed and fused and shape.slab_width
-        else tokens * width * layer + _widened(shape, config, device.kind, tokens),
+        else tokens * width * layer + _widened(shape, config, device.kind, tokens) + filled,
         "attention": _attention(shape, config, groups, element),
         "logits": max(rows * width * layer + state_scratch(shape, config), rows * head),
         "sampling": sampler_rows(rows, shape.vocab, device.kind)

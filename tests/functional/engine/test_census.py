@@ -2,7 +2,7 @@
 random model.
 
 The types are those of ``scripts/census.json``; families that the matrix or the tests of judged ones
-run, and models of several parts, are left to these.
+or of states run, and models of several parts, are left to these.
 """
 
 import sys
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from support import tiny, tiny_any
+from support import tiny, tiny_any, tiny_states
 from support.engine_rig import NEW, Rig, compare_greedy_texts, prompts
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "scripts"))
@@ -20,7 +20,7 @@ import census
 
 # transformers cannot build the model of its class's own default configuration.
 NOT_BUILT = {"cohere_compass_text", "dbrx"}
-ELSEWHERE = {*tiny.FAMILIES, *tiny.SIZED, *tiny.UNLISTED}
+ELSEWHERE = {*tiny.FAMILIES, *tiny.SIZED, *tiny.UNLISTED, *tiny_states.FAMILIES}
 SLOW = {"phi4_multimodal"}  # its class builds towers, too
 ADMITTED = {name for name, verdict in census.stored().items() if verdict in census.ADMITTED}
 HERE = sorted(

@@ -22,11 +22,15 @@ from fairlead_runtime.models import architecture, loading, text_model
 from fairlead_runtime.models.model_error import ModelError
 from fairlead_runtime.request.sequence import SamplingParams
 from fairlead_runtime.sizing.config_json import ShapeError
+from fairlead_runtime.sizing.families.with_states import WITH_STATES
 from fairlead_runtime.sizing.family_table import PARTS
 from fairlead_runtime.sizing.shape import ModelShape
 from support import tiny, tiny_parts
 from support.engine_rig import EOS, NEW, check_greedy_texts, prompts, rig
 from support.kernel_sets import rows_beyond_the_plan
+
+# Those whose texts keep states are tested with them: test_states.py.
+KEYED = frozenset(family for family, parts in PARTS.items() if parts.text not in WITH_STATES)
 
 # Their text is that of a family of its own, whose layers other tests run.
 LIKE_THE_LISTED = ("mistral3", "internvl", "smolvlm", "idefics3", "aya_vision", "qwen2_vl", "llava")
@@ -179,10 +183,7 @@ def test_a_model_whose_layers_differ_in_their_heads_is_served_from_its_files_wit
     "family",
     [
         "mistral3",
-        *(
-            pytest.param(family, marks=pytest.mark.full)
-            for family in sorted(PARTS.keys() - {"mistral3"})
-        ),
+        *(pytest.param(family, marks=pytest.mark.full) for family in sorted(KEYED - {"mistral3"})),
     ],
 )
 def test_the_head_that_the_files_have_is_planned_and_held(
@@ -232,7 +233,7 @@ def test_no_byte_of_another_part_is_read(tmp_path: Path, caplog: pytest.LogCaptu
 
 
 def test_the_families_of_the_table_are_the_ones_tested_here() -> None:
-    assert {*PARTS, "llava"} == {*tiny_parts.FAMILIES}
+    assert {*KEYED, "llava"} == {*tiny_parts.FAMILIES}
 
 
 @pytest.mark.parametrize(

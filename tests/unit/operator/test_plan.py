@@ -94,6 +94,14 @@ def test_the_table_adds_up(config: str, capsys: pytest.CaptureFixture[str]) -> N
     assert all(len(line) <= 110 for line in rest.splitlines()), "no line is a wall"
 
 
+def test_states_have_a_row_of_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": "qwen3_5_text", "dtype": "bfloat16"}))
+    assert main(["some/model", "--memory", "80Gi", "--config", str(file)]) == 0
+    held = 2 * 99 * 16 * 8 * 4 * 2 * 256 * 2  # twice 99 units of 8 layers' keys and values
+    assert f"states per sequence:    {held:,} bytes" in capsys.readouterr().out
+
+
 def test_what_lacks_a_little_is_told_apart_from_what_is_there() -> None:
     def plan(mebibytes: int) -> Mapping[str, Any]:
         memory = {"resources": {"accelerator": {"memory": f"{mebibytes}Mi"}}}

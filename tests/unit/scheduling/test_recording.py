@@ -13,7 +13,7 @@ from fairlead_runtime.commands import replay as replay_command
 from fairlead_runtime.commands import trace as trace_command
 from fairlead_runtime.recording.record import RecordedScheduler, RecordError, Recording
 from fairlead_runtime.recording.replay import replay
-from fairlead_runtime.recording.trace import LEGEND, as_text, steps
+from fairlead_runtime.recording.trace import LEGEND, as_events, as_text, steps
 from fairlead_runtime.request.sequence import (
     Failure,
     FailureKind,
@@ -493,6 +493,31 @@ def test_the_header_brings_back_limits_and_groups(tmp_path: Path) -> None:
     recording = Recording(tmp_path / "run.jsonl")
     assert dataclasses.asdict(recording.limits) == dataclasses.asdict(limits)
     assert (recording.groups, recording.identity) == (groups, b"\x00id")
+
+
+@pytest.mark.parametrize("keys", [True, False])
+def test_a_run_with_states_is_replayed_and_pictured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], keys: bool
+) -> None:
+    """Preemptions, hits on snapshots and both versions of states follow from the header."""
+    path = tmp_path / "run.jsonl"
+    held = {"state_units": 3 if keys else 1, "cache_tokens": 64, "offload_units": 9}
+    limits = Limits("fifo", 16, 4, 0.0, 4, 22 if keys else 5, 64, **held)  # type: ignore[arg-type]
+    groups = group_layers([None]) if keys else ()
+    scheduler = RecordedScheduler(limits, groups, path=path)
+    for i in range(5):
+        scheduler.add(Request(f"r{i}", (*range(9), i, i), SamplingParams(n=2, max_tokens=20), 20))
+    while scheduler.has_work:
+        work = scheduler.commit(scheduler.plan())
+        scheduler.update(work, {r.sequence.id: Result(5) for r in work.rows if r.samples})
+    assert scheduler.stats().prefix_hits > 0
+    assert scheduler.stats().preemptions > 0 or not keys
+    scheduler.close()
+    assert replay_command.main([str(path)]) == 0
+    text = "\n".join(as_text(Recording(path)))
+    assert f"{22 if keys else 5} blocks of 4 tokens" in text
+    assert f"{limits.state_units} a state" in text
+    assert list(as_events(Recording(path)))
 
 
 def test_a_bound_on_prompts_is_replayed_and_a_recording_from_before_it_has_none(

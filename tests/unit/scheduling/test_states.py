@@ -95,6 +95,30 @@ def test_a_prompt_that_comes_again_goes_on_from_the_last_snapshot(keys: bool) ->
     assert (0, 4) in rows(step(s)), "its blocks are there, and no state at their end"
 
 
+def test_a_prefix_of_many_prompts_gets_a_snapshot_with_the_second_of_them() -> None:
+    """The first leaves none where the others part: only then it is known that they do."""
+    s = scheduler()
+    for name, starts in (("a", [(0, 28), (28, 30)]), ("b", [(0, 20), (20, 28), (28, 30)])):
+        s.add(request(name, [*range(20), *[ord(name)] * 10], 1))
+        found = []
+        while s.has_work:
+            found += rows(step(s))
+        assert found == starts
+    s.add(request("c", [*range(20), *[90] * 10], 1))
+    s.add(request("d", [*range(20), *[91] * 10], 1))
+    assert rows(step(s)) == [(20, 28), (20, 28)]
+
+
+def test_those_that_wait_for_a_prefix_have_it_computed_once_more_at_most() -> None:
+    s = scheduler(max_batch_tokens=32)
+    for name in "abcde":
+        s.add(request(name, [*range(20), *[ord(name)] * 10], 1))
+    computed = 0
+    while s.has_work:
+        computed += sum(end - start for start, end in rows(step(s)))
+    assert computed == 30 + 30 + 3 * 10
+
+
 def test_a_text_that_goes_on_is_found_and_older_snapshots_of_it_are_not() -> None:
     s = scheduler()
     s.add(request("a", range(10), 12))
@@ -171,6 +195,17 @@ def test_a_recompute_begins_from_zeros() -> None:
     while not young.states:
         work = step(s)
     assert [row.start for row in work.rows if row.sequence is young] == [0]
+
+
+def test_a_victim_gives_back_its_states() -> None:
+    s = scheduler(allow_block_sharing=False)
+    (sequence,) = s.add(request("a", range(6), 9))
+    step(s)
+    cache, before = s.state.cache, s.stats().free
+    assert cache.units_freed(sequence, {}) == cache.units_held(sequence) == 2 + 6
+    assert cache.units_offloaded(sequence) == 2 + 3
+    cache.release(sequence)
+    assert s.stats().free == before + 8
 
 
 def test_no_step_is_planned_ahead_with_two_versions() -> None:

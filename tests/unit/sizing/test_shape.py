@@ -285,6 +285,8 @@ def is_layer_matrix(name: str, parameter: torch.Tensor) -> bool:
     router = name.endswith(("mlp.gate.weight", "mlp.router.weight", ".router.proj.weight"))
     # Cohere's per-head norm is two-dimensional, but not a matrix product.
     head_norm = "_norm.weight" in name
+    # Nor are the taps of a convolution, and what weighs a shared expert is never quantized.
+    head_norm |= ".conv1d." in name or "shared_expert_gate" in name
     return (
         inside
         and parameter.dim() >= 2

@@ -307,6 +307,16 @@ def test_the_plan_counts_states_beside_keys() -> None:
     assert plan.full_length_sequences == plan.num_blocks // (262144 // 16 + held)
 
 
+def test_a_row_is_filled_up_to_a_chunk() -> None:
+    shape = ModelShape.from_config(QWEN_27B)
+    planned = [
+        plan_memory(shape, EngineConfig(max_batch_tokens=tokens), GPU).terms["activations"]
+        for tokens in (64, 65, 128)
+    ]
+    assert planned[1] - planned[0] > 63 * 4 * shape.mixer_width
+    assert planned[0] < planned[1] < planned[2]
+
+
 @pytest.mark.parametrize("family", ["mamba2", "granitemoehybrid"])
 def test_without_keys_a_block_is_a_state(family: str) -> None:
     shape = ModelShape.from_config({"model_type": family, "num_local_experts": 0})
