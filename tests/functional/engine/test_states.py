@@ -117,7 +117,7 @@ def test_time_steps_of_generated_tokens_have_no_bounds_though_they_are_computed_
 def test_greedy_text_equals_transformers_under_every_setting(family: str, name: str) -> None:
     engine, setting = rig(family), SETTINGS[name]
     stats = compare(engine, setting, seed=8)
-    roomy = not engine.groups or setting.block_size == 16
+    roomy = not engine.groups or name != "offload"
     assert stats.preemptions > 0 or roomy, "no request was preempted"
     assert (stats.prefix_hits > 0) == setting.sharing
 

@@ -71,7 +71,8 @@ def test_a_model_with_states_runs_each_step_as_it_is_and_says_why() -> None:
     choice = DecodePlan.choose(EngineConfig(), model, plain(), sharded=False)
     assert choice.graphs_off_because == choice.sync_because == "its layers keep states"
     assert not choice.state_on_device
-    for settings in ({"cuda_graphs": "on"}, {"async_batching": "on"}):
+    insisting: list[dict[str, Any]] = [{"cuda_graphs": "on"}, {"async_batching": "on"}]
+    for settings in insisting:
         with pytest.raises(ConfigError, match="its layers keep states"):
             DecodePlan.choose(EngineConfig(**settings), model, plain(), sharded=False)
 

@@ -116,10 +116,9 @@ class StateStep:
         return mixed
 
     def _compute(self, layer: int, mixer: "StateMixer", hidden: Tensor, chunk: Chunk) -> Tensor:
-        states = None if chunk.source is None else self.states.read(layer, chunk.source)
-        prompt = chunk.generated - chunk.first
-        mixed, states = mixer.compute(hidden, states, prompt)
-        self.states.write(layer, chunk.target, states)
+        before = None if chunk.source is None else self.states.read(layer, chunk.source)
+        mixed, behind = mixer.compute(hidden, before, chunk.generated - chunk.first)
+        self.states.write(layer, chunk.target, behind)
         return mixed
 
 
