@@ -25,9 +25,9 @@ LENGTHS, SHARED = (17, 41, 26, 53, 34), 24
 TIGHT = Setting(block_size=4, chunk=16, num_blocks=28)
 SETTINGS = {
     "offload": Setting(block_size=4, chunk=13, num_blocks=28, offload=True),
-    "one token": Setting(block_size=1, chunk=5, num_blocks=90, max_requests=3),
+    "one token": Setting(block_size=1, chunk=5, num_blocks=76, max_requests=3),
     "whole prompts": Setting(block_size=16, chunk=4096, num_blocks=10),
-    "no sharing": Setting(block_size=4, chunk=7, num_blocks=30, sharing=False, offload=True),
+    "no sharing": Setting(block_size=4, chunk=7, num_blocks=26, sharing=False, offload=True),
 }
 # One of each kind of layer; the others have the same code.
 KINDS = ("qwen3_5_text", "falcon_h1", "mamba2", "jamba", "lfm3")
