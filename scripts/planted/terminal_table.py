@@ -161,4 +161,32 @@ BUGS = (
         'source.kind == "hf"',
         PLANNED,
     ),
+    PackageBug(
+        "an answer has the first name of the model, not the one that it was asked by",
+        "fairlead_runtime.front.strict_body:by_first_name",
+        """return body | {"model": served}, name""",
+        """return body | {"model": served}, served""",
+        ("functional/api/test_served_names.py",),
+    ),
+    PackageBug(
+        "the first token of an answer is in no step",
+        "fairlead_runtime.serving.measurements:RequestMetrics.stepped",
+        "self._prompt_rows(work) + self._count_tokens(events, ended)",
+        "sum(row.count for row in work.rows) + 0 * self._count_tokens(events, ended)",
+        ("unit/serving/test_metrics.py",),
+    ),
+    PackageBug(
+        "a function's result answers no call",
+        "fairlead_runtime.api.bodies.messages:for_template",
+        'answered, call_id = call_id or _id_of(place), ""',
+        'answered, call_id = _id_of(place), ""',
+        ("unit/api/test_message_forms.py",),
+    ),
+    PackageBug(
+        "thinking among the parts of an answer is lost",
+        "fairlead_runtime.api.bodies.messages:Message._thoughts",
+        """if not (value.get("reasoning") or value.get("reasoning_content")):""",
+        "if False:",
+        ("unit/api/test_message_forms.py",),
+    ),
 )

@@ -38,7 +38,7 @@ SHORT = frozenset({"tp", "pp", "dp", "O"})  # flags of one dash
 FLAGS: Mapping[str, tuple[str, str]] = {
     # -- model
     "model": ("", "write MODEL without a flag: fairlead serve MODEL"),
-    "served_model_name": ("served_name", "one name"),
+    "served_model_name": ("served_name", "several are separated by commas"),
     "tokenizer": ("", "the model's own is used: leave it out"),
     "tokenizer_mode": ("", "the model's own tokenizer is used: leave it out"),
     "tokenizer_revision": ("", "--revision is of the whole repository: leave it out"),
