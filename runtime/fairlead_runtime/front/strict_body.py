@@ -80,8 +80,8 @@ def validated(kind: type[BodyT], body: Mapping[str, Any]) -> BodyT:
 
 def text_of(content: Any, *kinds: str, refusals: bool = False) -> str:
     """A content, text or a list of texts and of parts of one of these types, as one text, a line
-    for each. With ``refusals``, which our own answers may hold, these are text. Raises ValueError, for an image,
-    sound or a file by its name.
+    for each. With ``refusals``, which our own answers may hold, these are text. Raises ValueError,
+    for an image, sound or a file by its name.
     """
     kinds = (*kinds, "refusal") if refusals else kinds
     if isinstance(content, str):

@@ -230,9 +230,7 @@ def _words_of(path: Path, config: EngineConfig) -> tuple[PreTrainedTokenizerBase
 
 def _rules(config: EngineConfig, path: Path) -> BodyRules:
     """Raises ModelError."""
-    rules = BodyRules(
-        templates=config.trust_request_chat_template, aliases=config.served_names[1:]
-    )
+    rules = BodyRules(templates=config.trust_request_chat_template, aliases=config.served_names[1:])
     if config.generation_config == "none":
         return rules
     sampling = sampling_defaults(path)

@@ -123,8 +123,8 @@ class EngineConfig:
     served_name: str = knob(
         "",
         "model name clients use, or several, separated by commas (default: the source)",
-        when="To keep clients unchanged when the source changes. An answer has the name that it was "
-        "asked by, metrics have the first.",
+        when="To keep clients unchanged when the source changes. An answer has the name that it "
+        "was asked by, metrics have the first.",
         cr="model.servedName",
     )
     trust_remote_code: bool = knob(

@@ -68,8 +68,8 @@ def test_arguments_of_earlier_calls_may_be_objects_or_left_out(sent: Any, text: 
     call = {"id": "a", "type": "function", "function": {"name": "f", **sent}}
     called = templated(ASKED, {"role": "assistant", "tool_calls": [call]})[1]
     assert called["tool_calls"][0]["function"]["arguments"] == text
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": [1]}}
     with pytest.raises(ApiError, match=r"tool_calls\.0\.function\.arguments: "):
-        call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": [1]}}
         templated(ASKED, {"role": "assistant", "tool_calls": [call]})
 
 

@@ -103,13 +103,14 @@ def for_template(messages: Sequence[Message]) -> tuple[dict[str, Any], ...]:
     templated = []
     for place, message in enumerate(messages):
         path = f"messages.{place}"
+        newer = message
         if message.function_call is not None:
             call_id = _id_of(place)
-            message = _with_call(path, message, call_id)
+            newer = _with_call(path, message, call_id)
         elif message.role == "function":
             answered, call_id = call_id or _id_of(place), ""
-            message = message.model_copy(update={"role": "tool", "tool_call_id": answered})
-        templated.append(_templated(path, message))
+            newer = message.model_copy(update={"role": "tool", "tool_call_id": answered})
+        templated.append(_templated(path, newer))
     return tuple(templated)
 
 
