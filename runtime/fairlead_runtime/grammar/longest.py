@@ -7,7 +7,7 @@ and the form in which every piece is one character, whose masks take up to ten t
 """
 
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 from llguidance.gbnf_to_lark import (
     AlternativeNode,
@@ -280,8 +280,7 @@ def _split(node: ASTNode) -> ASTNode:
 
 
 def _target(node: RuleRefNode) -> RuleNode:
-    target: Any = node.target  # resolved
-    return target
+    return cast("RuleNode", node.target)  # resolved
 
 
 def _escapes(text: str) -> Iterator[str]:
