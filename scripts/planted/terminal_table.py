@@ -210,4 +210,11 @@ BUGS = (
         "messages",
         ("unit/models/test_template_forms.py",),
     ),
+    PackageBug(
+        "a template that shows no late message of the system gets one",
+        "fairlead_runtime.models.template_forms:TemplateForms.fit",
+        "if self.early:",
+        "if False:",
+        ("unit/models/test_template_forms.py",),
+    ),
 )

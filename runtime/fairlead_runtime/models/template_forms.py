@@ -15,15 +15,19 @@ Render = Callable[[list[Message]], str]  # raises anything
 class TemplateForms(NamedTuple):
     """``parts``: the roles whose content must be a list of parts. ``text_arguments``: earlier calls
     have their arguments as JSON text, else as the value. ``joined``: the roles whose messages that
-    follow each other are one, with a line for each.
+    follow each other are one, with a line for each. ``early``: all messages of the system come
+    before the others.
     """
 
     parts: frozenset[str] = frozenset()
     text_arguments: bool = False
     joined: frozenset[str] = frozenset()
+    early: bool = False
 
     def fit(self, messages: Sequence[Mapping[str, Any]]) -> list[Message]:
         """Messages for the template. Their contents are texts, the arguments of calls JSON text."""
+        if self.early:
+            messages = sorted(messages, key=lambda message: message["role"] != "system")
         return [self._fit(message) for message in _joined(messages, self.joined)]
 
     def _fit(self, message: Mapping[str, Any]) -> Message:
@@ -55,6 +59,7 @@ def forms_of(render: Render) -> TemplateForms:
     # Coding tools send their instructions and the developer's, what is around and the question.
     for role, trial in _TWICE.items():
         forms = better(forms, forms._replace(joined=forms.joined | {role}), trial)
+    forms = better(forms, forms._replace(early=True), _LATE)
     forms = better(forms, forms._replace(text_arguments=True), [*_QUESTION, _calls(_ARGUMENTS)])
     result = {**_message("tool", _WORDS), "tool_call_id": _CALL_ID}
     with_tool = forms._replace(parts=forms.parts | {"tool"})
@@ -87,6 +92,8 @@ def _calls(arguments: Mapping[str, str]) -> Message:
 
 _CALL_ID = "abcdefghi"  # nine letters: the templates of Mistral refuse any other id
 _QUESTION = [_message("user")]
+_LATE = [_message("system"), *_QUESTION, _message("assistant"), _message("system", _WORDS)]
+_LATE += _QUESTION
 # By role, conversations with the words in the second of two messages of it.
 _TWICE = {
     "system": [_message("system"), _message("system", _WORDS), *_QUESTION],

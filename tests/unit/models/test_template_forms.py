@@ -99,14 +99,16 @@ def test_messages_of_one_role_are_one_where_the_template_refuses_two(
         "<|system|>You are a coding tool.\nAsk first.<|end|>"
         f"{users}<|assistant|>Hi<|end|><|user|>Bye<|end|>"
     )
-    with pytest.raises(RequestError, match="roles must alternate"):
-        rendered(template, [*SENT_APART, {"role": "system", "content": "late"}])
+    late = [*SENT_APART[:5], {"role": "system", "content": "Be brief."}, SENT_APART[5]]
+    assert rendered(template, late) == text.replace("Ask first.", "Ask first.\nBe brief.")
 
 
 def test_messages_of_one_role_stay_apart_where_the_template_takes_them() -> None:
     template = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
     text = rendered(template, SENT_APART)
     assert text.startswith("<|system|>You are a coding tool.<|system|>Ask first.<|user|>The folder")
+    late = [SENT_APART[2], {"role": "system", "content": "late"}, SENT_APART[3]]
+    assert rendered(template, late) == "<|user|>The folder is empty.<|system|>late<|user|>Hello"
 
 
 SHOWN = "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}"
