@@ -48,7 +48,7 @@ _TYPES = {
     "F8_E4M3": FP8,
     **dict.fromkeys(("F32", "F16", "BF16"), torch.float32),  # scales, which float32 holds exactly
 }
-# The types of MXFP4's tensors, which are read bit by bit: a scale of 8 bits also has one of its own.
+# MXFP4's tensors are read bit by bit; scales also have a type of their own.
 _BITS: Mapping[str, Mapping[str, torch.dtype]] = {
     BLOCKS: {"U8": torch.uint8},
     BLOCK_SCALES: {"U8": torch.uint8, "F8_E8M0": torch.float8_e8m0fnu},

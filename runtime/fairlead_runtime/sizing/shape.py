@@ -366,9 +366,11 @@ def _windows(s: ConfigReader, family: Family, layers: int) -> tuple[int | None, 
     window = read("sliding_window") if on else None
     if on and family.window_before and s.get(family.window_before) is not None:
         window = s.integer(family.window_before) + 1
-    if window is None or family.window == "all":
+    if family.window != "types":
         return (window,) * layers
     types = s.get("layer_types")
+    if types is None and window is None and family.window_if:
+        return (None,) * layers  # the class has windows in none then
     if types is None:
         types = [
             "sliding_attention" if _slides(s, family, i, layers) else FULL for i in range(layers)
@@ -381,6 +383,10 @@ def _windows(s: ConfigReader, family: Family, layers: int) -> tuple[int | None, 
                 "layer_types", f"{str(kind)[:40]!r} is neither full_attention nor sliding_attention"
             )
     kinds = [*types[:-1], FULL] if family.last_full else types
+    if window is None and any(kind != FULL for kind in kinds):
+        # The same name for the first layer that slides as for those that say so by themselves.
+        field = "sliding_window" if on else family.window_if
+        raise ShapeError(field, "must be set, or all of layer_types full_attention: some slide")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
