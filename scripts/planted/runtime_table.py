@@ -305,7 +305,7 @@ BUGS = (
     PackageBug(
         "values are counted as wide as keys",
         "fairlead_runtime.sizing.layer_heads:LayerHeads.of",
-        "(s.optional(family.value_dim) if family.value_dim else None) or dim",
+        "(s.own(family.value_dim) if family.value_dim else None) or dim",
         "dim",
         ("unit/sizing/test_shape.py",),
     ),
@@ -3650,6 +3650,27 @@ BUGS = (
         "parts.text if kind == parts.formerly else kind",
         'text.get("model_type", parts.text)',
         ("unit/sizing/test_shape.py",),
+    ),
+    PackageBug(
+        "the type of a model is that of the first tensor",
+        "fairlead_runtime.models.loading:_dtype",
+        "max(stored, key=stored.__getitem__)",
+        "next(iter(stored))",
+        ("unit/models/test_loading.py",),
+    ),
+    PackageBug(
+        "what transformers keeps in float32 is cast to the model's type",
+        "fairlead_runtime.models.loading:_load_weights",
+        "sharded=sharded).to(device)",
+        "sharded=sharded).to(device, inspected.dtype)",
+        ("unit/models/test_loading.py",),
+    ),
+    PackageBug(
+        "an id of padding without a row stays",
+        "fairlead_runtime.models.text_model:_clear",
+        "padding if -vocabulary <= padding < vocabulary else None",
+        "padding",
+        ("unit/models/test_loading.py",),
     ),
     PackageBug(
         "a text without the type that its class wants is planned",

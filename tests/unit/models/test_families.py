@@ -337,9 +337,9 @@ def test_layers_that_differ_in_their_heads_are_refused_before_weights_are_read()
     alike = architecture.check(laguna, weights=attention_of(32, 32, 32, 32))
     assert not alike.mixed
     several = {**laguna, "num_attention_heads_per_layer": [2, 4, 2, 2]}
-    with pytest.raises(ModelError, match="laguna.*differ in the number or size of their heads"):
+    with pytest.raises(ModelError, match=r"laguna.*differ in the number or size of their heads"):
         architecture.check(several)
-    with pytest.raises(ModelError, match="laguna.*differ in the number or size of their heads"):
+    with pytest.raises(ModelError, match=r"laguna.*differ in the number or size of their heads"):
         architecture.check(laguna, weights=attention_of(32, 32, 16, 32))
 
 
