@@ -59,7 +59,10 @@ class Family:
     last_full: bool = False  # whatever layer_types say
     window_from: str = ""  # default of layer_types: this layer and all above it slide
     window_before: str = ""  # the setting that counts the window without the query's own token
-    fuses: bool = True  # False: its layers are known to be no ones that fused layers compute
+    fuses: bool = (
+        True  # False: its layers are known to be no ones that a CPU's fused layers compute
+    )
+    fuses_nowhere: bool = False  # nor those of any device: they multiply plain weights alone
     # The setting that counts the last layers, which keep no keys: each reads those of the last
     # layer of its kind before them.
     shared: str = ""
@@ -167,6 +170,7 @@ _GEMMA4 = Family(
     | {"enable_moe_block": False},
     aliases={"num_local_experts": "num_experts", "num_experts_per_tok": "top_k_experts"},
     fuses=False,
+    fuses_nowhere=True,
     shardable=False,
     qkv_bias="attention_bias",
     out_bias="attention_bias",
@@ -285,6 +289,7 @@ FAMILIES: Mapping[str, Family] = {
         | {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144}
         | {"altup_num_inputs": 4, "laurel_rank": 64},
         fuses=False,
+        fuses_nowhere=True,
         shardable=False,  # an MLP keeps the largest of all gates of a token, and a rank has some
         even_heads=True,
         norms=7,
@@ -311,6 +316,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "olmo2": Family(
         _defaults(50304, 4096, 11008, 32, 32, 2048),
+        fuses_nowhere=True,
         shardable=False,
         qk_norm="flat",
         **_ATTENTION_BIAS,

@@ -236,4 +236,4 @@ def test_a_family_that_no_kernel_for_cpus_fuses_is_not_refused_for_gpus_in_int8(
     shape = ModelShape.from_config({"model_type": "apertus"})
     assert shape.slab_width == 0
     engine = EngineConfig(quantization="int8")
-    assert check_stored(engine, "", "bfloat16", "cuda", unfused=shape.unfused) == engine
+    assert check_stored(engine, "", "bfloat16", "cuda", unfused=shape.plain) == engine
