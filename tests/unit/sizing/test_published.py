@@ -212,7 +212,8 @@ def test_groups_that_do_not_divide_a_matrix_are_refused(width: str) -> None:
     with pytest.raises(QuantizedError, match=r"group_size '128'.* width 4160 are served"):
         ModelShape.from_config(config)
     with pytest.raises(QuantizedError, match=r"group_size '-1'.* width 4164 are served"):
-        ModelShape.from_config(four_bits(gptq(group=-1)) | {width: 4096 + 68})
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
+        ModelShape.from_config(four_bits(gptq(group=-1)) | {**heads, width: 4096 + 68})
 
 
 LLAMA_2_7B: dict[str, Any] = {"hidden_size": 4096, "intermediate_size": 11008, "vocab_size": 32000}
