@@ -211,8 +211,8 @@ def test_groups_that_do_not_divide_a_matrix_are_refused(width: str) -> None:
     config = four_bits(gptq(group=128)) | {width: 4096 + 64}
     with pytest.raises(QuantizedError, match=r"group_size '128'.* width 4160 are served"):
         ModelShape.from_config(config)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
     with pytest.raises(QuantizedError, match=r"group_size '-1'.* width 4164 are served"):
-        heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
         ModelShape.from_config(four_bits(gptq(group=-1)) | {**heads, width: 4096 + 68})
 
 
