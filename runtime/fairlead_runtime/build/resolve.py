@@ -67,7 +67,7 @@ def resolve(
     sequence.
     """
     config = check_stored(
-        config, shape.quantized, dtype, device.kind, unfused=shape.unfused
+        config, shape.quantized, dtype, device.kind, unfused=shape.plain
     ).clamped()
     plan = plan_memory(shape, config, device, measured)
 

@@ -6,7 +6,9 @@ is read. Downloads nothing and runs no forward pass; ``device`` sets the attenti
 
 import errno
 import logging
+import math
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -234,15 +236,20 @@ def _read_weights(
 
 
 def _dtype(files: ModelFiles, shape: ModelShape, settings: EngineConfig) -> torch.dtype:
-    """The configured type, else config.json's, else that of the first stored float tensor."""
+    """The configured type, else config.json's, else that of most stored numbers: a few, as the
+    biases of routers, have a wider one than the model.
+    """
     if settings.dtype != "auto":
         return DTYPES[settings.dtype]
     if shape.dtype:
         return DTYPES[shape.dtype]
+    stored = Counter[str]()
     for header in files.weights.values():
         for tensor in header.tensors.values():
             if tensor.dtype in _STORED:
-                return DTYPES[_STORED[tensor.dtype]]
+                stored[tensor.dtype] += math.prod(tensor.shape)
+    if stored:
+        return DTYPES[_STORED[max(stored, key=stored.__getitem__)]]
     raise ConfigError(
         "dtype", "the checkpoint has no supported type", "set float32, float16 or bfloat16"
     )
