@@ -4,6 +4,7 @@ from planted.bug import PackageBug
 
 ON_A_TERMINAL = ("functional/commands/test_terminal.py",)
 IN_A_CHAT = ("functional/commands/test_chat.py",)
+DRAWN = ("unit/scheduling/test_trace_pictures.py",)
 PLANNED = ("unit/operator/test_plan.py",)
 
 BUGS = (
@@ -160,5 +161,33 @@ BUGS = (
         'source.kind == "hf" and options.download',
         'source.kind == "hf"',
         PLANNED,
+    ),
+    PackageBug(
+        "the steps of a long run stand on one endless line",
+        "fairlead_runtime.recording.picture:slots_picture",
+        "[views[at : at + BAND] for at in range(0, len(views), BAND)]",
+        "[views]",
+        DRAWN,
+    ),
+    PackageBug(
+        "a trace begins at its first step, whatever is asked",
+        "fairlead_runtime.recording.trace:steps",
+        "if view.step >= first",
+        "if view.step >= 0",
+        DRAWN,
+    ),
+    PackageBug(
+        "a mask's label hides how many rows it stands for",
+        "fairlead_runtime.recording.picture:_row_names",
+        "if more else",
+        "if False else",
+        DRAWN,
+    ),
+    PackageBug(
+        "an axis of seconds counts days",
+        "fairlead_operator.commands.plot:ticks",
+        "if seconds >= 3 * size",
+        "if seconds >= 0",
+        ("unit/operator/decide/scale/test_backtest.py",),
     ),
 )
