@@ -270,7 +270,7 @@ def as_text(recording: Recording, words: Words | None = None, first: int = 0) ->
     units = limits.num_blocks * len(groups)
     kinds = ", ".join("full" if g.window is None else f"window {g.window}" for g in groups)
     bound = limits.prefill_beside_decodes
-    bound_text = f" ({bound} of prompts beside decodes)" if bound else ""
+    bound_text = f" ({bound} of prompts while answers run)" if bound else ""
     yield (
         f"{limits.policy}: {limits.max_batch_tokens} tokens{bound_text} and "
         f"{limits.max_requests} requests a step; "
