@@ -6,9 +6,11 @@ uv shows its bars on a terminal only, and with them 170 lines, ` + name==version
 code: the command's. Needs nothing but Python's standard library.
 """
 
+import contextlib
 import os
 import pty
 import re
+import subprocess
 import sys
 import termios
 
@@ -36,16 +38,15 @@ class Filter:
 def run(command: list[str]) -> int:
     """The exit code of the command, whose terminal is as wide as this one's."""
     seen = Filter()
-    size = termios.tcgetwinsize(2)
-
-    def read(terminal: int) -> bytes:
-        termios.tcsetwinsize(terminal, size)
-        while data := os.read(terminal, 65536):
-            if shown := seen(data):
-                return shown
-        return b""
-
-    return os.waitstatus_to_exitcode(pty.spawn(command, read))
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, termios.tcgetwinsize(2))
+    process = subprocess.Popen(command, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    with contextlib.suppress(OSError):  # nobody has their end open any more
+        while data := os.read(ours, 65536):
+            sys.stdout.buffer.write(seen(data))
+            sys.stdout.flush()
+    return process.wait()
 
 
 if __name__ == "__main__":
