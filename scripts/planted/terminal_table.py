@@ -184,6 +184,20 @@ BUGS = (
         DRAWN,
     ),
     PackageBug(
+        "a cell of the block map shows its first block alone",
+        "fairlead_runtime.engine.cache_map:CacheCopy._runs",
+        "references = max(self.references[part])",
+        "references = self.references[offset]",
+        ("unit/engine/test_cache_map.py",),
+    ),
+    PackageBug(
+        "a page shows the first 4,096 blocks",
+        "fairlead_runtime.api.ports.live:LivePicture._looked",
+        "service.cache(WHOLE_CACHE)",
+        "service.cache(0)",
+        ("functional/api/test_chat_page.py",),
+    ),
+    PackageBug(
         "an axis of seconds counts days",
         "fairlead_operator.commands.plot:ticks",
         "if seconds >= 3 * size",

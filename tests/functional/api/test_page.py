@@ -118,7 +118,14 @@ def opened(server: Process) -> Iterator[Tab]:
             if event["method"] == "Network.requestWillBeSent"
         }
         own = server.ports["admin"]
-        paths = ["/", "/debug/startup", "/debug/cache", "/debug/requests", "/metrics", "/readyz"]
+        paths = [
+            "/",
+            "/debug/startup",
+            "/debug/cache?start=all",
+            "/debug/requests",
+            "/metrics",
+            "/readyz",
+        ]
         assert asked == {*(own + path for path in paths)} | {
             url for url in asked if url.startswith("data:")
         }
