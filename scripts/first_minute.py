@@ -38,6 +38,7 @@ ADDRESS = "http://127.0.0.1:8000"
 ENDS = "Ctrl-C ends this server"
 SERVE_LINES, REFUSAL_LINES = 12, 3  # the most, until the address and of a refusal
 DEMO_SECONDS, SERVE_SECONDS, REFUSAL_SECONDS = 75.0, 6.0, 1.0  # on two idle cores
+MOST = 72  # characters of a command in the table
 ON_A_CLUSTER = ("helm ", "kubectl ")
 PLANNED = "Qwen2.5 7B"  # of docs/published_models.json
 REFUSED = (
@@ -222,7 +223,8 @@ class Walk:
     def table(self) -> str:
         lines = ["| command | until | seconds | lines |", "|---|---|---|---|"]
         for command, seconds, count, what in self.rows:
-            shown = command if " " not in command or command.startswith("“") else f"`{command}`"
+            name = command if len(command) <= MOST else f"{command[:MOST]}…"
+            shown = name if name.startswith(("“", "a ", "Python ", "Ctrl")) else f"`{name}`"
             lines.append(f"| {shown} | {what} | {seconds:.1f} | {count or ''} |")
         return "\n".join(lines)
 

@@ -184,6 +184,20 @@ BUGS = (
         DRAWN,
     ),
     PackageBug(
+        "a command's summary is a line of its sentence",
+        "fairlead_runtime.cli:summary",
+        """doc.partition("\\n\\n")[0]""",
+        """doc.partition("\\n")[0]""",
+        ("unit/processes/test_cli.py",),
+    ),
+    PackageBug(
+        "a chat template that is not there is missed after the imports",
+        "fairlead_runtime.build.first_checks:check_model",
+        "    check_chat_template(config)\n",
+        "",
+        ON_A_TERMINAL,
+    ),
+    PackageBug(
         "a cell of the block map shows its first block alone",
         "fairlead_runtime.engine.cache_map:CacheCopy._runs",
         "references = max(self.references[part])",
