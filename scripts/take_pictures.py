@@ -11,9 +11,11 @@ no part of `make generate`.
 import argparse
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from io import StringIO
 from pathlib import Path
 
@@ -23,10 +25,9 @@ from rich.text import Text
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
-from support.pseudo_terminal import on_a_terminal  # noqa: E402 - of the tests
+from support.pseudo_terminal import PseudoTerminal, on_a_terminal  # noqa: E402 - of the tests
 
 FOLDER = ROOT / "docs" / "pictures"
-FAIRLEAD = (sys.executable, "-m", "fairlead_runtime")
 QUESTION = "What is continuous batching?"
 COLUMNS = 108
 PAGES = {
@@ -38,7 +39,7 @@ PAGES = {
 
 def lines(written: str) -> Iterator[str]:
     """The lines of a terminal as they stand there in the end, with their styles."""
-    for line in written.rstrip().splitlines():
+    for line in written.rstrip().replace("\r\n", "\n").split("\n"):
         yield line.rpartition("\x1b[K")[2].rpartition("\r")[2]
 
 
@@ -53,18 +54,22 @@ def drawing(shown: Sequence[str], title: str) -> str:
     return console.export_svg(title=title, code_format=form, unique_id="terminal")
 
 
+def on_a_wide_terminal(*arguments: str) -> AbstractContextManager[PseudoTerminal]:
+    command = shlex.join([sys.executable, "-m", "fairlead_runtime", *arguments])
+    return on_a_terminal("/bin/bash", "-c", f"stty cols {COLUMNS} rows 40; exec {command}")
+
+
 def terminal() -> str:
     """`fairlead serve demo:` on its own ports, and a question in `fairlead chat`."""
-    with on_a_terminal(*FAIRLEAD, "serve", "demo:") as server:
+    with on_a_wide_terminal("serve", "demo:") as server:
         server.until("Ctrl-C ends this server")
         server.until("\n")
         url = re.findall(r"(http://\S+)/v1", server.text)[-1]
-        with on_a_terminal(*FAIRLEAD, "chat", "--url", url) as chat:
+        with on_a_wide_terminal("chat", "--url", url) as chat:
             chat.until("> ")
             chat.type(QUESTION + "\r")
-            chat.until(QUESTION)
-            chat.until(". ")
-            chat.until("> ")
+            chat.until("\n")
+            chat.until("> ")  # the next one, below the answer
             said = chat.text.rpartition("\n")[0]
             chat.type("\x04")
             chat.end()
