@@ -184,7 +184,7 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path)
             if k not in {"transformers_version", "_from_model_config"}
         }
         if name == "generation_config.json":
-            kept["temperature"] = TEMPERATURE
+            kept |= {"do_sample": True, "temperature": TEMPERATURE}
         (out / name).write_text(json.dumps(kept, indent=2, sort_keys=True) + "\n")
 
 
