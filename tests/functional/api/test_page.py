@@ -10,9 +10,11 @@ import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from support.api_harness import fake_server, run
@@ -187,6 +189,11 @@ def test_the_page_shows_the_batch_the_queue_the_blocks_and_the_rates(
             f"cell.textContent.includes('fewer than {RUNNING} requests'))"
         )
         assert text(page, "map-more") == "160 blocks, of 8 tokens"
+        foot = "document.querySelector('footer')"
+        assert page.value(f"{foot}.textContent").split()[:2] == ["Fairlead", version("fairlead")]
+        page.until("/^\\d+ (s|min)$/.test(at('uptime').textContent)")
+        links = page.value(f"[...{foot}.querySelectorAll('a')].map((link) => link.href)")
+        assert [httpx.get(link).status_code for link in links] == [200] * 4
         assert page.value("cells.length") == 160
         lanes = "[...live.values()].map((bar) => bar.lane).sort().join()"
         page.until(f"{lanes} === '{','.join(map(str, range(RUNNING)))}'")
