@@ -184,6 +184,27 @@ BUGS = (
         DRAWN,
     ),
     PackageBug(
+        "an engine that ran out of memory is said to have a faulty device",
+        "fairlead_runtime.commands.refusals:_hint_for_death",
+        "if any(words in reason for words in SHORT_OF_MEMORY):",
+        "if False:",
+        ("unit/processes/test_termination.py",),
+    ),
+    PackageBug(
+        "plan's fix is not said",
+        "fairlead_operator.commands.plan:main",
+        'hint = getattr(error, "hint", "")',
+        'hint = ""',
+        PLANNED,
+    ),
+    PackageBug(
+        "the uptime of a server stands still once it is ready",
+        "fairlead_runtime.serving.startup:Startup.as_dict",
+        '"uptime": round(self._now() - self._began, 3)',
+        '"uptime": round(self.elapsed, 3)',
+        ("unit/serving/test_startup.py",),
+    ),
+    PackageBug(
         "a command's summary is a line of its sentence",
         "fairlead_runtime.cli:summary",
         """doc.partition("\\n\\n")[0]""",
