@@ -85,9 +85,16 @@ def resource(text: str) -> str:
 
 
 def missing(shown: Sequence[str], said: str) -> list[str]:
-    """The lines of ``shown`` that do not follow each other in ``said``, whatever the numbers."""
+    """The lines of ``shown`` that do not follow each other in ``said``, whatever the numbers. One
+    that ends with … is the begin of a line.
+    """
     lines = iter([_plain(line) for line in said.splitlines()])
-    return [line for line in shown if not any(_plain(line) == other for other in lines)]
+    return [line for line in shown if not any(_shows(_plain(line), other) for other in lines)]
+
+
+def _shows(shown: str, line: str) -> bool:
+    begin = shown.removesuffix("…")
+    return line == shown or (begin != shown and line.startswith(begin.rstrip()))
 
 
 def _plain(line: str) -> str:

@@ -45,6 +45,8 @@ def test_what_is_said_is_compared_but_for_numbers_and_what_was_written_over() ->
     said = f"\r\x1b[KStarting 2.1 s\r\x1b[K{ready}\r\nan answer.\r\n"
     assert missing(shown, said) == []
     assert missing(shown[::-1], said) == [shown[0]], "in another order"
+    assert missing((*shown[:1], "an an…"), said) == []
+    assert missing(("an on…",), said) == ["an on…"]
     assert missing(("an answer!",), said) == ["an answer!"]
 
 
