@@ -180,6 +180,9 @@ def test_the_page_shows_the_batch_the_queue_the_blocks_and_the_rates(
         page.until("cells.some((run) => run.references > 1)")
         assert text(page, "state") == "serving"
         assert text(page, "model") == "demo"
+        # On a busy machine the first scrapes come before any request is done.
+        shown = "['held', 'hits', 'ttft', 'itl'].every((id) => /\\d/.test(at(id).textContent))"
+        page.until(shown)
         for element in ("held", "hits"):
             assert re.fullmatch(r"[\d.]+ %", text(page, element))
         for element in ("ttft", "itl"):
