@@ -59,16 +59,17 @@ def run(engine: Child, model: str, config: EngineConfig, doors: Doors) -> int:
     or EngineDead.
     """
     startup = Startup(process_age())
+    name = next(iter(config.served_names), model)
     state = ServerState(
         startup=startup,
-        name=config.served_name or model,
+        name=name,
         source=model,
         keys=doors.keys,
         certificates=doors.certificates,
         cors_origin=config.cors_origin,
         public_metrics=config.public_metrics,
         page=_has_page(config),
-        tracing=Tracing.of(config.served_name or model, os.environ),
+        tracing=Tracing.of(name, os.environ),
     )
     try:
         drained = asyncio.run(_serve(state, doors, engine, model, config))
@@ -229,14 +230,14 @@ def _words_of(path: Path, config: EngineConfig) -> tuple[PreTrainedTokenizerBase
 
 def _rules(config: EngineConfig, path: Path) -> BodyRules:
     """Raises ModelError."""
-    templates = config.trust_request_chat_template
+    rules = BodyRules(templates=config.trust_request_chat_template, aliases=config.served_names[1:])
     if config.generation_config == "none":
-        return BodyRules(templates=templates)
+        return rules
     sampling = sampling_defaults(path)
     if sampling:
         words = ", ".join(f"{name} {value}" for name, value in sampling.items())
         log.info("where a request names none, as in generation_config.json: %s", words)
-    return BodyRules(sampling, templates)
+    return rules._replace(sampling=sampling)
 
 
 def _prompt_encoder(

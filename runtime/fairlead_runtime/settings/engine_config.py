@@ -122,8 +122,9 @@ class EngineConfig:
     )
     served_name: str = knob(
         "",
-        "model name clients use (default: the source)",
-        when="To keep clients unchanged when the source changes.",
+        "model name clients use, or several, separated by commas (default: the source)",
+        when="To keep clients unchanged when the source changes. An answer has the name that it "
+        "was asked by, metrics have the first.",
         cr="model.servedName",
     )
     trust_remote_code: bool = knob(
@@ -426,6 +427,10 @@ class EngineConfig:
                 "use 4, 8, 16, 32, 64, 128 or 256",
             )
 
+        if "" in self.served_names or len({*self.served_names}) < len(self.served_names):
+            raise ConfigError(
+                "served_name", "has an empty name, or one twice", "write each name once: a,b"
+            )
         if bool(self.ssl_certfile) != bool(self.ssl_keyfile):
             missing = "ssl_keyfile" if self.ssl_certfile else "ssl_certfile"
             raise ConfigError(missing, "is missing", "set --ssl-certfile and --ssl-keyfile or none")
@@ -435,6 +440,11 @@ class EngineConfig:
                 "is not an origin",
                 "use SCHEME://HOST or SCHEME://HOST:PORT without a path, in lower case, or *",
             )
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """The names in ``served_name``; none where it is the source's."""
+        return tuple(name.strip() for name in self.served_name.split(",") if self.served_name)
 
     @property
     def fp8_cache(self) -> bool:

@@ -264,9 +264,11 @@ def test_the_pod_serves_or_tries_every_model_of_several_parts_that_the_plan_admi
 
 @pytest.mark.full
 def test_the_pod_refuses_every_model_of_several_parts_that_the_plan_refuses() -> None:
-    refused = [name for name, text in text_types() if not admitted_by_the_plan(name, text)]
+    refused = {name for name, text in text_types() if not admitted_by_the_plan(name, text)}
+    # The plan takes no head of another size than its text's, which some classes have by default.
+    refused -= {name for name, parts in WHOLES.items() if parts.head}
     assert len(refused) > 50
-    for name in refused:
+    for name in sorted(refused):
         try:
             config = CONFIG_MAPPING[name]()
         except Exception:  # noqa: BLE001 - some have no defaults

@@ -63,7 +63,13 @@ def test_a_commands_own_help_imports_no_torch(command: str) -> None:
     ("flag", "hint"),
     [
         ("--max-num-seqs=3", "use --max-requests, vLLM's --max-num-seqs"),
-        ("--no-enable-prefix-caching", "use --allow-block-sharing, vLLM's --enable-prefix-caching"),
+        ("--enable-prefix-caching", "use --allow-block-sharing, vLLM's --enable-prefix-caching"),
+        (
+            "--no-enable-prefix-caching",
+            "use --no-allow-block-sharing, vLLM's --no-enable-prefix-caching",
+        ),
+        ("--no-async-scheduling", "use --async-batching, vLLM's --no-async-scheduling"),
+        ("--reasoning-config={}", "send thinking_token_budget with a request"),
         ("--kv-padding-interval-size", "a captured step serves keys of every length"),
         ("--max-request", "did you mean --max-requests?"),
         ("--qqq", "see fairlead generate --help"),

@@ -31,11 +31,13 @@ MAX_TENANTS = 100  # with metrics of their own
 class BodyRules(NamedTuple):
     """What the server decides about every body. ``sampling``: the values of sampling fields that a
     body leaves out. ``templates``: it may bring a chat template, which ``renderer`` renders.
+    ``aliases``: names of the model beside its first one.
     """
 
     sampling: Mapping[str, Any] = MappingProxyType({})
     templates: bool = False
     renderer: RequestTemplates | None = None
+    aliases: tuple[str, ...] = ()
 
 
 NO_RULES = BodyRules()
