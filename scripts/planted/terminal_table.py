@@ -4,6 +4,7 @@ from planted.bug import PackageBug
 
 ON_A_TERMINAL = ("functional/commands/test_terminal.py",)
 IN_A_CHAT = ("functional/commands/test_chat.py",)
+DRAWN = ("unit/scheduling/test_trace_pictures.py",)
 PLANNED = ("unit/operator/test_plan.py",)
 
 BUGS = (
@@ -160,6 +161,83 @@ BUGS = (
         'source.kind == "hf" and options.download',
         'source.kind == "hf"',
         PLANNED,
+    ),
+    PackageBug(
+        "the steps of a long run stand on one endless line",
+        "fairlead_runtime.recording.picture:slots_picture",
+        "[views[at : at + BAND] for at in range(0, len(views), BAND)]",
+        "[views]",
+        DRAWN,
+    ),
+    PackageBug(
+        "a trace begins at its first step, whatever is asked",
+        "fairlead_runtime.recording.trace:steps",
+        "if view.step >= first",
+        "if view.step >= 0",
+        DRAWN,
+    ),
+    PackageBug(
+        "a mask's label hides how many rows it stands for",
+        "fairlead_runtime.recording.picture:_row_names",
+        "if more else",
+        "if False else",
+        DRAWN,
+    ),
+    PackageBug(
+        "an engine that ran out of memory is said to have a faulty device",
+        "fairlead_runtime.commands.refusals:_hint_for_death",
+        "if any(words in reason for words in SHORT_OF_MEMORY):",
+        "if False:",
+        ("unit/processes/test_termination.py",),
+    ),
+    PackageBug(
+        "plan's fix is not said",
+        "fairlead_operator.commands.plan:main",
+        'hint = getattr(error, "hint", "")',
+        'hint = ""',
+        PLANNED,
+    ),
+    PackageBug(
+        "the uptime of a server stands still once it is ready",
+        "fairlead_runtime.serving.startup:Startup.as_dict",
+        '"uptime": round(self._now() - self._began, 3)',
+        '"uptime": round(self.elapsed, 3)',
+        ("unit/serving/test_startup.py",),
+    ),
+    PackageBug(
+        "a command's summary is a line of its sentence",
+        "fairlead_runtime.cli:summary",
+        """doc.partition("\\n\\n")[0]""",
+        """doc.partition("\\n")[0]""",
+        ("unit/processes/test_cli.py",),
+    ),
+    PackageBug(
+        "a chat template that is not there is missed after the imports",
+        "fairlead_runtime.build.first_checks:check_model",
+        "    check_chat_template(config)\n",
+        "",
+        ON_A_TERMINAL,
+    ),
+    PackageBug(
+        "a cell of the block map shows its first block alone",
+        "fairlead_runtime.engine.cache_map:CacheCopy._runs",
+        "references = max(self.references[part])",
+        "references = self.references[offset]",
+        ("unit/engine/test_cache_map.py",),
+    ),
+    PackageBug(
+        "a page shows the first 4,096 blocks",
+        "fairlead_runtime.api.ports.live:LivePicture._looked",
+        "service.cache(WHOLE_CACHE)",
+        "service.cache(0)",
+        ("functional/api/test_chat_page.py",),
+    ),
+    PackageBug(
+        "an axis of seconds counts days",
+        "fairlead_operator.commands.plot:ticks",
+        "if seconds >= 3 * size",
+        "if seconds >= 0",
+        ("unit/operator/decide/scale/test_backtest.py",),
     ),
     PackageBug(
         "an answer has the first name of the model, not the one that it was asked by",

@@ -234,8 +234,9 @@ def _rules(config: EngineConfig, path: Path) -> BodyRules:
     if config.generation_config == "none":
         return rules
     sampling = sampling_defaults(path)
-    words = ", ".join(f"{name} {value}" for name, value in sampling.items())
-    log.info("generation_config.json, for requests that leave it out: %s", words or "nothing")
+    if sampling:
+        words = ", ".join(f"{name} {value}" for name, value in sampling.items())
+        log.info("where a request names none, as in generation_config.json: %s", words)
     return rules._replace(sampling=sampling)
 
 
@@ -257,7 +258,7 @@ def _replies(config: EngineConfig, tokenizer: PreTrainedTokenizerBase) -> ReplyF
         reasoning_parser=config.reasoning_parser,
     )
     log.info(
-        "calls of tools: %s; reasoning: %s",
+        "tool calls: %s; reasoning: %s",
         _origin(config.tool_call_parser, replies.tools.name if replies.tools else ""),
         _origin(config.reasoning_parser, replies.reasoning),
     )
@@ -267,7 +268,9 @@ def _replies(config: EngineConfig, tokenizer: PreTrainedTokenizerBase) -> ReplyF
 def _origin(setting: str, format_name: str) -> str:
     if setting != "auto":
         return setting
-    return f"{format_name} (by the chat template)" if format_name else "none in the chat template"
+    if format_name:
+        return f"{format_name} format, found in the chat template"
+    return "no format in the chat template"
 
 
 def _config_json(path: Path) -> bytes | None:

@@ -153,8 +153,8 @@ class EngineConfig:
     )
     quantization: Quantization = knob(
         "none",
-        "rounds a plain checkpoint's weights at load; int8, fp8: the layers' matrices, a scale per "
-        "row; none: as the checkpoint has them, also quantized ones, of which int4 must be",
+        "none: weights as stored, plain or quantized; int8, fp8: a plain checkpoint's matrices are "
+        "rounded at load, with a scale per row; int4: only what is stored in 4 bits",
         when="int8 to decode faster on a CPU; either to leave memory to the cache.",
         cr="engine.quantization",
     )
@@ -194,8 +194,8 @@ class EngineConfig:
     )
     q_padding_interval: int = knob(
         64,
-        "steps of graphs have a power of two rows up to this, from there a multiple of it; doubled "
-        "while that makes more sizes than max_cached_graphs",
+        "graphs are captured for 1, 2, 4, ... rows up to this many, from there for its multiples; "
+        "doubled while that makes more sizes than max_cached_graphs",
         unit="rows",
         when="Smaller, with more max_cached_graphs: less padding.",
         cr="engine.cudaGraphs.qPaddingInterval",
@@ -225,7 +225,7 @@ class EngineConfig:
         unit="tokens",
         when=(
             "Lower for steadier inter-token latency, higher for prefill throughput; on a CPU "
-            "prompts beside decodes take 96 a step, more where many wait."
+            "prompts take 96 a step while answers run, more where many wait."
         ),
         cr="scheduler.maxBatchTokens",
         low=1,
@@ -366,12 +366,12 @@ class EngineConfig:
     )
     tool_call_parser: ToolCallParser = knob(
         "auto",
-        "format of the model's calls of tools; auto: recognized from its chat template",
+        "format of the model's tool calls; auto: recognized from its chat template",
         when="When the log at start names no format, or the wrong one.",
     )
     reasoning_parser: ReasoningParser = knob(
         "auto",
-        "format of the reasoning; auto: qwen3 for a chat template that knows thinking",
+        "how the model marks its reasoning; auto: qwen3 for a chat template that knows thinking",
         when="deepseek_r1 when every answer begins with reasoning, none to leave it in the text.",
     )
     generation_config: GenerationConfig = knob(

@@ -274,7 +274,7 @@ def test_int4_is_no_format_to_round_to() -> None:
 def test_int4_is_refused_on_cpus_and_in_float32_with_the_reason(dtype: str, device: str) -> None:
     with pytest.raises(ConfigError) as refused:
         check_stored(EngineConfig(), "int4", dtype, device, unfused="")
-    assert f"int4 is not supported in {dtype} on {device} yet: products with" in str(refused.value)
+    assert f"int4 is not supported in {dtype} on {device} yet: fp8 and" in str(refused.value)
     assert "the checkpoint's weights are int4" in str(refused.value)
     for works in ("bfloat16", "float16"):
         check_stored(EngineConfig(), "int4", works, "cuda", unfused="")
@@ -303,10 +303,10 @@ def test_a_format_is_refused_where_its_setting_would_be() -> None:
     with pytest.raises(ConfigError) as refused:
         check(EngineConfig(), "fp8", "bfloat16", "cpu")
     assert str(refused.value) == (
-        "--quantization: fp8 is not supported in bfloat16 on cpu yet: products with fp8 and int4 "
-        "weights are those of GPUs; the checkpoint's weights are fp8 (config.json: "
-        "quantization_config) (use none or int8, or fp8 or int4 with dtype bfloat16 or float16 on "
-        "a GPU; none and int8 need the unquantized checkpoint)"
+        "--quantization: fp8 is not supported in bfloat16 on cpu yet: fp8 and int4 weights need a "
+        "GPU and a type of 16 bits; the checkpoint's weights are fp8 (config.json: "
+        "quantization_config) (use none or int8; on a GPU with dtype bfloat16 or float16 also fp8 "
+        "or int4; none and int8 need the unquantized checkpoint)"
     )
 
 

@@ -27,11 +27,14 @@ MEASURED = (
 
 
 class PlanError(ValueError):
-    """Capacity is unknown. ``reason`` is the Planned condition's; the message names the fix."""
+    """Capacity is unknown. ``reason`` is the Planned condition's; the message names the fix, or
+    ``hint`` does.
+    """
 
-    def __init__(self, reason: str, message: str) -> None:
+    def __init__(self, reason: str, message: str, hint: str = "") -> None:
         super().__init__(message)
         self.reason = reason
+        self.hint = hint
 
 
 def device_of(deployment: InferenceDeployment) -> DeviceFacts:

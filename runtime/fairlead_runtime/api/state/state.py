@@ -49,7 +49,7 @@ class Backend:
 
     ``metrics`` returns the Prometheus exposition (text format 0.0.4). ``memory`` has every sizing
     term, planned and measured, as plain JSON values. ``died`` is set when the engine has given up.
-    ``replies``: how its calls of tools and its reasoning look. ``encoder`` has its tokenizer.
+    ``replies``: how its tool calls and its reasoning look. ``encoder`` has its tokenizer.
     ``max_body``: bytes of a body, at most.
     """
 
