@@ -1388,6 +1388,20 @@ BUGS = (
         ("unit/sizing/test_terms.py",),
     ),
     PackageBug(
+        "the seconds of a part of the decodes are taken for those of all",
+        "fairlead_runtime.device.warmup.profiling:profile",
+        "* max_rows / rows\n",
+        "\n",
+        ("unit/device/test_profiling.py",),
+    ),
+    PackageBug(
+        "a model's files are checked again when its weights are read",
+        "fairlead_runtime.models.loading:load",
+        "inspected = inspected or inspect(path, settings)",
+        "inspected = inspect(path, settings)",
+        ("unit/build/test_build.py",),
+    ),
+    PackageBug(
         "profiled logits are not scaled up",
         "fairlead_runtime.device.warmup.profiling:profile",
         '"logits": logits * max_rows // rows,',
