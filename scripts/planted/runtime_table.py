@@ -2789,6 +2789,20 @@ BUGS = (
         ("unit/device/test_rounding.py",),
     ),
     PackageBug(
+        "all samples of a layer's noise are changed alike",
+        "fairlead_runtime.device.conversion.rounding:Changes._draw",
+        "torch.rand(x.shape, ",
+        "torch.rand(x.shape[-2:], ",
+        ("unit/device/test_rounding.py",),
+    ),
+    PackageBug(
+        "the sequences of logits' noise read one another",
+        "fairlead_runtime.device.conversion.fusion:_ScratchPass",
+        "x.split(TOKENS)",
+        "x.split(len(x))",
+        ("unit/device/test_rounding.py",),
+    ),
+    PackageBug(
         "each element may be as wrong as the worst of its token",
         "fairlead_runtime.device.conversion.rounding:Noise.of",
         "moved.median(dim=-1, keepdim=True).values",
