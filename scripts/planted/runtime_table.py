@@ -2175,8 +2175,8 @@ BUGS = (
     PackageBug(
         "a large vocabulary is made on the event loop",
         "fairlead_runtime.processes.http_process:_load",
-        "    tokenizer, vocabulary = await preparing\n",
-        "    tokenizer, vocabulary = _words_of(local.path, config)\n",
+        "    tokenizer, vocabulary, definition = await preparing\n",
+        "    tokenizer, vocabulary, definition = _words_of(local.path, config)\n",
         ("unit/processes/test_http_process.py",),
     ),
     PackageBug(

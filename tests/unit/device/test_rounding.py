@@ -124,10 +124,11 @@ def test_the_samples_of_a_layer_are_one_batch_each_with_changes_of_its_own() -> 
     want = call.output[0]
     with torch.inference_mode():
         samples = repeat(call, Changes(want.device))
+        read = Changes(want.device).of(want.expand(SAMPLES, *want.shape))
     assert samples.shape == (SAMPLES, *want.shape)
     assert all(noise.explains(sample, want) for sample in samples)
-    for one, other in itertools.combinations(samples, 2):
-        assert not torch.equal(one, other)
+    for changed in (samples, read):
+        assert not any(torch.equal(*pair) for pair in itertools.combinations(changed, 2))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
