@@ -24,7 +24,12 @@ from fairlead_runtime.child.heap import allocated_bytes
 from fairlead_runtime.grammar import compile as compile_module
 from fairlead_runtime.grammar import guides as module
 from fairlead_runtime.grammar.checker import Checker
-from fairlead_runtime.grammar.compile import CheckLimits, GrammarError, TokenizerFacts, definition_of
+from fairlead_runtime.grammar.compile import (
+    CheckLimits,
+    GrammarError,
+    TokenizerFacts,
+    definition_of,
+)
 from fairlead_runtime.grammar.gbnf import lark_of
 from fairlead_runtime.grammar.guides import Guide, Guides
 from fairlead_runtime.request.sequence import Failure, FailureKind, SamplingParams, Sequence
