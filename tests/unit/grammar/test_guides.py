@@ -774,5 +774,6 @@ def test_facts_are_of_any_tokenizer_that_can_be_read() -> None:
     assert TokenizerFacts.of(tokenizer, tiny.VOCAB, set()) is None
     assert TokenizerFacts.of(object(), tiny.VOCAB, {2}) is None
     known = TokenizerFacts.of(tokenizer, tiny.VOCAB, {2}, "made before")
-    assert known is not None and known.definition == "made before"
+    assert known is not None
+    assert known.definition == "made before"
     assert definition_of(object()) == ""
