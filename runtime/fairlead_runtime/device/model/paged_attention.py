@@ -117,8 +117,8 @@ def _attention(
     call = AttentionCall(scale, sliding_window, softcap, s_aux)
     # An int, though torch types every attribute of a module as a tensor or a module.
     layer: Any = module.layer_idx
-    each = (map(_packed, x) for x in zip(query, key, value, strict=True))
-    outs = [current.attend(layer, *x, call) for x in each]
+    each = zip(query, key, value, strict=True)
+    outs = [current.attend(layer, _packed(q), _packed(k), _packed(v), call) for q, k, v in each]
     return torch.stack(outs) if batch > 1 else outs[0][None], None
 
 
