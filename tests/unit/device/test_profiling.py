@@ -78,7 +78,7 @@ def test_the_seconds_of_a_part_of_the_decodes_are_scaled_up_to_all(
     monkeypatch.setattr(profiling, "CPU_TOKENS", 32)
     monkeypatch.setattr(profiling, "CPU_ROWS", 8)
     clock = itertools.count()
-    monkeypatch.setattr(profiling.time, "monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr("time.monotonic", lambda: float(next(clock)))
     found = profile(
         model,
         pick(model.heads, model.kinds, model.device, "torch").attention,

@@ -316,8 +316,9 @@ class _ScratchPass(CachedPass):
 
     def attend_cached(self, _layer: int, query: Tensor, call: AttentionCall) -> Tensor:
         keys, values = (x[0].to(query.dtype) for x in (self._cached.keys, self._cached.values))
-        each = zip(*(x.split(TOKENS) for x in (query, keys, values)), strict=True)
-        return torch.cat([causal_attention(*x, call.scale) for x in each])
+        count = len(query) // TOKENS
+        each = zip(query.chunk(count), keys.chunk(count), values.chunk(count), strict=True)
+        return torch.cat([causal_attention(q, k, v, call.scale) for q, k, v in each])
 
 
 def _fused(

@@ -310,7 +310,7 @@ def noise(
     def again(changes: Changes) -> Iterator[Tensor]:
         with changes.inside(outside):
             if together:
-                yield from other_logits(model, step, SAMPLES).unflatten(0, (SAMPLES, -1))
+                yield from other_logits(model, step, SAMPLES).chunk(SAMPLES)
                 return
             for _ in range(SAMPLES):
                 yield other_logits(model, step)
