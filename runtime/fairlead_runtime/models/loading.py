@@ -116,14 +116,16 @@ def load(
     *,
     config: EngineConfig | None = None,
     device: str | torch.device = "cpu",
+    inspected: InspectedModel | None = None,
     report: Report = unreported,
 ) -> LoadedModel:
     """Read a checkpoint (safetensors only) onto ``device``, with eager attention; ``report`` hears
-    how many bytes are read. Raises as ``inspect`` does.
+    how many bytes are read. ``inspected``: what ``inspect`` has just given of the same arguments;
+    without it, raises as that does.
     """
     report("weights")
     settings = config or EngineConfig()
-    inspected = inspect(path, settings)
+    inspected = inspected or inspect(path, settings)
     started = time.monotonic()
     size = _size(inspected.weight_bytes)
     log.info("loading %s of weights as %s", size, str(inspected.dtype).removeprefix("torch."))

@@ -26,7 +26,7 @@ from fairlead_runtime.build.host import cpu_limit, process_age, resident_bytes
 from fairlead_runtime.child.process import Child
 from fairlead_runtime.front.doors import Doors
 from fairlead_runtime.grammar.checker import Checker
-from fairlead_runtime.grammar.compile import TokenizerFacts
+from fairlead_runtime.grammar.compile import TokenizerFacts, definition_of
 from fairlead_runtime.hub import source
 from fairlead_runtime.hub.fetch import Progress
 from fairlead_runtime.models.chat import use_template
@@ -171,10 +171,10 @@ async def _load(
     preparing = asyncio.ensure_future(_in_thread(lambda: _words_of(local.path, config)))
     preparing.add_done_callback(lambda done: done.cancelled() or done.exception())
     loaded = await loading  # what the engine refuses comes first
-    tokenizer, vocabulary = await preparing
+    tokenizer, vocabulary, definition = await preparing
     metrics = EngineMetrics(state.name)
     ids = loaded.facts
-    facts = await _in_thread(lambda: TokenizerFacts.of(tokenizer, ids.vocab_size, ids.eos_ids))
+    facts = TokenizerFacts.of(tokenizer, ids.vocab_size, ids.eos_ids, definition)
     intake = Intake(loaded.bounds.resolve_max_tokens, loaded.facts)
     service = Service(engine, intake, vocabulary, grammars=Checker(facts))
     encoder = _prompt_encoder(tokenizer, facts, service)
@@ -217,15 +217,15 @@ def _reached(startup: Startup, told: wire.Progress) -> None:
     startup.reach(told.part, told.done, told.total, at=told.at)
 
 
-def _words_of(path: Path, config: EngineConfig) -> tuple[PreTrainedTokenizerBase, Vocabulary]:
-    """Raises ModelError, ConfigError."""
+def _words_of(path: Path, config: EngineConfig) -> tuple[PreTrainedTokenizerBase, Vocabulary, str]:
+    """The tokenizer, what its tokens spell, and its definition. Raises ModelError, ConfigError."""
     # Imported here: transformers takes seconds, and the probes must answer before that.
     from fairlead_runtime.models.tokenizer_files import load_tokenizer
 
     tokenizer = load_tokenizer(path)
     if config.chat_template:
         use_template(tokenizer, config.chat_template)
-    return tokenizer, vocabulary_of(tokenizer)
+    return tokenizer, vocabulary_of(tokenizer), definition_of(tokenizer)
 
 
 def _rules(config: EngineConfig, path: Path) -> BodyRules:
