@@ -56,13 +56,14 @@ help: ## print this list
 	@grep -E '^[a-z0-9-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## /\t/'
 
 $(BIN)/uv:
-	$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] <= (3, 13) else "Python 3.11, 3.12 or 3.13 is needed: set PYTHON=")'
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet uv
+	@$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] <= (3, 13) else "Python 3.11, 3.12 or 3.13 is needed: make $(or $(MAKECMDGOALS),setup) PYTHON=python3.13")'
+	@echo "setup: a virtual environment in $(VENV), and uv"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
 
-$(VENV)/.ready: requirements.lock requirements-gpu.lock pyproject.toml scripts/setup.sh docker/keep_names.py $(KERNELS) | $(BIN)/uv
-	TORCH=$(TORCH) bash scripts/setup.sh $(VENV)
-	touch $@
+$(VENV)/.ready: requirements.lock requirements-gpu.lock pyproject.toml scripts/setup.sh scripts/without_list.py docker/keep_names.py $(KERNELS) | $(BIN)/uv
+	@TORCH=$(TORCH) bash scripts/setup.sh $(VENV)
+	@touch $@
 
 $(VENV)/.gpu: $(VENV)/.ready docker/requirements-cuda.lock scripts/gpu_setup.sh
 	bash scripts/gpu_setup.sh $(VENV)
@@ -71,7 +72,7 @@ $(VENV)/.gpu: $(VENV)/.ready docker/requirements-cuda.lock scripts/gpu_setup.sh
 setup: $(VENV)/.ready ## create .venv from the lock
 
 demo: setup ## start the real server on the demo model and ask it something
-	$(BIN)/python scripts/demo.py
+	@$(BIN)/python scripts/demo.py
 
 quick: setup ## the inner loop: operator, scheduling, sizing, api and contract tests that need no torch
 	$(PYTEST) -q $(PARALLEL) --torchless -m "not gpu and not full" \

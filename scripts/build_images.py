@@ -60,7 +60,10 @@ def pick_builder() -> str:
     for builder in BUILDERS:
         if answers(builder, "info"):
             return builder
-    raise SystemExit("make images needs docker with its daemon, podman or buildah")
+    raise SystemExit(
+        "make images needs docker with its daemon, podman or buildah (on Debian: apt-get install "
+        "buildah mmdebstrap); what else it needs: docs/images.md"
+    )
 
 
 def git(*arguments: str) -> str:

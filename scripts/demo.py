@@ -26,6 +26,7 @@ from pathlib import Path
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
+STARTING = "starting: "  # before the name of a part, in the server's log
 START_WITHIN = 300.0  # seconds; the first import of torch on a new machine is slow
 SYSTEM = "You are the demo model of Fairlead. Answer in one or two short sentences."
 FIRST = "What is continuous batching?"
@@ -45,6 +46,7 @@ class Server:
     process: "subprocess.Popen[str]"
     ports: dict[str, str] = field(default_factory=dict)  # "public" and "admin" → http://host:port
     log: collections.deque[str] = field(default_factory=lambda: collections.deque(maxlen=40))
+    part: str = "imports"  # of its start
 
     def follow(self) -> None:
         """Keep the end of the log and read the ports, which the server chose, from it."""
@@ -54,6 +56,8 @@ class Server:
             kind, _, address = message.partition(" port: ")
             if address:
                 self.ports[kind] = address
+            if kind.startswith(STARTING):
+                self.part = kind.removeprefix(STARTING)
 
     def get(self, path: str) -> str:
         with urllib.request.urlopen(self.ports["admin"] + path, timeout=10) as answer:
@@ -75,6 +79,7 @@ def main() -> int:
             code = _stop(server)
         _print_busiest_step(record)
     print(f"\nThe server ended with exit code {code}.")
+    print("Now yours: .venv/bin/fairlead serve demo:   and a browser at http://127.0.0.1:8000/")
     return code
 
 
@@ -108,17 +113,17 @@ def _server(model: str, record: Path) -> Iterator[Server]:
 
 
 def _wait_until_ready(server: Server) -> None:
-    began, reported = time.monotonic(), 0
+    began, part = time.monotonic(), ""
     while True:
         waited = time.monotonic() - began
         if server.process.poll() is not None or waited > START_WITHIN:
             sys.exit("the server did not become ready:\n" + "".join(server.log))
         if "admin" in server.ports and _ready(server):
-            print(f"ready after {waited:.1f} s: {server.ports['public']}\n")
+            print(f"Ready in {waited:.0f} s: {server.ports['public']}\n")
             return
-        if waited > reported + 5:
-            reported = int(waited)
-            print(f"… {reported} s: loading (torch alone takes some seconds)")
+        if server.part != part:
+            part = server.part
+            print(f"  {part.replace('_', '-')} …", flush=True)
         time.sleep(0.1)
 
 
@@ -169,6 +174,7 @@ def _report(server: Server, record: Path) -> None:
     steps = [line["plan"] for line in _lines(record) if "plan" in line]
     sizes = collections.Counter(len(plan["rows"]) for plan in steps if plan["rows"])
     mixed = sum(len({row[2] > 1 for row in plan["rows"]}) == 2 for plan in steps)
+    batches = ", ".join(f"{_count(sizes[size], 'step')} of {size}" for size in sorted(sizes))
     live = json.loads(server.get("/debug/requests"))["requests"]
     queries, hits = value["vllm:prefix_cache_queries_total"], value["vllm:prefix_cache_hits_total"]
     seconds, count = value["fairlead_step_seconds_total"], value["fairlead_steps_total"]
@@ -179,8 +185,8 @@ def _report(server: Server, record: Path) -> None:
         ("prompt tokens", f"{value['vllm:prompt_tokens_total']:.0f}"),
         ("generated tokens", f"{value['vllm:generation_tokens_total']:.0f}"),
         ("steps", f"{count:.0f}, {1000 * seconds / max(1, count):.1f} ms each"),
-        ("batch sizes", ", ".join(f"{size} in {sizes[size]} steps" for size in sorted(sizes))),
-        ("prefill beside decode", f"in {mixed} steps"),
+        ("batch sizes", batches),
+        ("prefill beside decode", f"in {_count(mixed, 'step')}"),
         ("prefix cache", f"{hits:.0f} of {queries:.0f} prompt tokens found"),
         ("blocks", f"{blocks:.0f}: {cached:.0f} cached, {held}"),
         ("preemptions", f"{value['vllm:num_preemptions_total']:.0f}"),
@@ -189,6 +195,10 @@ def _report(server: Server, record: Path) -> None:
     width = max(len(name) for name, _ in rows)
     for name, figure in rows:
         print(f"  {name:<{width}}  {figure}")
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}" + ("" if number == 1 else "s")
 
 
 def _stop(server: Server) -> int:

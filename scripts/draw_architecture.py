@@ -53,7 +53,7 @@ CAPTIONS = {
     f"{RUNTIME}.api.bodies": "of requests",
     f"{RUNTIME}.api.answers": "bodies of answers",
     f"{RUNTIME}.api.state": "loading, serving, draining; traces",
-    f"{RUNTIME}.api.tools": "calls of tools, reasoning",
+    f"{RUNTIME}.api.tools": "tool calls, reasoning",
     f"{RUNTIME}.front": "connections, keys, limits, TLS, errors",
     f"{RUNTIME}.serving": "Submission → Request; tokens → text; metrics",
     f"{RUNTIME}.engine": "the step loop, its inbox, fault isolation",

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Sequence
 
 from fairlead_operator import logs
-from fairlead_operator.app import Operator
 from fairlead_operator.health import Health, serve
 from fairlead_operator.metrics import Metrics
 from fairlead_operator.resource.settings import Settings, SettingsError, read
@@ -38,6 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def _until_signalled(settings: Settings) -> None:
+    # Imported after parsing: kopf takes seconds, and --help and wrong settings need none of it.
+    from fairlead_operator.app import Operator
+
     metrics = Metrics()
     health = Health(metrics.registry)
     try:

@@ -1,9 +1,9 @@
 """``fairlead``: a dispatcher over the entry-point group ``fairlead.commands``.
 
 Owns finding, listing and calling commands. A command's module is imported only when it is called,
-and ``--help`` reads the first line of each module's docstring from its source, so listing commands
-imports neither torch nor kopf; argparse's subparsers would need every module's flags. A command is
-``main(args) -> exit code``: 0 success, 1 a negative result, 2 a refused input.
+and ``--help`` reads the first sentence of each module's docstring from its source, so listing
+commands imports neither torch nor kopf; argparse's subparsers would need every module's flags. A
+command is ``main(args) -> exit code``: 0 success, 1 a negative result, 2 a refused input.
 """
 
 import ast
@@ -98,7 +98,7 @@ def usage(commands: Mapping[str, EntryPoint]) -> str:
 
 
 def summary(point: EntryPoint) -> str:
-    """The first line of the module's docstring, without importing the module."""
+    """The first sentence of the module's docstring, without importing the module."""
     try:
         spec = importlib.util.find_spec(point.module)
     except ModuleNotFoundError:
@@ -106,8 +106,8 @@ def summary(point: EntryPoint) -> str:
     if spec is None or spec.origin is None:
         return "(not installed)"
     doc = ast.get_docstring(ast.parse(Path(spec.origin).read_text("utf-8"))) or ""
-    line = doc.partition("\n")[0]
-    text = (line.partition(": ")[2] or line).rstrip(".")
+    first = " ".join(doc.partition("\n\n")[0].split()).partition(". ")[0]
+    text = (first.partition("`: ")[2] or first.partition(": ")[2] or first).rstrip(".")
     return text[:1].upper() + text[1:]
 
 

@@ -191,7 +191,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer a conversation, ``[{"role": "user", "content": TEXT}, …]``, or each of several, by
         the model's chat template. Results, as those of ``generate``, have the rendered ``prompt``;
-        their texts are as the model writes them, with calls of tools and reasoning. Raises
+        their texts are as the model writes them, with tool calls and reasoning. Raises
         RequestError as ``generate`` does, and for what the template refuses.
         """
         several = [messages] if messages and isinstance(messages[0], Mapping) else messages

@@ -181,10 +181,15 @@ class BlockRun:
     requests: tuple[int, ...]
 
 
+WHOLE_CACHE = -1  # in place of a map's first unit: all units, in cells of several if they are many
+
+
 @dataclass(frozen=True, slots=True)
 class CacheView:
     """The cache in /debug/cache: counts of all its units, and the map of those from ``start`` to
-    ``end`` (exclusive). A unit is a block of one of the ``groups`` of layers.
+    ``end`` (exclusive). A unit is a block of one of the ``groups`` of layers. A cell of
+    ``per_cell`` units (the last one may have fewer) is held if one of them is, else cached if one
+    is, and has the most references of one and the requests of all.
     """
 
     block_size: int  # tokens
@@ -198,6 +203,7 @@ class CacheView:
     end: int
     requests: tuple[str, ...]
     blocks: tuple[BlockRun, ...]
+    per_cell: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,8 +47,8 @@ BUGS = (
     PackageBug(
         "a weight's rows are packed one place beside their own",
         LINEAR_C,
-        "columns * P + at % P;",
-        "columns * P + (at + 1) % P;",
+        "&tile[c][row]",
+        "&tile[c][(row + 1) % count]",
         C_OPERATIONS,
     ),
     PackageBug(
@@ -89,22 +89,22 @@ BUGS = (
     PackageBug(
         "weights for VNNI are packed as signed bytes",
         LINEAR_C,
-        "uint8_t(source[row * stride + k] + 128)",
-        "uint8_t(source[row * stride + k])",
+        "uint8_t(in[i] + 128)",
+        "uint8_t(in[i])",
         C_DIGITS,
     ),
     PackageBug(
         "the last columns of a weight for VNNI are left out",
         LINEAR_C,
-        "const int64_t fours = (columns + 3) / 4;",
-        "const int64_t fours = columns / 4;",
+        "four, rows, (columns + 3) / 4",
+        "four, rows, columns / 4",
         C_DIGITS,
     ),
     PackageBug(
         "four columns of a weight for VNNI are packed in another order",
         LINEAR_C,
-        "out[k / 4 * P * 4 + k % 4]",
-        "out[k / 4 * P * 4 + 3 - k % 4]",
+        "bytes.of[i]",
+        "bytes.of[3 - i]",
         C_DIGITS,
     ),
     PackageBug(
@@ -222,8 +222,8 @@ BUGS = (
     PackageBug(
         "the last rows of a weight are packed a vector at a time",
         LINEAR_C,
-        "int64_t(end) * W && row < rows; row++",
-        "int64_t(end) * W && row + W <= rows; row++",
+        "std::min(first + rows, (at + 1) * P)",
+        "std::min((first + rows) / W * W, (at + 1) * P)",
         C_OPERATIONS,
     ),
     PackageBug(

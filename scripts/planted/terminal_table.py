@@ -4,6 +4,7 @@ from planted.bug import PackageBug
 
 ON_A_TERMINAL = ("functional/commands/test_terminal.py",)
 IN_A_CHAT = ("functional/commands/test_chat.py",)
+DRAWN = ("unit/scheduling/test_trace_pictures.py",)
 PLANNED = ("unit/operator/test_plan.py",)
 
 BUGS = (
@@ -160,5 +161,145 @@ BUGS = (
         'source.kind == "hf" and options.download',
         'source.kind == "hf"',
         PLANNED,
+    ),
+    PackageBug(
+        "the steps of a long run stand on one endless line",
+        "fairlead_runtime.recording.picture:slots_picture",
+        "[views[at : at + BAND] for at in range(0, len(views), BAND)]",
+        "[views]",
+        DRAWN,
+    ),
+    PackageBug(
+        "a trace begins at its first step, whatever is asked",
+        "fairlead_runtime.recording.trace:steps",
+        "if view.step >= first",
+        "if view.step >= 0",
+        DRAWN,
+    ),
+    PackageBug(
+        "a mask's label hides how many rows it stands for",
+        "fairlead_runtime.recording.picture:_row_names",
+        "if more else",
+        "if False else",
+        DRAWN,
+    ),
+    PackageBug(
+        "an engine that ran out of memory is said to have a faulty device",
+        "fairlead_runtime.commands.refusals:_hint_for_death",
+        "if any(words in reason for words in SHORT_OF_MEMORY):",
+        "if False:",
+        ("unit/processes/test_termination.py",),
+    ),
+    PackageBug(
+        "plan's fix is not said",
+        "fairlead_operator.commands.plan:main",
+        'hint = getattr(error, "hint", "")',
+        'hint = ""',
+        PLANNED,
+    ),
+    PackageBug(
+        "the uptime of a server stands still once it is ready",
+        "fairlead_runtime.serving.startup:Startup.as_dict",
+        '"uptime": round(self._now() - self._began, 3)',
+        '"uptime": round(self.elapsed, 3)',
+        ("unit/serving/test_startup.py",),
+    ),
+    PackageBug(
+        "a command's summary is a line of its sentence",
+        "fairlead_runtime.cli:summary",
+        """doc.partition("\\n\\n")[0]""",
+        """doc.partition("\\n")[0]""",
+        ("unit/processes/test_cli.py",),
+    ),
+    PackageBug(
+        "a chat template that is not there is missed after the imports",
+        "fairlead_runtime.build.first_checks:check_model",
+        "    check_chat_template(config)\n",
+        "",
+        ON_A_TERMINAL,
+    ),
+    PackageBug(
+        "a cell of the block map shows its first block alone",
+        "fairlead_runtime.engine.cache_map:CacheCopy._runs",
+        "references = max(self.references[part])",
+        "references = self.references[offset]",
+        ("unit/engine/test_cache_map.py",),
+    ),
+    PackageBug(
+        "a page shows the first 4,096 blocks",
+        "fairlead_runtime.api.ports.live:LivePicture._looked",
+        "service.cache(WHOLE_CACHE)",
+        "service.cache(0)",
+        ("functional/api/test_chat_page.py",),
+    ),
+    PackageBug(
+        "an axis of seconds counts days",
+        "fairlead_operator.commands.plot:ticks",
+        "if seconds >= 3 * size",
+        "if seconds >= 0",
+        ("unit/operator/decide/scale/test_backtest.py",),
+    ),
+    PackageBug(
+        "an answer has the first name of the model, not the one that it was asked by",
+        "fairlead_runtime.front.strict_body:by_first_name",
+        """return body | {"model": served}, name""",
+        """return body | {"model": served}, served""",
+        ("functional/api/test_served_names.py",),
+    ),
+    PackageBug(
+        "the first token of an answer is in no step",
+        "fairlead_runtime.serving.measurements:RequestMetrics.stepped",
+        "self._prompt_rows(work) + self._count_tokens(events, ended)",
+        "sum(row.count for row in work.rows) + 0 * self._count_tokens(events, ended)",
+        ("unit/serving/test_metrics.py",),
+    ),
+    PackageBug(
+        "a function's result answers no call",
+        "fairlead_runtime.api.bodies.messages:for_template",
+        'answered, call_id = call_id or _id_of(place), ""',
+        'answered, call_id = _id_of(place), ""',
+        ("unit/api/test_message_forms.py",),
+    ),
+    PackageBug(
+        "thinking among the parts of an answer is lost",
+        "fairlead_runtime.api.bodies.messages:Message._thoughts",
+        """if not (value.get("reasoning") or value.get("reasoning_content")):""",
+        "if False:",
+        ("unit/api/test_message_forms.py",),
+    ),
+    PackageBug(
+        "a run of a grammar gives no character back",
+        "fairlead_runtime.grammar.gbnf:lark_of",
+        "by_characters(readable) or ",
+        "",
+        ("unit/grammar/test_longest.py",),
+    ),
+    PackageBug(
+        "two pieces of a grammar that may stand in one place are not told apart",
+        "fairlead_runtime.grammar.longest:_Grammar.differs",
+        "frozenset(self._begins(begin))",
+        "frozenset([*self._begins(begin)][:1])",
+        ("unit/grammar/test_longest.py",),
+    ),
+    PackageBug(
+        "a template that refuses two messages of a role gets two",
+        "fairlead_runtime.models.template_forms:TemplateForms.fit",
+        "_joined(messages, self.joined)",
+        "messages",
+        ("unit/models/test_template_forms.py",),
+    ),
+    PackageBug(
+        "a template that shows no late message of the system gets one",
+        "fairlead_runtime.models.template_forms:TemplateForms.fit",
+        "if self.early:",
+        "if False:",
+        ("unit/models/test_template_forms.py",),
+    ),
+    PackageBug(
+        "a call of a function in a namespace comes back without it",
+        "fairlead_runtime.api.responses.encoder:ResponseEncoder._add",
+        "self._namespaces.get(name, (name, None))",
+        "(name, None)",
+        ("functional/api/test_namespaces.py",),
     ),
 )

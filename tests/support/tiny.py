@@ -8,6 +8,7 @@ the text.
 
 import hashlib
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -227,8 +228,8 @@ def build(family: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     factory: Any = AutoModelForCausalLM  # transformers' classes are untyped
     model = factory.from_config(config, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            _fill(name, parameter, seed)
+        for name, tensor in stored(model):
+            _fill(name, tensor, seed)
         if config.model_type.startswith("gemma"):
             # Gemma multiplies embeddings by sqrt(hidden). Without this division the last token
             # alone would decide the output.
@@ -259,7 +260,15 @@ def save(model: PreTrainedModel, directory: Path | str) -> Path:
     return path
 
 
-def _fill(name: str, parameter: torch.nn.Parameter, seed: int) -> None:
+def stored(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """What training makes of a model: its parameters, and buffers that its files have."""
+    yield from model.named_parameters()
+    for name, buffer in model.named_buffers():
+        if name.endswith(("e_score_correction_bias", "layer_scalar")):
+            yield name, buffer
+
+
+def _fill(name: str, parameter: torch.Tensor, seed: int) -> None:
     """Set one parameter from (seed, name) alone, so that an added layer leaves the others as they
     are.
     """

@@ -78,8 +78,8 @@ def build(kind: str, **overrides: Any) -> PreTrainedModel:
         config, dtype=torch.float32, attn_implementation="eager"
     )
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            tiny._fill(name, parameter, 0)
+        for name, tensor in tiny.stored(model):
+            tiny._fill(name, tensor, 0)
         model.get_input_embeddings().weight.div_(_scale(config))
     if model.generation_config is not None:
         model.generation_config.pad_token_id = 0

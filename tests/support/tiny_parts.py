@@ -145,11 +145,11 @@ def build(family: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     factory: Any = AutoModelForImageTextToText  # transformers' classes are untyped
     model = factory.from_config(config, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            tiny._fill(name, parameter, seed)
+        for name, tensor in tiny.stored(model):
+            tiny._fill(name, tensor, seed)
             # Heads whose queries and keys are normalized attend to all alike.
             if name.endswith(("q_norm.weight", "k_norm.weight")) and family.startswith("qwen3"):
-                parameter.mul_(2.0)
+                tensor.mul_(2.0)
         gemma = 1 / math.sqrt(tiny.HIDDEN)
         scale = gemma if family.startswith("gemma") else 0.5 if family.startswith("qwen3") else 1.0
         model.get_input_embeddings().weight.mul_(scale)

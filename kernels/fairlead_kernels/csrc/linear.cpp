@@ -4,6 +4,8 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
+
 #include "export.h"
 
 using namespace fairlead;
@@ -34,20 +36,49 @@ void put(float value, float* out) { *out = value; }
 void put(float value, bfloat16* out) { from_float(value, out); }
 void put(int8_t value, int8_t* out) { *out = value; }
 
-template <class T, class Source>
-void pack(T* packed, const Source* source, int64_t rows, int64_t columns, int64_t stride,
-          int64_t first, int threads) {
-  const int vectors = int((rows + W - 1) / W);
+// Four numbers of a row, as products of digits read them.
+struct Four {
+  uint8_t of[4];
+};
+void put(Four value, Four* out) { *out = value; }
+
+// Columns that are packed at a time: one cache line of a row of floats.
+constexpr int TILE = 16;
+
+// Puts the elements value(row, k) of rows [rows) and columns [columns) into panels, at rows
+// `first` …: by tiles, which are read along their rows and written along the panel's, so that
+// either is read and written once, whole lines of it.
+template <class T, class Value>
+void pack(T* packed, Value value, int64_t rows, int64_t columns, int64_t first, int threads) {
+  const int64_t panel = first / P, panels = (first + rows - 1) / P + 1 - panel;
   run(threads, [&](Team& team) {
-    team.share(vectors, 16, [&](int begin, int end) {
-      for (int64_t row = int64_t(begin) * W; row < int64_t(end) * W && row < rows; row++) {
-        const int64_t at = first + row;
-        T* out = packed + at / P * columns * P + at % P;
-        const Source* in = source + row * stride;
-        for (int64_t k = 0; k < columns; k++) put(in[k], out + k * P);
+    team.share(int(panels), 4, [&](int begin, int end) {
+      T tile[TILE][P];
+      for (int64_t at = panel + begin; at < panel + end; at++) {
+        const int64_t from = std::max(first, at * P), to = std::min(first + rows, (at + 1) * P);
+        const int64_t count = to - from;
+        T* out = packed + at * columns * P + from % P;
+        for (int64_t k = 0; k < columns; k += TILE) {
+          const int64_t width = std::min<int64_t>(TILE, columns - k);
+          for (int64_t row = 0; row < count; row++) {
+            for (int64_t c = 0; c < width; c++) {
+              put(value(from - first + row, k + c), &tile[c][row]);
+            }
+          }
+          for (int64_t c = 0; c < width; c++) {
+            std::copy_n(tile[c], count, out + (k + c) * P);
+          }
+        }
       }
     });
   });
+}
+
+template <class T, class Source>
+void pack(T* packed, const Source* source, int64_t rows, int64_t columns, int64_t stride,
+          int64_t first, int threads) {
+  const auto value = [=](int64_t row, int64_t k) { return source[row * stride + k]; };
+  pack(packed, value, rows, columns, first, threads);
 }
 
 }  // namespace
@@ -79,18 +110,15 @@ FL_EXPORT void fairlead_pack_int8(int8_t* packed, const int8_t* source, int64_t 
 FL_EXPORT void fairlead_pack_int8_fours(uint8_t* packed, const int8_t* source, int64_t rows,
                                          int64_t columns, int64_t stride, int64_t first,
                                          int threads) {
-  const int64_t fours = (columns + 3) / 4;
-  run(threads, [&](Team& team) {
-    team.share(int(rows), 16, [&](int begin, int end) {
-      for (int64_t row = begin; row < end; row++) {
-        const int64_t at = first + row;
-        uint8_t* out = packed + (at / P * fours * P + at % P) * 4;
-        for (int64_t k = 0; k < 4 * fours; k++) {
-          out[k / 4 * P * 4 + k % 4] = k < columns ? uint8_t(source[row * stride + k] + 128) : 0;
-        }
-      }
-    });
-  });
+  const auto four = [=](int64_t row, int64_t k) {
+    const int8_t* in = source + row * stride + 4 * k;
+    Four bytes{};
+    for (int64_t i = 0; i < std::min<int64_t>(4, columns - 4 * k); i++) {
+      bytes.of[i] = uint8_t(in[i] + 128);
+    }
+    return bytes;
+  };
+  pack(reinterpret_cast<Four*>(packed), four, rows, (columns + 3) / 4, first, threads);
 }
 
 // y [count, rows] = x [count, columns] · weightᵀ + bias. `digits`: memory for those of x, which

@@ -164,10 +164,17 @@ def _csv(result: Result, _: Policy) -> str:
 
 def _svg(result: Result, policy: Policy) -> str:
     rows = result.rows
-    replicas = ("replicas", [r.replicas for r in rows]), ("ready", [r.ready for r in rows])
+    replicas = (
+        ("pods, as decided", [r.replicas for r in rows]),
+        ("pods, ready", [r.ready for r in rows]),
+    )
     load = (
-        ("running + waiting", [r.running + r.waiting for r in rows]),
-        ("target of the ready pods", [policy.target * r.ready for r in rows]),
+        ("requests, running and waiting", [r.running + r.waiting for r in rows]),
+        ("requests, target of the ready pods", [policy.target * r.ready for r in rows]),
     )
     title = f"{result.pod_hours:.1f} pod-hours, {result.seconds_over:.0f} s over target"
-    return svg(title, len(rows) * TICK, (replicas, load, (("queue", [r.waiting for r in rows]),)))
+    return svg(
+        title,
+        len(rows) * TICK,
+        (replicas, load, (("requests, waiting", [r.waiting for r in rows]),)),
+    )

@@ -64,7 +64,8 @@ def main(args: Sequence[str]) -> int:
         refuse("CannotRead", f"{error.filename}: {error.strerror}")
         return 2
     except (UnicodeDecodeError, ResourceError, PlanError) as error:
-        refuse(getattr(error, "reason", "InvalidConfig"), str(error))
+        hint = getattr(error, "hint", "")
+        refuse(getattr(error, "reason", "InvalidConfig"), str(error), hint)
         return 2
     as_json = options.output == "json"
     print(json.dumps(capacity, indent=2) if as_json else _text(capacity, deployment, plan))  # noqa: T201 - the answer

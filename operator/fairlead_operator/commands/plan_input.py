@@ -153,7 +153,8 @@ def config_of(options: argparse.Namespace, deployment: InferenceDeployment) -> M
             fix += f", or let --download take it from {url}"
         raise PlanError(
             "ConfigUnavailable",
-            f"{where} is not on this machine, and plan downloads nothing by itself: {fix}",
+            f"{where} is not on this machine, and plan downloads nothing by itself",
+            fix,
         )
     try:
         return json_object(text)

@@ -4,11 +4,15 @@ Owns drawing only, from numbers and names. No colour carries meaning alone: ever
 has a label.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from html import escape
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
-WIDTH, HEIGHT, MARGIN_LEFT, MARGIN_TOP = 960, 150, 70, 40
+WIDTH, HEIGHT, MARGIN_LEFT, MARGIN_TOP = 960, 150, 70, 64
+BETWEEN = 56  # from a panel to the next: its axis, and the next one's legend
+TICKS = 10  # numbers of the axis of time, about
+UNITS = (("s", 1.0), ("min", 60.0), ("h", 3600.0), ("d", 86400.0))
 COLOURS = ("#1f5fbf", "#c2410c", "#15803d")
 
 Series = tuple[str, Sequence[float]]
@@ -34,16 +38,41 @@ def svg(title: str, seconds: float, panels: Sequence[Sequence[Series]]) -> str:
     scale.
     """
     parts = [
-        _panel(panel, MARGIN_TOP + i * (HEIGHT + 50), seconds) for i, panel in enumerate(panels)
+        _panel(panel, MARGIN_TOP + i * (HEIGHT + BETWEEN), seconds)
+        for i, panel in enumerate(panels)
     ]
-    width, height = MARGIN_LEFT + WIDTH + 20, MARGIN_TOP + len(panels) * (HEIGHT + 50) + 10
-    size = f'width="{width}" height="{height}" font-family="sans-serif" font-size="12"'
+    width, height = MARGIN_LEFT + WIDTH + 30, MARGIN_TOP + len(panels) * (HEIGHT + BETWEEN)
+    size = (
+        f'width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
+        'font-family="sans-serif" font-size="12"'
+    )
     head = [
         f'<svg xmlns="http://www.w3.org/2000/svg" {size}>',
         '<rect width="100%" height="100%" fill="white"/>',
         f'<text x="{MARGIN_LEFT}" y="22" font-size="15">{escape(title)}</text>',
     ]
     return "\n".join([*head, *parts, "</svg>\n"])
+
+
+def ticks(seconds: float) -> tuple[str, list[float]]:
+    """The unit of an axis of so many seconds, and about TICKS round numbers on it, from 0."""
+    unit, length = next(
+        ((name, size) for name, size in reversed(UNITS) if seconds >= 3 * size), UNITS[0]
+    )
+    span = max(seconds, 1.0) / length
+    power = 10.0 ** math.floor(math.log10(span / TICKS))
+    step = next(power * n for n in (1, 2, 5, 10) if span / (power * n) <= TICKS)
+    return unit, [n * step for n in range(math.floor(span / step + 1e-9) + 1)]
+
+
+def _axis(seconds: float, top: int, bottom: int) -> Iterator[str]:
+    """Grid lines, their times below, and at the right end the unit."""
+    unit, times = ticks(seconds)
+    for value in times:
+        x = MARGIN_LEFT + WIDTH * value * dict(UNITS)[unit] / max(seconds, 1.0)
+        yield f'<path d="M{x:.1f} {top}V{bottom + 4}" stroke="#e5e5e5"/>'
+        yield f'<text x="{x:.1f}" y="{bottom + 16}" text-anchor="middle">{value:.4g}</text>'
+    yield f'<text x="{MARGIN_LEFT + WIDTH + 14}" y="{bottom + 16}">{unit}</text>'
 
 
 def _panel(panel: Sequence[Series], top: int, seconds: float) -> str:
@@ -56,11 +85,7 @@ def _panel(panel: Sequence[Series], top: int, seconds: float) -> str:
         ),
         f'<text x="{MARGIN_LEFT - 6}" y="{top + 10}" text-anchor="end">{highest:.4g}</text>',
         f'<text x="{MARGIN_LEFT - 6}" y="{bottom}" text-anchor="end">0</text>',
-        f'<text x="{MARGIN_LEFT}" y="{bottom + 16}">0 h</text>',
-        (
-            f'<text x="{MARGIN_LEFT + WIDTH}" y="{bottom + 16}" text-anchor="end">'
-            f"{seconds / 3600:.3g} h</text>"
-        ),
+        *_axis(seconds, top, bottom),
     ]
     for i, (name, values) in enumerate(panel):
         colour = COLOURS[i % len(COLOURS)]

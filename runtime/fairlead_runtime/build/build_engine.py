@@ -111,7 +111,7 @@ def build(
         ranks = Ranks(path, config, threads=threads, lost=lost)
     try:
         group = ranks.rank_group if ranks else None
-        loaded_rank = load_rank(path, config, device, group, report)
+        loaded_rank = load_rank(path, config, device, group, report, inspected=inspected)
         report("cache")
         return _with_engine(
             loaded_rank,

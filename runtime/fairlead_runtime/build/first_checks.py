@@ -11,7 +11,7 @@ from typing import Any
 from fairlead_runtime.hub import source
 from fairlead_runtime.models import architecture, files
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
-from fairlead_runtime.settings.preflight import check_record
+from fairlead_runtime.settings.preflight import check_chat_template, check_record
 from fairlead_runtime.settings.supported import check_supported
 from fairlead_runtime.sizing.config_json import ShapeError, UnknownFamilyError
 from fairlead_runtime.sizing.shape import ModelShape
@@ -40,6 +40,7 @@ def check_model(model: str, config: EngineConfig) -> ModelShape | None:
     asked = source.parse(model)
     source.check_revision(asked, config.revision)
     check_record(config)
+    check_chat_template(config)
     if asked.kind == "hub":
         return None
     local = files.check(source.resolve(model).path)

@@ -23,7 +23,7 @@ from fairlead_runtime.device.proof import selftest
 from fairlead_runtime.device.warmup import profiling
 from fairlead_runtime.device.warmup.profiling import Profile
 from fairlead_runtime.models import loading
-from fairlead_runtime.models.loading import LoadedModel
+from fairlead_runtime.models.loading import InspectedModel, LoadedModel
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
 from fairlead_runtime.settings.startup_parts import Report, unreported
 from fairlead_runtime.sizing.terms import DeviceFacts, gib
@@ -70,9 +70,11 @@ def load_rank(
     device: DeviceFacts,
     ranks: RankGroup | None,
     report: Report = unreported,
+    *,
+    inspected: InspectedModel | None = None,
 ) -> LoadedRank:
     """Load the model, or with ``ranks`` this rank's shard of it, test and measure it; ``report``
-    hears what it does.
+    hears what it does. ``inspected``: as ``loading.load`` takes it.
 
     Every rank makes the same passes in the same order: they meet in each of them. Raises as
     ``build`` does.
@@ -84,7 +86,11 @@ def load_rank(
     sum_in_float32()
     compilers = compilers_of(cpu_limit(), memory_limit())
     loaded = loading.load(
-        path, config=config, device=place if ranks is None else "cpu", report=report
+        path,
+        config=config,
+        device=place if ranks is None else "cpu",
+        inspected=inspected,
+        report=report,
     )
     result: selftest.SelfTestResult | None
     if ranks is None:

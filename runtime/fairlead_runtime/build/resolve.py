@@ -67,7 +67,7 @@ def resolve(
     sequence.
     """
     config = check_stored(
-        config, shape.quantized, dtype, device.kind, unfused=shape.unfused
+        config, shape.quantized, dtype, device.kind, unfused=shape.plain
     ).clamped()
     plan = plan_memory(shape, config, device, measured)
 
@@ -138,7 +138,7 @@ def summary(resolved: ResolvedConfig) -> str:
     same_dtype = resolved.cache_dtype == resolved.dtype
     cache = "" if same_dtype else f" with a cache in {resolved.cache_dtype}"
     bound = resolved.prefill_beside_decodes
-    chunks = f", {bound} of prompts beside decodes" if bound else ""
+    chunks = f", {bound} of them of prompts while answers run" if bound else ""
     return (
         f"{resolved.device} {resolved.dtype}{cache}, {plan.num_blocks} blocks of "
         f"{plan.block_size} tokens "

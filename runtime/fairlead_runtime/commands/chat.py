@@ -108,7 +108,7 @@ class _Chat:
             with contextlib.suppress(ImportError):
                 import readline  # noqa: F401 - gives the line that input() reads its keys
             model = terminal.printable(str(self._body["model"]))
-            words = f"Chat with {model}. /help shows the commands, Ctrl-D ends."
+            words = f"Chat with {model}   (/help shows the commands, Ctrl-D ends)"
             sys.stdout.write(paint(words, DIM, sys.stdout) + "\n")
         while (line := self._read()) is not None:
             command = line.strip()

@@ -93,6 +93,9 @@ def _generate(options: argparse.Namespace) -> None:
         raise RequestError("max_tokens", f"{problem} for both")
     prompt = _prompt(options.prompt)
     # Imported after all that can be refused without torch.
+    from fairlead_runtime.processes.lean_imports import leave_compiler_out
+
+    leave_compiler_out()
     from fairlead_runtime.llm import LLM
     from fairlead_runtime.models import chat
     from fairlead_runtime.outputs import Submission

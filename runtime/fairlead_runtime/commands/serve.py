@@ -73,8 +73,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="fairlead serve",
         usage="fairlead serve MODEL [--port PORT] [settings]",
-        epilog="Begin with: fairlead serve demo:   Every setting, and when to change it: "
-        "docs/runtime.md",
+        epilog="Begin with:    fairlead serve demo:\nEvery setting: docs/runtime.md",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Serve a model over HTTP: OpenAI's API on --port, "
         "probes and metrics on --admin-port.",
     )

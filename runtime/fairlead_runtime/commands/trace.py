@@ -1,9 +1,10 @@
-"""`fairlead trace FILE [--format text|chrome|svg] [--step N] [--tokenizer MODEL]`: show the steps
-of a recorded run.
+"""`fairlead trace FILE [--format text|chrome|svg] [--from N] [--step N] [--tokenizer MODEL]`: show
+the steps of a recorded run.
 
 Exit code: 0 shown, 2 the file or the tokenizer cannot be read, or there is no such step.
 """
 
+import argparse
 import json
 import os
 import sys
@@ -31,6 +32,9 @@ def main(argv: list[str]) -> int:
         help="chrome: JSON for Perfetto or chrome://tracing; svg: a picture of the slots",
     )
     parser.add_argument(
+        "--from", type=int, dest="first", metavar="N", help="begin with step N (default: the first)"
+    )
+    parser.add_argument(
         "--step", type=int, metavar="N", help="show the mask of step N, as text or svg"
     )
     parser.add_argument(
@@ -42,10 +46,12 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     if options.step is not None and options.format == "chrome":
         parser.error("--step: takes --format text or svg")
+    if options.step is not None and options.first is not None:
+        parser.error("--from: has no effect beside --step")
     try:
         recording = Recording(options.file)
         words = None if options.tokenizer is None else _words(options.tokenizer)
-        for line in _lines(recording, options.format, options.step, words):
+        for line in _lines(recording, options, words):
             sys.stdout.write(line + "\n")
         sys.stdout.flush()
     except BrokenPipeError:
@@ -76,13 +82,16 @@ def _words(model: str) -> Words:
     return Words(vocabulary_of(load_tokenizer(path)).decode)
 
 
-def _lines(recording: Recording, form: str, step: int | None, words: Words | None) -> Iterator[str]:
-    if step is None:
+def _lines(recording: Recording, options: argparse.Namespace, words: Words | None) -> Iterator[str]:
+    if options.step is None:
         renderings = {"text": as_text, "chrome": _json, "svg": slots_picture}
-        return renderings[form](recording, words)
+        first = options.first or 0
+        if first and next(steps(recording, first), None) is None:
+            raise RecordError(f"{recording.path}: ends before step {first}")
+        return renderings[options.format](recording, words, first)
     # A picture has one mask: the first group's. The text has one for each window.
-    view, window = _step(recording, step), recording.groups[0].window
-    if form == "svg":
+    view, window = _step(recording, options.step), recording.groups[0].window
+    if options.format == "svg":
         return mask_picture(view, window, words)
     return mask_text(recording, view, words)
 
@@ -94,10 +103,10 @@ def _step(recording: Recording, number: int) -> StepView:
     raise RecordError(f"{recording.path}: has no step {number}")
 
 
-def _json(recording: Recording, words: Words | None) -> Iterator[str]:
+def _json(recording: Recording, words: Words | None, first: int) -> Iterator[str]:
     """One JSON object in lines of one event each, so that long runs need no memory."""
     separator = '{"displayTimeUnit":"ms","traceEvents":['
-    for event in as_events(recording, words):
+    for event in as_events(recording, words, first):
         yield separator + json.dumps(event, separators=(",", ":"))
         separator = ","
     yield "]}"

@@ -8,16 +8,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Self
 
-from fairlead_runtime.outputs import BlockRun, BlockState, CacheView
+from fairlead_runtime.outputs import WHOLE_CACHE, BlockRun, BlockState, CacheView
 from fairlead_runtime.scheduling.scheduler import Scheduler
+from fairlead_runtime.sizing.arithmetic import ceil_div
 
-WINDOW = 4096  # units of one map
+WINDOW = 4096  # cells of one map
 HOLDERS = 4  # requests named for one unit
 
 
 @dataclass(frozen=True, slots=True)
 class CacheCopy:
-    """A part of the cache after a step: the units from ``start`` on, at most WINDOW."""
+    """A part of the cache after a step: the units from ``start`` on, at most WINDOW; with
+    WHOLE_CACHE all of them, in at most WINDOW cells.
+    """
 
     block_size: int
     groups: int
@@ -27,8 +30,9 @@ class CacheCopy:
     host_units: int
     host_free: int
     start: int
+    per_cell: int
     references: list[int]  # by unit
-    has_content: list[bool]  # by unit
+    content: list[bytes | None]  # by unit, the hash of what it holds
     # of all sequences, with their request; the units of states, too
     tables: list[tuple[str, list[list[int]]]]
 
@@ -36,6 +40,10 @@ class CacheCopy:
     def of(cls, scheduler: Scheduler, start: int) -> Self:
         cache = scheduler.state.cache
         pool, host = cache.pool, cache.host
+        per_cell = 1
+        if start == WHOLE_CACHE:
+            start, per_cell = 0, max(1, ceil_div(pool.units, WINDOW))
+        part = slice(start, start + WINDOW * per_cell)
         return cls(
             block_size=cache.block_size,
             groups=len(cache.groups),
@@ -45,8 +53,9 @@ class CacheCopy:
             host_units=host.units,
             host_free=len(host.free),
             start=start,
-            references=pool.refs[start : start + WINDOW],
-            has_content=[content is not None for content in pool.content[start : start + WINDOW]],
+            per_cell=per_cell,
+            references=pool.refs[part],
+            content=pool.content[part],
             tables=[
                 (sequence.request.id, [units[:] for units in (*sequence.tables, *sequence.states)])
                 for sequence in scheduler.live()
@@ -57,13 +66,13 @@ class CacheCopy:
     def view(self) -> CacheView:
         """Takes time in proportion to all blocks that requests hold."""
         numbers: dict[str, int] = {}  # of the requests that are named, in order
-        holders: dict[int, list[int]] = {}
+        holders: dict[int, list[int]] = {}  # by cell
         end = self.start + len(self.references)
         for request_id, tables in self.tables:
             for table in tables:
                 for unit in table:
                     if self.start <= unit < end:
-                        named = holders.setdefault(unit, [])
+                        named = holders.setdefault((unit - self.start) // self.per_cell, [])
                         number = numbers.setdefault(request_id, len(numbers))
                         if number not in named and len(named) < HOLDERS:
                             named.append(number)
@@ -79,21 +88,24 @@ class CacheCopy:
             end=end,
             requests=tuple(numbers),
             blocks=tuple(self._runs(holders)),
+            per_cell=self.per_cell,
         )
 
     def _runs(self, holders: dict[int, list[int]]) -> Iterator[BlockRun]:
         """Neighbours of one state together."""
         first, count, before = self.start, 0, None
-        for offset, references in enumerate(self.references):
+        for cell, offset in enumerate(range(0, len(self.references), self.per_cell)):
+            part = slice(offset, offset + self.per_cell)
+            references = max(self.references[part])
             state = BlockState.FREE
             if references:
                 state = BlockState.REFERENCED
-            elif self.has_content[offset]:
+            elif any(content is not None for content in self.content[part]):
                 state = BlockState.CACHED
-            now = (state, references, tuple(holders.get(self.start + offset, ())))
+            now = (state, references, tuple(holders.get(cell, ())))
             if before is not None and now != before:
                 yield BlockRun(first, count, *before)
                 first, count = first + count, 0
-            before, count = now, count + 1
+            before, count = now, count + len(self.references[part])
         if before is not None:
             yield BlockRun(first, count, *before)

@@ -90,4 +90,5 @@ def _reason(sequences: tuple[Sequence, ...], queue: _Queue) -> str:
         return f"next: waits until fewer than {limit} requests (max_requests) run; {blocks}"
     if need > queue.free:
         return f"next: {blocks} (safety_margin keeps some for running requests)"
-    return f"next: waits for room in a step (max_batch_tokens); {blocks}"
+    # Also of one that came since the last step, which nothing has kept waiting.
+    return f"next: the next step that has room (max_batch_tokens) takes it; {blocks}"

@@ -1,6 +1,6 @@
 """What the bodies of all routes share: strict types, the model's name, the words of a refusal."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
@@ -64,6 +64,7 @@ class TextPart(StrictBody):
     type: str | None = None
     text: str | None = None
     refusal: str | None = None
+    thinking: str | None = None
 
 
 BodyT = TypeVar("BodyT", bound=StrictBody)
@@ -78,15 +79,15 @@ def validated(kind: type[BodyT], body: Mapping[str, Any]) -> BodyT:
 
 
 def text_of(content: Any, *kinds: str, refusals: bool = False) -> str:
-    """A content, text or a list of parts of one of these types, as one text, a line for each. With
-    ``refusals``, which our own answers may hold, these are text. Raises ValueError, for an image,
-    sound or a file by its name.
+    """A content, text or a list of texts and of parts of one of these types, as one text, a line
+    for each. With ``refusals``, which our own answers may hold, these are text. Raises ValueError,
+    for an image, sound or a file by its name.
     """
     kinds = (*kinds, "refusal") if refusals else kinds
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else [content]
-    texts = [_part_text(part, kinds) for part in parts]
+    texts = [part if isinstance(part, str) else _part_text(part, kinds) for part in parts]
     if not isinstance(content, list) or None in texts:
         for part in parts:
             refuse_media(part)
@@ -118,15 +119,28 @@ def refuse_media(part: Any) -> None:
                 )
 
 
-def check_model(name: Any, served: str) -> None:
-    """Raises ApiError 404 for a model that this server does not serve; does not echo its name."""
-    if isinstance(name, str) and name != served:
+def check_model(name: Any, *served: str) -> None:
+    """Raises ApiError 404 for a name that is none of the served model's; does not echo it."""
+    if isinstance(name, str) and name not in served:
         raise ApiError(
             404,
-            f"model: this server has no such model; it serves {served}",
+            f"model: this server has no such model; it serves {', '.join(served)}",
             param="model",
             code="model_not_found",
         )
+
+
+def by_first_name(
+    body: dict[str, Any], served: str, aliases: Collection[str]
+) -> tuple[dict[str, Any], str]:
+    """The body, which calls the model by its first name, ``served``, and the name that it was sent
+    with. Raises ApiError 404.
+    """
+    name = body.get("model")
+    check_model(name, served, *aliases)
+    if not isinstance(name, str) or name == served:
+        return body, served
+    return body | {"model": served}, name
 
 
 def explain(error: ValidationError) -> ApiError:

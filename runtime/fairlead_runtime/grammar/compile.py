@@ -96,6 +96,23 @@ class GrammarError(ValueError):
     """
 
 
+def definition_of(tokenizer: Any) -> str:
+    """The JSON of a tokenizer's Rust part, "" without one: tenths of a second for 50,000 ids."""
+    backend = _backend_of(tokenizer)
+    if backend is None:
+        return ""
+    plain = copy.copy(backend)
+    plain.no_padding()
+    plain.no_truncation()
+    definition: str = plain.to_str()
+    return definition
+
+
+def _backend_of(tokenizer: Any) -> Tokenizer | None:
+    backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
+    return backend if isinstance(backend, Tokenizer) else None
+
+
 @dataclass(frozen=True, slots=True)
 class TokenizerFacts:
     """Facts about a model's tokenizer that a matcher needs, as plain values.
@@ -109,20 +126,23 @@ class TokenizerFacts:
     eos_ids: tuple[int, ...]
 
     @classmethod
-    def of(cls, tokenizer: Any, vocab_size: int, eos_ids: Iterable[int]) -> Self | None:
+    def of(
+        cls,
+        tokenizer: Any,
+        vocab_size: int,
+        eos_ids: Iterable[int],
+        definition: str | None = None,
+    ) -> Self | None:
         """Facts about a tokenizer of transformers or of ``tokenizers``; None where the model has no
         end-of-sequence token or its tokenizer is not of ``tokenizers``: then nothing could end or
-        spell an output.
+        spell an output. ``definition``: its ``definition_of``, where that is known.
         """
-        backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
+        backend = _backend_of(tokenizer)
         ids = tuple(sorted(token for token in eos_ids if token < vocab_size))
-        if not isinstance(backend, Tokenizer) or not ids:
+        if backend is None or not ids:
             return None
-        plain = copy.copy(backend)
-        plain.no_padding()
-        plain.no_truncation()
         size = max(vocab_size, backend.get_vocab_size(with_added_tokens=True))
-        return cls(plain.to_str(), size, ids)
+        return cls(definition or definition_of(backend), size, ids)
 
     @property
     def words(self) -> int:

@@ -1,12 +1,14 @@
 """llama.cpp's grammars in llguidance's form of Lark, by its converter.
 
-Owns what the converter lacks: rules of names that become the same, ``start`` among them, and
-characters written by their number.
+Owns what the converter lacks: rules of names that become the same, ``start`` among them,
+characters written by their number, and runs of characters that give some back.
 """
 
 import re
 
 from llguidance.gbnf_to_lark import gbnf_to_lark
+
+from fairlead_runtime.grammar.longest import by_characters
 
 _RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 _PIECE = re.compile(
@@ -40,7 +42,8 @@ def lark_of(grammar: str) -> str:
             return names.setdefault(name, f"rule{len(names)}")
         return match[0]
 
-    return str(gbnf_to_lark(_PIECE.sub(piece, grammar)))
+    readable = _PIECE.sub(piece, grammar)
+    return by_characters(readable) or str(gbnf_to_lark(readable))
 
 
 def _character(escape: re.Match[str]) -> str:

@@ -277,5 +277,6 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool) -> 
         ids: list[int] = tokenizer.encode(text, add_special_tokens=special)
     # Lone surrogates, which JSON allows, are not valid text: the tokenizer rejects them.
     except (UnicodeEncodeError, TypeError) as error:
-        raise RequestError("prompt", f"is not valid Unicode text: {error}"[:300]) from error
+        reason = "is not valid Unicode text: it has a surrogate without its pair"
+        raise RequestError("prompt", reason) from error
     return ids

@@ -32,6 +32,7 @@ from fairlead_runtime.sizing.family_table import FAMILIES, JUDGED, TEXTS
 SERVED = frozenset({*FAMILIES, *WITH_STATES})  # those that are tested as a whole
 # Types of layers that keep a state, beside keys that all see or without any, or that keep nothing.
 WITHOUT_WINDOW = ("linear_attention", "conv", "hybrid", "moe", "mlp")
+MIXED = "its layers differ in the number or size of their heads"
 
 
 def unsupported(model_type: str, reason: str) -> ModelError:
@@ -122,14 +123,23 @@ def _windows(config: PretrainedConfig, model_class: Any) -> tuple[int | None, ..
     layers = getattr(config, "num_hidden_layers", None)
     if not isinstance(layers, int):
         raise unsupported(str(config.model_type), "its configuration has no num_hidden_layers")
-    window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)
+    window, kinds = _own(config, "sliding_window"), _own(config, "layer_types")
     if kinds is not None:
         return tuple(_window_of(kind, window, config) for kind in kinds)
-    if window is None or not getattr(config, "use_sliding_window", True):
+    if window is None or not _own(config, "use_sliding_window", True):
         return (None,) * layers
     code = inspect.getsource(sys.modules[model_class.__module__])
     return ((int(window) if "create_sliding_window_causal_mask" in code else None),) * layers
+
+
+def _own(config: PretrainedConfig, name: str, absent: Any = None) -> Any:
+    """A setting that its class knows: what else a file has the class does not read."""
+    return getattr(config, name, absent) if knows(config, name) else absent
+
+
+def knows(config: PretrainedConfig, name: str) -> bool:
+    """Whether its class has this setting."""
+    return hasattr(type(config), name) or name in getattr(config, "__dataclass_fields__", {})
 
 
 def _window_of(kind: str, window: int | None, config: PretrainedConfig) -> int | None:

@@ -6,7 +6,9 @@ is read. Downloads nothing and runs no forward pass; ``device`` sets the attenti
 
 import errno
 import logging
+import math
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -114,14 +116,16 @@ def load(
     *,
     config: EngineConfig | None = None,
     device: str | torch.device = "cpu",
+    inspected: InspectedModel | None = None,
     report: Report = unreported,
 ) -> LoadedModel:
     """Read a checkpoint (safetensors only) onto ``device``, with eager attention; ``report`` hears
-    how many bytes are read. Raises as ``inspect`` does.
+    how many bytes are read. ``inspected``: what ``inspect`` has just given of the same arguments;
+    without it, raises as that does.
     """
     report("weights")
     settings = config or EngineConfig()
-    inspected = inspect(path, settings)
+    inspected = inspected or inspect(path, settings)
     started = time.monotonic()
     size = _size(inspected.weight_bytes)
     log.info("loading %s of weights as %s", size, str(inspected.dtype).removeprefix("torch."))
@@ -234,15 +238,20 @@ def _read_weights(
 
 
 def _dtype(files: ModelFiles, shape: ModelShape, settings: EngineConfig) -> torch.dtype:
-    """The configured type, else config.json's, else that of the first stored float tensor."""
+    """The configured type, else config.json's, else that of most stored numbers: a few, as the
+    biases of routers, have a wider one than the model.
+    """
     if settings.dtype != "auto":
         return DTYPES[settings.dtype]
     if shape.dtype:
         return DTYPES[shape.dtype]
+    stored = Counter[str]()
     for header in files.weights.values():
         for tensor in header.tensors.values():
             if tensor.dtype in _STORED:
-                return DTYPES[_STORED[tensor.dtype]]
+                stored[tensor.dtype] += math.prod(tensor.shape)
+    if stored:
+        return DTYPES[_STORED[max(stored, key=stored.__getitem__)]]
     raise ConfigError(
         "dtype", "the checkpoint has no supported type", "set float32, float16 or bfloat16"
     )

@@ -48,6 +48,11 @@ _TYPES = {
     "F8_E4M3": FP8,
     **dict.fromkeys(("F32", "F16", "BF16"), torch.float32),  # scales, which float32 holds exactly
 }
+# MXFP4's tensors are read bit by bit; scales also have a type of their own.
+_BITS: Mapping[str, Mapping[str, torch.dtype]] = {
+    BLOCKS: {"U8": torch.uint8},
+    BLOCK_SCALES: {"U8": torch.uint8, "F8_E8M0": torch.float8_e8m0fnu},
+}
 
 
 @register_quantization_config(_METHOD)
@@ -178,12 +183,12 @@ class StoredExperts(nn.Module):
                 continue
             *shape, blocks = self._stored_shape(parameter)
             for end, sizes in ((BLOCKS, (*shape, blocks, 16)), (BLOCK_SCALES, (*shape, blocks))):
-                entry = settings.tensors.get(f"{name}.{leaf}{end}")
-                if entry is None or (entry.dtype, entry.shape) != ("U8", sizes):
+                entry, types = settings.tensors.get(f"{name}.{leaf}{end}"), _BITS[end]
+                if entry is None or entry.dtype not in types or entry.shape != sizes:
                     found = "missing" if entry is None else f"{entry.shape} of {entry.dtype}"
-                    problem = f"{found}, where {sizes} of U8 is expected"
+                    problem = f"{found}, where {sizes} of {' or '.join(types)} is expected"
                     raise ValueError(f"{name[:100]}.{leaf}{end}: {problem}")
-                empty = torch.empty(sizes, dtype=torch.uint8, device="meta")
+                empty = torch.empty(sizes, dtype=types[entry.dtype], device="meta")
                 self.register_parameter(f"{leaf}{end}", nn.Parameter(empty, requires_grad=False))
 
     def _stored_shape(self, parameter: Tensor) -> tuple[int, int, int]:
@@ -207,7 +212,9 @@ class StoredExperts(nn.Module):
             if leaf not in self._packed:
                 experts.register_parameter(leaf, getattr(self, leaf))
                 continue
-            blocks, scales = (getattr(self, leaf + end).data for end in (BLOCKS, BLOCK_SCALES))
+            blocks, scales = (
+                getattr(self, leaf + end).data.view(torch.uint8) for end in (BLOCKS, BLOCK_SCALES)
+            )
             weight = torch.empty(parameter.shape, dtype=parameter.dtype, device=blocks.device)
             rows = weight.mT if self._transposed else weight
             for expert, chunk in self._chunks(rows):

@@ -14,15 +14,21 @@ Render = Callable[[list[Message]], str]  # raises anything
 
 class TemplateForms(NamedTuple):
     """``parts``: the roles whose content must be a list of parts. ``text_arguments``: earlier calls
-    have their arguments as JSON text, else as the value.
+    have their arguments as JSON text, else as the value. ``joined``: the roles whose messages that
+    follow each other are one, with a line for each. ``early``: all messages of the system come
+    before the others.
     """
 
     parts: frozenset[str] = frozenset()
     text_arguments: bool = False
+    joined: frozenset[str] = frozenset()
+    early: bool = False
 
     def fit(self, messages: Sequence[Mapping[str, Any]]) -> list[Message]:
         """Messages for the template. Their contents are texts, the arguments of calls JSON text."""
-        return [self._fit(message) for message in messages]
+        if self.early:
+            messages = sorted(messages, key=lambda message: message["role"] != "system")
+        return [self._fit(message) for message in _joined(messages, self.joined)]
 
     def _fit(self, message: Mapping[str, Any]) -> Message:
         fields = dict(message)
@@ -50,6 +56,10 @@ def forms_of(render: Render) -> TemplateForms:
     forms = USUAL
     for role, trial in _TEXTS.items():
         forms = better(forms, forms._replace(parts=forms.parts | {role}), trial)
+    # Coding tools send their instructions and the developer's, what is around and the question.
+    for role, trial in _TWICE.items():
+        forms = better(forms, forms._replace(joined=forms.joined | {role}), trial)
+    forms = better(forms, forms._replace(early=True), _LATE)
     forms = better(forms, forms._replace(text_arguments=True), [*_QUESTION, _calls(_ARGUMENTS)])
     result = {**_message("tool", _WORDS), "tool_call_id": _CALL_ID}
     with_tool = forms._replace(parts=forms.parts | {"tool"})
@@ -82,12 +92,32 @@ def _calls(arguments: Mapping[str, str]) -> Message:
 
 _CALL_ID = "abcdefghi"  # nine letters: the templates of Mistral refuse any other id
 _QUESTION = [_message("user")]
+_LATE = [_message("system"), *_QUESTION, _message("assistant"), _message("system", _WORDS)]
+_LATE += _QUESTION
+# By role, conversations with the words in the second of two messages of it.
+_TWICE = {
+    "system": [_message("system"), _message("system", _WORDS), *_QUESTION],
+    "user": [*_QUESTION, _message("user", _WORDS)],
+}
 # By role, conversations with the words in a message of it.
 _TEXTS = {
     "user": [_message("user", _WORDS)],
     "system": [_message("system", _WORDS), *_QUESTION],
     "assistant": [*_QUESTION, _message("assistant", _WORDS), *_QUESTION],
 }
+
+
+def _joined(
+    messages: Sequence[Mapping[str, Any]], roles: frozenset[str]
+) -> list[Mapping[str, Any]]:
+    joined: list[Mapping[str, Any]] = []
+    for message in messages:
+        if joined and message["role"] in roles and joined[-1]["role"] == message["role"]:
+            last = joined.pop()
+            joined.append({**last, "content": f"{last['content']}\n{message['content']}"})
+        else:
+            joined.append(message)
+    return joined
 
 
 def _with_value(call: Mapping[str, Any]) -> dict[str, Any]:

@@ -63,12 +63,26 @@ def config_to_load(folder: Path, config: Mapping[str, Any]) -> PretrainedConfig:
     name = str(config.get("model_type"))
     parts = WHOLES.get(name)
     if parts is None or not parts.alone:
-        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    text, whole = dict(config[TEXT]), CONFIG_MAPPING[name]
-    tied = config.get("tie_word_embeddings")
-    text["tie_word_embeddings"] = whole.tie_word_embeddings if tied is None else tied
-    factory: Any = CONFIG_MAPPING[parts.text]  # transformers' classes are untyped
-    return factory.from_dict(text)
+        full = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    else:
+        text, whole = dict(config[TEXT]), CONFIG_MAPPING[name]
+        tied = config.get("tie_word_embeddings")
+        text["tie_word_embeddings"] = whole.tie_word_embeddings if tied is None else tied
+        factory: Any = CONFIG_MAPPING[parts.text]  # transformers' classes are untyped
+        full = factory.from_dict(text)
+    _clear(text_of(full))
+    return full
+
+
+def _clear(text: PretrainedConfig) -> None:
+    """Take out of a text's configuration what its model cannot be built with and no text needs: an
+    id of padding that its embedding has no row for, a width of null that its class has not.
+    """
+    padding, vocabulary = getattr(text, "pad_token_id", None), getattr(text, "vocab_size", None)
+    if isinstance(padding, int) and isinstance(vocabulary, int):
+        text.pad_token_id = padding if -vocabulary <= padding < vocabulary else None
+    if not hasattr(type(text), "head_dim") and vars(text).get("head_dim", 0) is None:
+        del text.head_dim
 
 
 def text_class_of(config: PretrainedConfig) -> Any:

@@ -6,7 +6,7 @@ headers. Loads no weight. The self-test decides whether its text is right
 (``device/proof/selftest.py``); a model that fails it never becomes ready.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from transformers import CONFIG_MAPPING, PretrainedConfig
@@ -46,7 +46,36 @@ def shape_of(config: Mapping[str, Any], weights: Mapping[str, Header]) -> ModelS
         raise families.unsupported(
             shape.model_type, f"{len(windows)} layer types for {shape.layers} layers"
         )
+    if _differ_in_heads(full_config, sizes):
+        raise families.unsupported(shape.model_type, families.MIXED)
     return shape
+
+
+def _differ_in_heads(
+    config: PretrainedConfig, sizes: Iterable[tuple[str, tuple[int, ...]]]
+) -> bool:
+    """Whether layers have other numbers or sizes of heads than others: as a list of the
+    configuration says, or as rows of the same matrix of their attention do, by ``sizes``, the names
+    and dimensions of stored tensors.
+    """
+    for name, value in config.to_dict().items():
+        if not {"head", "heads"}.isdisjoint(name.split("_")) and _has_several(value):
+            return True
+    found: dict[str, tuple[int, ...]] = {}
+    for name, dimensions in sizes:
+        words = name.split(".")
+        if len(dimensions) > 1 and any("attn" in w or "attention" in w for w in words):
+            matrix = ".".join(word for word in words if not word.isdigit())
+            if found.setdefault(matrix, dimensions) != dimensions:
+                return True
+    return False
+
+
+def _has_several(value: object) -> bool:
+    if not isinstance(value, list | tuple):
+        return False
+    numbers = [number for number in value if isinstance(number, int)]
+    return len(numbers) == len(value) and len({*numbers}) > 1
 
 
 def _complete(config: Mapping[str, Any]) -> PretrainedConfig:

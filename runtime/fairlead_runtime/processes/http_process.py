@@ -26,7 +26,7 @@ from fairlead_runtime.build.host import cpu_limit, process_age, resident_bytes
 from fairlead_runtime.child.process import Child
 from fairlead_runtime.front.doors import Doors
 from fairlead_runtime.grammar.checker import Checker
-from fairlead_runtime.grammar.compile import TokenizerFacts
+from fairlead_runtime.grammar.compile import TokenizerFacts, definition_of
 from fairlead_runtime.hub import source
 from fairlead_runtime.hub.fetch import Progress
 from fairlead_runtime.models.chat import use_template
@@ -59,16 +59,17 @@ def run(engine: Child, model: str, config: EngineConfig, doors: Doors) -> int:
     or EngineDead.
     """
     startup = Startup(process_age())
+    name = next(iter(config.served_names), model)
     state = ServerState(
         startup=startup,
-        name=config.served_name or model,
+        name=name,
         source=model,
         keys=doors.keys,
         certificates=doors.certificates,
         cors_origin=config.cors_origin,
         public_metrics=config.public_metrics,
         page=_has_page(config),
-        tracing=Tracing.of(config.served_name or model, os.environ),
+        tracing=Tracing.of(name, os.environ),
     )
     try:
         drained = asyncio.run(_serve(state, doors, engine, model, config))
@@ -170,10 +171,10 @@ async def _load(
     preparing = asyncio.ensure_future(_in_thread(lambda: _words_of(local.path, config)))
     preparing.add_done_callback(lambda done: done.cancelled() or done.exception())
     loaded = await loading  # what the engine refuses comes first
-    tokenizer, vocabulary = await preparing
+    tokenizer, vocabulary, definition = await preparing
     metrics = EngineMetrics(state.name)
     ids = loaded.facts
-    facts = await _in_thread(lambda: TokenizerFacts.of(tokenizer, ids.vocab_size, ids.eos_ids))
+    facts = TokenizerFacts.of(tokenizer, ids.vocab_size, ids.eos_ids, definition)
     intake = Intake(loaded.bounds.resolve_max_tokens, loaded.facts)
     service = Service(engine, intake, vocabulary, grammars=Checker(facts))
     encoder = _prompt_encoder(tokenizer, facts, service)
@@ -216,26 +217,27 @@ def _reached(startup: Startup, told: wire.Progress) -> None:
     startup.reach(told.part, told.done, told.total, at=told.at)
 
 
-def _words_of(path: Path, config: EngineConfig) -> tuple[PreTrainedTokenizerBase, Vocabulary]:
-    """Raises ModelError, ConfigError."""
+def _words_of(path: Path, config: EngineConfig) -> tuple[PreTrainedTokenizerBase, Vocabulary, str]:
+    """The tokenizer, what its tokens spell, and its definition. Raises ModelError, ConfigError."""
     # Imported here: transformers takes seconds, and the probes must answer before that.
     from fairlead_runtime.models.tokenizer_files import load_tokenizer
 
     tokenizer = load_tokenizer(path)
     if config.chat_template:
         use_template(tokenizer, config.chat_template)
-    return tokenizer, vocabulary_of(tokenizer)
+    return tokenizer, vocabulary_of(tokenizer), definition_of(tokenizer)
 
 
 def _rules(config: EngineConfig, path: Path) -> BodyRules:
     """Raises ModelError."""
-    templates = config.trust_request_chat_template
+    rules = BodyRules(templates=config.trust_request_chat_template, aliases=config.served_names[1:])
     if config.generation_config == "none":
-        return BodyRules(templates=templates)
+        return rules
     sampling = sampling_defaults(path)
-    words = ", ".join(f"{name} {value}" for name, value in sampling.items())
-    log.info("generation_config.json, for requests that leave it out: %s", words or "nothing")
-    return BodyRules(sampling, templates)
+    if sampling:
+        words = ", ".join(f"{name} {value}" for name, value in sampling.items())
+        log.info("where a request names none, as in generation_config.json: %s", words)
+    return rules._replace(sampling=sampling)
 
 
 def _prompt_encoder(
@@ -256,7 +258,7 @@ def _replies(config: EngineConfig, tokenizer: PreTrainedTokenizerBase) -> ReplyF
         reasoning_parser=config.reasoning_parser,
     )
     log.info(
-        "calls of tools: %s; reasoning: %s",
+        "tool calls: %s; reasoning: %s",
         _origin(config.tool_call_parser, replies.tools.name if replies.tools else ""),
         _origin(config.reasoning_parser, replies.reasoning),
     )
@@ -266,7 +268,9 @@ def _replies(config: EngineConfig, tokenizer: PreTrainedTokenizerBase) -> ReplyF
 def _origin(setting: str, format_name: str) -> str:
     if setting != "auto":
         return setting
-    return f"{format_name} (by the chat template)" if format_name else "none in the chat template"
+    if format_name:
+        return f"{format_name} format, found in the chat template"
+    return "no format in the chat template"
 
 
 def _config_json(path: Path) -> bytes | None:

@@ -187,8 +187,11 @@ class Recording:
         try:
             with self.path.open(encoding="utf-8") as file:
                 header = json.loads(file.readline())
-        except (OSError, ValueError) as error:
-            raise RecordError(f"{path}: cannot be read as a recording ({error})") from error
+        except OSError as error:
+            raise RecordError(f"{path}: {error.strerror}") from error
+        except ValueError as error:
+            made = "is no recording, which `fairlead serve --record FILE` writes"
+            raise RecordError(f"{path}: {made}") from error
         version = header.get("fairlead_record") if isinstance(header, dict) else None
         if version != VERSION:
             raise RecordError(

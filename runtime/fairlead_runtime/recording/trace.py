@@ -79,8 +79,14 @@ class StepView:
     ended: list[tuple[str, Sequence[int]]] = field(default_factory=list)  # name, generated ids
 
 
-def steps(recording: Recording) -> Iterator[StepView]:
-    """The steps of the recording. Raises RecordError when a line does not fit the run."""
+def steps(recording: Recording, first: int = 0) -> Iterator[StepView]:
+    """The steps of the recording from number ``first`` on. Raises RecordError when a line does not
+    fit the run.
+    """
+    return (view for view in _all_steps(recording) if view.step >= first)
+
+
+def _all_steps(recording: Recording) -> Iterator[StepView]:
     reader = _TraceReader(recording)
     try:
         for line in recording.lines():
@@ -257,23 +263,23 @@ LEGEND = (
 )
 
 
-def as_text(recording: Recording, words: Words | None = None) -> Iterator[str]:
-    """Lines to print: the limits, then each step with its rows and, with ``words``, what they
-    say.
+def as_text(recording: Recording, words: Words | None = None, first: int = 0) -> Iterator[str]:
+    """Lines to print: the limits, then each step from ``first`` on with its rows and, with
+    ``words``, what they say.
     """
     limits, groups = recording.limits, recording.groups
     units = pool_units(limits.num_blocks, len(groups))
     names = ["full" if g.window is None else f"window {g.window}" for g in groups]
     kinds = ", ".join([*names, f"{limits.state_units} a state"] if limits.state_units else names)
     bound = limits.prefill_beside_decodes
-    bound_text = f" ({bound} of prompts beside decodes)" if bound else ""
+    bound_text = f" ({bound} of prompts while answers run)" if bound else ""
     yield (
         f"{limits.policy}: {limits.max_batch_tokens} tokens{bound_text} and "
         f"{limits.max_requests} requests a step; "
         f"{units} blocks of {limits.block_size} tokens ({kinds}), margin {limits.safety_margin:.0%}"
     )
     yield LEGEND
-    for view in steps(recording):
+    for view in steps(recording, first):
         yield from view.notes
         tokens = sum(row.count for row in view.rows)
         decodes = sum(row.decode for row in view.rows)
@@ -330,15 +336,18 @@ def _names(names: list[str]) -> str:
 # -- trace events
 
 
-def as_events(recording: Recording, words: Words | None = None) -> Iterator[dict[str, Any]]:
-    """Events in Trace Event Format, for the list ``traceEvents``: one track per slot, counters for
-    requests and blocks; with ``words`` what each row computes and samples.
+def as_events(
+    recording: Recording, words: Words | None = None, first: int = 0
+) -> Iterator[dict[str, Any]]:
+    """Events in Trace Event Format, for the list ``traceEvents``, of the steps from ``first`` on:
+    one track per slot, counters for requests and blocks; with ``words`` what each row computes and
+    samples.
     """
     units = pool_units(recording.limits.num_blocks, len(recording.groups))
     yield _meta("process_name", 0, f"fairlead ({recording.limits.policy})")
     named: set[int] = set()
     zero: float | None = None
-    for view in steps(recording):
+    for view in steps(recording, first):
         zero = view.begin if zero is None else zero
         at, length = (view.begin - zero) * 1e6, max((view.end - view.begin) * 1e6, 1.0)
         for slot in [row.slot for row in view.rows] + [slot for _, slot, _ in view.preempted]:

@@ -48,7 +48,7 @@ class StructuredOutputs:
     llama.cpp's GBNF. Raises StructuredOutputsError.
 
     A grammar can hold schemas (``%json {...}``), expressions, alternatives and fixed text, which is
-    how an answer in a format of its own is enforced, for example calls of tools. ``schema_rule``
+    how an answer in a format of its own is enforced, for example tool calls. ``schema_rule``
     and ``text_rule`` write such parts: ``f"start: {text_rule(before)} {schema_rule(schema)}"``.
     """
 

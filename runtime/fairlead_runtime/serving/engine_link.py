@@ -75,7 +75,7 @@ class EngineLink(Protocol):
         ...
 
     async def cache(self, start: int) -> CacheView | None:
-        """The map of the blocks from unit ``start`` on, else as ``requests``."""
+        """The map of the blocks from unit ``start`` on, or of WHOLE_CACHE, else as ``requests``."""
         ...
 
     async def reset_cache(self) -> CacheReset | None:

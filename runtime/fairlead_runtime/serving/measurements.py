@@ -146,14 +146,8 @@ class RequestMetrics(Observer):
         with self._lock:
             if self._waiting:
                 self._start(work, began)
-            tokens = sum([row.count for row in work.rows])
-            if self._canaries:
-                tokens -= sum(
-                    row.count for row in work.rows if row.sequence.request.id in self._canaries
-                )
-            if tokens:
+            if tokens := self._prompt_rows(work) + self._count_tokens(events, ended):
                 self._totals.step_tokens.add(tokens)
-            self._count_tokens(events, ended)
 
     def ended(self, request: Request, reason: FinishReason, at: float) -> None:
         with self._lock:
@@ -176,9 +170,18 @@ class RequestMetrics(Observer):
             else:
                 self._totals.queue.add(max(0.0, began - times.arrived))
 
-    def _count_tokens(self, events: Sequence[Event], now: float) -> None:
-        """All tokens of a step come at its end, so most gaps between tokens are equal: add each gap
-        once, with its count.
+    def _prompt_rows(self, work: Work) -> int:
+        """Tokens of prompts that the step computes; a decode computes none."""
+        return sum(
+            min(row.count, len(row.sequence.request.prompt) - row.start)
+            for row in work.rows
+            if row.start < len(row.sequence.request.prompt)
+            and row.sequence.request.id not in self._canaries
+        )
+
+    def _count_tokens(self, events: Sequence[Event], now: float) -> int:
+        """How many tokens were generated. All tokens of a step come at its end, so most gaps
+        between tokens are equal: add each gap once, with its count.
         """
         gaps: dict[float, int] = {}
         requests, generated = self._requests, 0
@@ -208,6 +211,7 @@ class RequestMetrics(Observer):
         self._totals.generation_tokens += generated
         for gap, count in gaps.items():
             self._totals.itl.add(gap, count)
+        return generated
 
     def _finish(self, times: RequestTimes, reason: FinishReason, at: float) -> None:
         totals = self._totals

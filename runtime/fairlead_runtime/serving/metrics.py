@@ -62,7 +62,7 @@ HELP = {
     names.REQUEST_N: "Choices that a request asks for (n).",
     names.REQUEST_MAX_TOKENS: "The max_tokens of a request, or what fits where it has none.",
     names.REQUEST_PREEMPTIONS: "Preemptions of a request, all choices together.",
-    names.ITERATION_TOKENS: "Tokens computed in a step, prefill and decode together.",
+    names.ITERATION_TOKENS: "Tokens of a step: those of prompts, and those that it generates.",
     names.ARRIVALS: "Requests that reached the engine.",
     names.ABORTED: "Requests whose client disconnected or that the server aborted.",
     names.FAILED: "Requests that ended with an error.",

@@ -79,6 +79,7 @@ class Startup:
             "total": self.total,
             "seconds": {part: round(value, 3) for part, value in self.seconds.items()},
             "elapsed": round(self.elapsed, 3),
+            "uptime": round(self._now() - self._began, 3),
         }
 
     def line(self) -> str:

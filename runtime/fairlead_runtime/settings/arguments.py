@@ -67,8 +67,13 @@ class ArgumentParser(argparse.ArgumentParser):
         name = flag.lstrip("-").removeprefix("no-").replace("-", "_")
         if name in SERVER_ONLY:
             self.refuse(message, _OF_SERVE)
-        hint = hint_for(name, self._settings(), flag_of)
-        self.refuse(message, hint)
+        negated = flag.startswith("--no-")
+
+        def spell(name: str) -> str:
+            no = flag_of(f"no_{name}")
+            return no if negated and no in {flag, *self._option_string_actions} else flag_of(name)
+
+        self.refuse(message, hint_for(name, self._settings(), spell))
 
     def _settings(self) -> Iterable[str]:
         """The names of the flags, as Python has them."""

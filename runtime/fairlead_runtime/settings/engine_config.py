@@ -122,8 +122,9 @@ class EngineConfig:
     )
     served_name: str = knob(
         "",
-        "model name clients use (default: the source)",
-        when="To keep clients unchanged when the source changes.",
+        "model name clients use, or several, separated by commas (default: the source)",
+        when="To keep clients unchanged when the source changes. An answer has the name that it "
+        "was asked by, metrics have the first.",
         cr="model.servedName",
     )
     trust_remote_code: bool = knob(
@@ -152,8 +153,8 @@ class EngineConfig:
     )
     quantization: Quantization = knob(
         "none",
-        "rounds a plain checkpoint's weights at load; int8, fp8: the layers' matrices, a scale per "
-        "row; none: as the checkpoint has them, also quantized ones, of which int4 must be",
+        "none: weights as stored, plain or quantized; int8, fp8: a plain checkpoint's matrices are "
+        "rounded at load, with a scale per row; int4: only what is stored in 4 bits",
         when="int8 to decode faster on a CPU; either to leave memory to the cache.",
         cr="engine.quantization",
     )
@@ -193,8 +194,8 @@ class EngineConfig:
     )
     q_padding_interval: int = knob(
         64,
-        "steps of graphs have a power of two rows up to this, from there a multiple of it; doubled "
-        "while that makes more sizes than max_cached_graphs",
+        "graphs are captured for 1, 2, 4, ... rows up to this many, from there for its multiples; "
+        "doubled while that makes more sizes than max_cached_graphs",
         unit="rows",
         when="Smaller, with more max_cached_graphs: less padding.",
         cr="engine.cudaGraphs.qPaddingInterval",
@@ -224,7 +225,7 @@ class EngineConfig:
         unit="tokens",
         when=(
             "Lower for steadier inter-token latency, higher for prefill throughput; on a CPU "
-            "prompts beside decodes take 96 a step, more where many wait."
+            "prompts take 96 a step while answers run, more where many wait."
         ),
         cr="scheduler.maxBatchTokens",
         low=1,
@@ -365,12 +366,12 @@ class EngineConfig:
     )
     tool_call_parser: ToolCallParser = knob(
         "auto",
-        "format of the model's calls of tools; auto: recognized from its chat template",
+        "format of the model's tool calls; auto: recognized from its chat template",
         when="When the log at start names no format, or the wrong one.",
     )
     reasoning_parser: ReasoningParser = knob(
         "auto",
-        "format of the reasoning; auto: qwen3 for a chat template that knows thinking",
+        "how the model marks its reasoning; auto: qwen3 for a chat template that knows thinking",
         when="deepseek_r1 when every answer begins with reasoning, none to leave it in the text.",
     )
     generation_config: GenerationConfig = knob(
@@ -426,6 +427,10 @@ class EngineConfig:
                 "use 4, 8, 16, 32, 64, 128 or 256",
             )
 
+        if "" in self.served_names or len({*self.served_names}) < len(self.served_names):
+            raise ConfigError(
+                "served_name", "has an empty name, or one twice", "write each name once: a,b"
+            )
         if bool(self.ssl_certfile) != bool(self.ssl_keyfile):
             missing = "ssl_keyfile" if self.ssl_certfile else "ssl_certfile"
             raise ConfigError(missing, "is missing", "set --ssl-certfile and --ssl-keyfile or none")
@@ -435,6 +440,11 @@ class EngineConfig:
                 "is not an origin",
                 "use SCHEME://HOST or SCHEME://HOST:PORT without a path, in lower case, or *",
             )
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """The names in ``served_name``; none where it is the source's."""
+        return tuple(name.strip() for name in self.served_name.split(",") if self.served_name)
 
     @property
     def fp8_cache(self) -> bool:

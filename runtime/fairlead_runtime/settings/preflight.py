@@ -41,6 +41,20 @@ def check_record(config: EngineConfig) -> None:
         raise ConfigError("record", f"{path}: {error.strerror}", "name a writable file") from None
 
 
+def check_chat_template(config: EngineConfig) -> None:
+    """Raise ConfigError when ``chat_template`` is set and cannot be read. What is in it is judged
+    with the tokenizer.
+    """
+    if not config.chat_template:
+        return
+    try:
+        with Path(config.chat_template).open("rb"):
+            pass
+    except OSError as error:
+        reason = f"{config.chat_template}: {error.strerror}"
+        raise ConfigError("chat_template", reason, "name a readable file") from None
+
+
 def _try_writing(path: Path) -> None:
     """Open for writing and close again: only an open is reliable on every file system and for
     every user.

@@ -51,7 +51,7 @@ class Limit:
 
     @property
     def fix(self) -> str:
-        """The values that work: ``auto or off``; then where others work: ``or dtype float32``."""
+        """The values that work: ``auto or off``; then where others work: ``; on a GPU also on``."""
         values = _either(self.works)
         choices = (f"{_path_of(x).rpartition('.')[2]} {_either(y)}" for x, y in self.companions)
         conditions = " and ".join(choices)
@@ -59,12 +59,12 @@ class Limit:
             return values
         if not (self.dtypes or self.only_on):
             return f"{values}, or {conditions}"
-        dtype = f"dtype {' or '.join(self.dtypes)}" if self.dtypes else ""
+        if self.dtypes:
+            dtype = f"dtype {' or '.join(self.dtypes)}"
+            conditions = f"{dtype} and {conditions}" if conditions else dtype
         device = {"": "", "cpu": "on a CPU", "cuda": "on a GPU"}[self.only_on]
-        joined = "with" if self.sometimes and dtype else ""
-        with_others = f"with {conditions}" if conditions else ""
-        words = filter(None, (_either(self.sometimes), joined, dtype, device, with_others))
-        return f"{values}, or {' '.join(words)}"
+        where = " ".join(filter(None, (device, f"with {conditions}" if conditions else "")))
+        return f"{values}; {where} also {_either(self.sometimes) or 'the others'}"
 
     def refuses(
         self, config: EngineConfig, dtype: str | None = None, device: str | None = None
@@ -110,7 +110,7 @@ NOT_YET = (
         "quantization",
         ("none", "int8"),
         "fp8 and int4 on a CPU or in float32",
-        "products with fp8 and int4 weights are those of GPUs",
+        "fp8 and int4 weights need a GPU and a type of 16 bits",
         dtypes=("bfloat16", "float16"),
         sometimes=("fp8", "int4"),
         only_on="cuda",
@@ -140,7 +140,7 @@ NOT_YET = (
     Limit(
         "async_batching",
         ("auto", "off"),
-        "on on a CPU or beside deterministic true",
+        "'on' on a CPU or beside deterministic true",
         "steps are launched ahead on GPUs alone, and not while results are deterministic",
         sometimes=("on",),
         only_on="cuda",
@@ -149,7 +149,7 @@ NOT_YET = (
     Limit(
         "cuda_graphs",
         ("auto", "off"),
-        "on on a CPU or beside tensorParallel above 1 or deterministic true",
+        "'on' on a CPU or beside tensorParallel above 1 or deterministic true",
         "graphs are captured on one GPU alone, and not while results are deterministic",
         sometimes=("on",),
         only_on="cuda",
@@ -198,7 +198,8 @@ def _text(value: Setting) -> str:
 
 
 def _either(values: Iterable[Setting]) -> str:
-    return " or ".join(map(_text, values))
+    *others, last = [*map(_text, values)] or [""]
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _literal(value: Setting) -> str:

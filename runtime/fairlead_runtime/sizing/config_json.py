@@ -222,7 +222,9 @@ def _text_settings(config: Mapping[str, Any], parts: Parts) -> Mapping[str, Any]
     """The text's own settings, with its model_type."""
     text = config.get(TEXT)
     if isinstance(text, Mapping):
-        kind = text.get("model_type", parts.formerly)
+        if parts.formerly and "model_type" not in text:
+            raise ShapeError(f"{TEXT}.model_type", f"must be {parts.text!r} or {parts.formerly!r}")
+        kind = text.get("model_type", parts.text)
         return {**text, "model_type": parts.text if kind == parts.formerly else kind}
     if not parts.flat:
         raise ShapeError(TEXT, "must be an object with the settings of the text")
@@ -271,14 +273,20 @@ class ConfigReader:
         self._config = config
         self.family = family
         self.heads = self.integer("num_attention_heads")
-        kv_heads, head_dim = (
-            (self.optional(k) for k in ("num_key_value_heads", "head_dim"))
-            if family.reads_kv_heads
-            else (None, None)
-        )
+        for name in family.needs:
+            self.integer(name)
+        kv_heads = self.own("num_key_value_heads") if family.reads_kv_heads else None
         one = bool(family.one_kv_head_if) and self.flag(family.one_kv_head_if)
         self.kv_heads = 1 if one else kv_heads or self.heads
-        self.head_dim = head_dim or max(1, self.integer("hidden_size") // self.heads)
+        self.head_dim = self._head_dim()
+
+    def _head_dim(self) -> int:
+        hidden, reads = self.integer("hidden_size"), self.family.reads_kv_heads
+        if (self.family.even_heads or not reads) and hidden % self.heads:
+            problem = f"{self.heads} heads do not divide the hidden size, {hidden}"
+            raise ShapeError("num_attention_heads", problem)
+        width = self.own("head_dim") if reads and self.family.reads_head_dim else None
+        return width or max(1, hidden // self.heads)
 
     def get(self, name: str) -> Any:
         for key in (self.family.aliases.get(name, name), name):
@@ -289,11 +297,18 @@ class ConfigReader:
     def optional(self, name: str, low: int = 1) -> int | None:
         return None if self.get(name) is None else self.integer(name, low)
 
+    def own(self, name: str) -> int | None:
+        """A setting that its class may make of others, None for that. Where the class has a number
+        for it, it does not take null for one.
+        """
+        made = name in self.family.made or self.family.defaults.get(name) is None
+        return self.optional(name) if made else self.integer(name)
+
     def of_layer(self, name: str, index: int) -> int | None:
         """A setting that may be a list with an entry per layer."""
         value, layers = self.get(name), self.integer("num_hidden_layers")
         if not isinstance(value, list | tuple):
-            return self.optional(name)
+            return self.own(name)
         if len(value) != layers:
             raise ShapeError(name, f"must be a number, or a list of {layers}, one per layer")
         return self.checked(name, value[index])

@@ -27,6 +27,12 @@ class Family:
     mlp_copies: int = 3
     logit_copies: int = 1  # the same for logits: 2 where they are scaled or capped afterwards
     reads_kv_heads: bool = True  # whether num_key_value_heads and head_dim are read at all
+    reads_head_dim: bool = True  # False: heads divide the hidden size, whatever head_dim says
+    # Settings whose null stands for what its class makes of others, though it has numbers for them.
+    made: tuple[str, ...] = ()
+    even_heads: bool = False  # the heads must divide the hidden size, whatever head_dim says
+    needs: tuple[str, ...] = ()  # settings for which its class has no default that works
+    reads_sparse_steps: bool = False  # whether decoder_sparse_step and mlp_only_layers are read
     norms: int = 2  # normalisations of the hidden state in one layer
     norm_bias: bool = False  # LayerNorm with a bias instead of RMSNorm
     qk_norm: str = ""  # "head": one weight per head_dim; "flat": one per projected element
@@ -53,7 +59,10 @@ class Family:
     last_full: bool = False  # whatever layer_types say
     window_from: str = ""  # default of layer_types: this layer and all above it slide
     window_before: str = ""  # the setting that counts the window without the query's own token
-    fuses: bool = True  # False: its layers are known to be no ones that fused layers compute
+    fuses: bool = (
+        True  # False: its layers are known to be no ones that a CPU's fused layers compute
+    )
+    fuses_nowhere: bool = False  # nor those of any device: they multiply plain weights alone
     # The setting that counts the last layers, which keep no keys: each reads those of the last
     # layer of its kind before them.
     shared: str = ""
@@ -178,6 +187,7 @@ _GEMMA4 = Family(
     | {"enable_moe_block": False},
     aliases={"num_local_experts": "num_experts", "num_experts_per_tok": "top_k_experts"},
     fuses=False,
+    fuses_nowhere=True,
     shardable=False,
     qkv_bias="attention_bias",
     out_bias="attention_bias",
@@ -199,21 +209,33 @@ _GEMMA4 = Family(
 # One entry per model_type: the defaults of transformers 5.23's configuration class and what its
 # layers hold.
 FAMILIES: Mapping[str, Family] = {
-    "llama": Family(_LLAMA, mlp_bias="mlp_bias", **_ATTENTION_BIAS),
+    "llama": Family(_LLAMA, even_heads=True, mlp_bias="mlp_bias", **_ATTENTION_BIAS),
     "granite": Family(_LLAMA, logit_copies=2, mlp_bias="mlp_bias", **_ATTENTION_BIAS),
     "mistral": Family(
         _defaults(32000, 4096, 14336, 32, 32, 131072, num_key_value_heads=8, sliding_window=4096),
         window="all",
     ),
-    "mixtral": Family(_MIXTRAL, experts="intermediate_size", window="all"),
-    "qwen2": Family(_QWEN, qkv_bias=True, **_QWEN_WINDOWS),
-    "qwen3": Family(_QWEN | {"head_dim": 128}, qk_norm="head", **_ATTENTION_BIAS, **_QWEN_WINDOWS),
+    "mixtral": Family(
+        _MIXTRAL,
+        aliases={"num_local_experts": "num_experts"},
+        experts="intermediate_size",
+        window="all",
+    ),
+    "qwen2": Family(_QWEN, made=("num_key_value_heads",), qkv_bias=True, **_QWEN_WINDOWS),
+    "qwen3": Family(
+        _QWEN | {"head_dim": 128},
+        made=("num_key_value_heads",),
+        qk_norm="head",
+        **_ATTENTION_BIAS,
+        **_QWEN_WINDOWS,
+    ),
     "qwen3_moe": Family(
         _defaults(151936, 2048, 6144, 24, 32, 32768, num_key_value_heads=4, sliding_window=4096)
         | {"moe_intermediate_size": 768, "num_local_experts": 128, "num_experts_per_tok": 8},
         aliases={"num_local_experts": "num_experts"},
         qk_norm="head",
         experts="moe_intermediate_size",
+        reads_sparse_steps=True,
         window="all",
         window_if="use_sliding_window",
         **_ATTENTION_BIAS,
@@ -262,6 +284,7 @@ FAMILIES: Mapping[str, Family] = {
         _defaults(256000, 2304, 9216, 26, 8, 8192, num_key_value_heads=4)
         | _GEMMA
         | {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
+        even_heads=True,
         norms=4,
         window="types",
         full_every=2,
@@ -269,6 +292,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "gemma3_text": Family(
         _defaults(262208, 2304, 9216, 26, 8, 131072, num_key_value_heads=4) | _GEMMA,
+        even_heads=True,
         norms=4,
         qk_norm="head",
         window="types",
@@ -282,7 +306,9 @@ FAMILIES: Mapping[str, Family] = {
         | {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144}
         | {"altup_num_inputs": 4, "laurel_rank": 64},
         fuses=False,
+        fuses_nowhere=True,
         shardable=False,  # an MLP keeps the largest of all gates of a token, and a rank has some
+        even_heads=True,
         norms=7,
         qk_norm="head",
         mlp_copies=4,
@@ -307,6 +333,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "olmo2": Family(
         _defaults(50304, 4096, 11008, 32, 32, 2048),
+        fuses_nowhere=True,
         shardable=False,
         qk_norm="flat",
         **_ATTENTION_BIAS,
@@ -372,6 +399,7 @@ FAMILIES: Mapping[str, Family] = {
 _QWEN_VL = Family(
     _defaults(152064, 8192, 29568, 80, 64, 32768, num_key_value_heads=8)
     | {"sliding_window": 4096, "max_window_layers": 80},
+    reads_head_dim=False,
     qkv_bias=True,
     **_QWEN_WINDOWS,
 )
@@ -391,10 +419,12 @@ TEXTS: Mapping[str, Family] = {
         aliases={"num_local_experts": "num_experts"},
         qk_norm="head",
         experts="moe_intermediate_size",
+        reads_sparse_steps=True,
         **_ATTENTION_BIAS,
     ),
     "glm4v_text": Family(
         _defaults(151552, 4096, 13696, 40, 32, 32768, num_key_value_heads=2),
+        reads_head_dim=False,
         shardable=False,
         qkv_bias=True,
         norms=4,

@@ -82,7 +82,7 @@ class LayerHeads:
         if family.full_dim:
             one_product = not windowed and s.flag(family.full_if)
             kv, dim = _own_sizes(s, family, own, full=not windowed)
-        value_dim = (s.optional(family.value_dim) if family.value_dim else None) or dim
+        value_dim = (s.own(family.value_dim) if family.value_dim else None) or dim
         times = family.windowed_kv_times if windowed else 1
         kv *= times
         if s.heads % kv:

@@ -219,7 +219,7 @@ def _mlp(
     hidden = s.integer("hidden_size")
     if not (_sparse(s, family, index) if sparse is None else sparse):
         setting = family.dense_width if family.experts else "intermediate_size"
-        inner = s.of_layer(setting, index) or s.optional("intermediate_size") or 4 * hidden
+        inner = s.of_layer(setting, index) or s.own("intermediate_size") or 4 * hidden
         if index >= layers_with_keys(s, family) and s.flag_or_constant(
             family.wide_readers or False
         ):
@@ -295,12 +295,16 @@ def _sparse(s: ConfigReader, family: Family, index: int) -> bool:
     if family.sparse_every[0]:
         period, first = s.integer(family.sparse_every[0]), s.integer(family.sparse_every[1], low=0)
         return index % period == first and s.integer("num_local_experts") > 1
+    if index < first_mixture(s, family) or _after_last(s, family, index):
+        return False
+    return not family.reads_sparse_steps or _is_in_step(s, index)
+
+
+def _is_in_step(s: ConfigReader, index: int) -> bool:
     dense = s.get("mlp_only_layers") or ()
     if not isinstance(dense, list | tuple):
         raise ShapeError("mlp_only_layers", "must be a list of layer numbers")
-    if index < first_mixture(s, family) or index in dense or _after_last(s, family, index):
-        return False
-    return (index + 1) % s.integer("decoder_sparse_step") == 0
+    return index not in dense and (index + 1) % s.integer("decoder_sparse_step") == 0
 
 
 def first_mixture(s: ConfigReader, family: Family) -> int:

@@ -84,6 +84,7 @@ class ModelShape:
     slab_width: int
     logit_copies: int  # tensors of vocabulary width alive at once
     unfused: str  # what its layers have that fused ones are known to lack; ""
+    plain: str  # what its layers have that no product with quantized weights is known to serve; ""
     explicit_scores: bool  # attention with a cap or sinks, which fused kernels for CPUs lack
     vocab: int
     max_len: int  # tokens that it reads, with those that scaled rotary embeddings add
@@ -163,7 +164,8 @@ class ModelShape:
         mixing = [layer for layer, kind in enumerate(kinds) if mixes(family, kind)]
         experts = has_experts(s, family)
         unfused = STATES if mixing else _unfused(family, heads, experts=experts)
-        stored = _quantized(config, family, unfused)
+        plain = unfused or ("layers that no kernel fuses" if family.fuses_nowhere else "")
+        stored = _quantized(config, family, plain)
         tied = s.flag("tie_word_embeddings")
         if stored.format == "mxfp4":
             _check_blocks({"hidden_size": hidden, family.experts: s.integer(family.experts)})
@@ -208,6 +210,7 @@ class ModelShape:
             slab_width=_slab_width(s, family, max(inners)) if family.fuses and not unfused else 0,
             logit_copies=2 if s.get("final_logit_softcapping") is not None else family.logit_copies,
             unfused=unfused,
+            plain=plain,
             explicit_scores=family.sinks
             or family.windowed_sinks
             or s.get("attn_logit_softcapping") is not None,
@@ -293,6 +296,7 @@ class ModelShape:
             mlp_width=max(width + chosen * (width + 5 * hidden), 10 * s.heads * s.head_dim),
             logit_copies=UNKNOWN_DENSE.logit_copies,
             unfused=unfused,
+            plain=unfused,
             explicit_scores=True,
             vocab=vocab,
             max_len=longest_text(s),
@@ -394,9 +398,11 @@ def _windows(s: ConfigReader, family: Family, layers: int) -> tuple[int | None, 
     window = read("sliding_window") if on else None
     if on and family.window_before and s.get(family.window_before) is not None:
         window = s.integer(family.window_before) + 1
-    if window is None or family.window == "all":
+    if family.window != "types":
         return (window,) * layers
     types = s.get("layer_types")
+    if types is None and window is None and family.window_if:
+        return (None,) * layers  # the class has windows in none then
     if types is None:
         types = [
             "sliding_attention" if _slides(s, family, i, layers) else FULL for i in range(layers)
@@ -409,6 +415,10 @@ def _windows(s: ConfigReader, family: Family, layers: int) -> tuple[int | None, 
                 "layer_types", f"{str(kind)[:40]!r} is neither full_attention nor sliding_attention"
             )
     kinds = [*types[:-1], FULL] if family.last_full else types
+    if window is None and any(kind != FULL for kind in kinds):
+        # The same name for the first layer that slides as for those that say so by themselves.
+        field = "sliding_window" if on else family.window_if
+        raise ShapeError(field, "must be set, or all of layer_types full_attention: some slide")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 

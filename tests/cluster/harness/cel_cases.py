@@ -286,7 +286,7 @@ CASES: tuple[Case, ...] = (
     *(
         _spec(
             f"{what} beside {beside}",
-            f"{what} on on a CPU or beside",
+            f"{what} 'on' on a CPU or beside",
             engine={**asked, **more},
             resources={"accelerator": {"count": count}},
         )

@@ -21,7 +21,7 @@ import pytest
 
 from fairlead_runtime.api.ports import live
 from fairlead_runtime.front.key_file import KeyRing
-from fairlead_runtime.outputs import BlockRun, BlockState, CacheView, RequestView
+from fairlead_runtime.outputs import WHOLE_CACHE, BlockRun, BlockState, CacheView, RequestView
 from fairlead_runtime.request.sequence import Status
 from support.api_harness import FakeService, fake_server, is_error, run
 from support.browser import CHROMIUM, MISSING, Tab, tab
@@ -42,6 +42,7 @@ class BusyService(FakeService):
     """Runs requests of two keys; ``looks`` counts how often it was asked for them."""
 
     looks: int = 0
+    starts: list[int] = field(default_factory=list)  # of the maps that were asked for
     views: list[RequestView] = field(
         default_factory=lambda: [
             view("our-one", "ours"),
@@ -55,6 +56,7 @@ class BusyService(FakeService):
         return self.views
 
     async def cache(self, start: int) -> CacheView:
+        self.starts.append(start)
         held = BlockState.REFERENCED
         runs = (
             BlockRun(0, 2, held, 1, (0,)),
@@ -63,7 +65,7 @@ class BusyService(FakeService):
             BlockRun(5, 3, BlockState.FREE, 0, ()),
         )
         names = ("secret-a", "our-one", "secret-b")
-        return CacheView(16, 1, 8, 3, 0, 0, 0, start, 8, names, runs)
+        return CacheView(16, 1, 8, 3, 0, 0, 0, 0, 8, names, runs)
 
 
 @pytest.fixture
@@ -206,6 +208,7 @@ def test_a_look_serves_all_who_ask_and_counts_in_no_limit(
             answers = await asyncio.gather(*asked)
             assert {answer.status_code for answer in answers} == {200}
             assert service.looks == 1
+            assert service.starts == [WHOLE_CACHE]
             monkeypatch.setattr(live, "FRESH_SECONDS", 0.0)
             await client.get("/page/live", **bearer(KEY))
             assert service.looks == 2

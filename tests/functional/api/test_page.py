@@ -10,9 +10,11 @@ import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from support.api_harness import fake_server, run
@@ -118,7 +120,14 @@ def opened(server: Process) -> Iterator[Tab]:
             if event["method"] == "Network.requestWillBeSent"
         }
         own = server.ports["admin"]
-        paths = ["/", "/debug/startup", "/debug/cache", "/debug/requests", "/metrics", "/readyz"]
+        paths = [
+            "/",
+            "/debug/startup",
+            "/debug/cache?start=all",
+            "/debug/requests",
+            "/metrics",
+            "/readyz",
+        ]
         assert asked == {*(own + path for path in paths)} | {
             url for url in asked if url.startswith("data:")
         }
@@ -171,6 +180,9 @@ def test_the_page_shows_the_batch_the_queue_the_blocks_and_the_rates(
         page.until("cells.some((run) => run.references > 1)")
         assert text(page, "state") == "serving"
         assert text(page, "model") == "demo"
+        # On a busy machine the first scrapes come before any request is done.
+        shown = "['held', 'hits', 'ttft', 'itl'].every((id) => /\\d/.test(at(id).textContent))"
+        page.until(shown)
         for element in ("held", "hits"):
             assert re.fullmatch(r"[\d.]+ %", text(page, element))
         for element in ("ttft", "itl"):
@@ -180,6 +192,12 @@ def test_the_page_shows_the_batch_the_queue_the_blocks_and_the_rates(
             f"cell.textContent.includes('fewer than {RUNNING} requests'))"
         )
         assert text(page, "map-more") == "160 blocks, of 8 tokens"
+        foot = "document.querySelector('footer')"
+        foot_text = page.value(f"{foot}.textContent").strip()
+        assert foot_text.startswith(f"Fairlead {version('fairlead')}, up ")
+        page.until("/^\\d+ (s|min)$/.test(at('uptime').textContent)")
+        links = page.value(f"[...{foot}.querySelectorAll('a')].map((link) => link.href)")
+        assert [httpx.get(link).status_code for link in links] == [200] * 4
         assert page.value("cells.length") == 160
         lanes = "[...live.values()].map((bar) => bar.lane).sort().join()"
         page.until(f"{lanes} === '{','.join(map(str, range(RUNNING)))}'")

@@ -23,6 +23,9 @@ def test_the_demo_answers_shows_engine_figures_and_exits_with_0() -> None:
     figures = dict(re.findall(r"^  (\S.*?)  +(.+)$", done.stdout, re.MULTILINE))
     hits, tokens = map(int, re.findall(r"\d+", figures["prefix cache"]))
     assert 0 < hits < tokens
-    sizes = [int(size) for size in re.findall(r"(\d+) in \d+ steps", figures["batch sizes"])]
+    sizes = [int(size) for size in re.findall(r"\d+ steps? of (\d+)", figures["batch sizes"])]
     assert max(sizes) > 1
     assert "exit code 0" in done.stdout
+    starts = done.stdout.partition("Ready in")[0].splitlines()
+    assert starts[1] == "  imports …"
+    assert "  weights …" in starts

@@ -68,7 +68,10 @@ def broken_model(folder: Path) -> str:
         ("generate demo:", "--prompt: is missing", "the text on stdin"),
         ("generate demo: --prompt x --ssl-certfile f", "unrecognized", "only `fairlead serve`"),
         ("generate /nope --prompt x", "/nope: no such directory", "check the path"),
-        ("replay /nope", "/nope", ""),
+        ("replay /nope", "/nope: No such file or directory", ""),
+        ("trace /nope", "/nope: No such file or directory", ""),
+        ("replay /dev/null", "is no recording, which `fairlead serve --record FILE` writes", ""),
+        ("serve demo: --chat-template /nope", "--chat-template: /nope: No such file", "readable"),
         ("srve", "'srve' is not a command", "did you mean serve?"),
     ],
 )

@@ -62,7 +62,14 @@ class Faulty:
         return sample(logits, batch)
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma2"])
+# Each mechanism of a cache: keys of other layers and heads of several sizes, one of these, experts.
+OWN = ("gemma3n_text", "mimo_v2_flash", "gpt_oss")
+FAMILIES = ("llama", "gemma2", "gemma4_text")
+
+
+@pytest.fixture(
+    scope="module", params=[*FAMILIES, *(pytest.param(x, marks=pytest.mark.full) for x in OWN)]
+)
 def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> BuiltEngine:
     path = tiny.save(tiny.build(request.param), tmp_path_factory.mktemp("model"))
     # Memory is scarce: some requests are preempted and resumed around the fault.

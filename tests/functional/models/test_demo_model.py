@@ -13,6 +13,7 @@ import torch
 from fairlead_runtime.hub.source import demo_directory
 from fairlead_runtime.models import chat, files, loading
 from fairlead_runtime.models.loading import LoadedModel
+from fairlead_runtime.models.sampling_defaults import sampling_defaults
 
 # question → a phrase that its answer must contain
 KNOWN = {
@@ -87,6 +88,10 @@ def test_it_answers_a_single_turn_after_a_system_message_and_in_a_second_turn(
 @pytest.mark.parametrize("question", UNKNOWN)
 def test_it_says_politely_what_it_does_not_know(demo: LoadedModel, question: str) -> None:
     assert "do not know that" in answer(demo, user(question))
+
+
+def test_a_request_that_names_no_temperature_gets_what_the_model_has_learnt() -> None:
+    assert sampling_defaults(demo_directory()) == {"temperature": 0.1}
 
 
 def test_it_ends_its_answers_itself(demo: LoadedModel) -> None:

@@ -47,10 +47,12 @@ MORE_STARTS = {
     Start(SMOLLM2, "float32"): "fused 30/30 layers, float32 head",
     Start(SMOLLM2, "bfloat16"): "fused 30/30 layers, bfloat16 weights, bfloat16 head",
     Start(SMOLLM2, "float32", deterministic=True): "fused 30/30 layers, float32 head",
+    Start(SMOLLM2, "bfloat16", "int8"): "fused 30/30 layers, int8 weights, bfloat16 head",
     Start(SMOLLM2, "bfloat16", fp8_cache=True): CACHED,
     Start(GEMMA, "float32", fp8_cache=True): CACHED.replace("30", "18"),
     Start(GEMMA, "bfloat16", fp8_cache=True): CACHED.replace("30", "18"),
     Start(GEMMA, "float32"): "fused 18/18 layers, float32 head",
+    Start(GEMMA, "float32", deterministic=True): "fused 18/18 layers, float32 head",
     Start(GEMMA, "float32", "int8"): "fused 18/18 layers, int8 weights, int8 head",
     Start(GEMMA, "bfloat16", deterministic=True): (
         "fused 18/18 layers, bfloat16 weights, bfloat16 head"

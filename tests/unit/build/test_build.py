@@ -10,6 +10,8 @@ import torch
 from fairlead_runtime import LLM
 from fairlead_runtime.build import build_engine
 from fairlead_runtime.build.resolve import resolve
+from fairlead_runtime.models import files
+from fairlead_runtime.settings.engine_config import EngineConfig
 from support import tiny
 
 
@@ -70,3 +72,18 @@ def test_where_nothing_is_captured_the_cache_gets_what_was_planned_for_graphs(
         pass
     measured = next(one for one in seen if one)
     assert measured["graphs"] == 0
+
+
+def test_a_models_files_are_checked_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A large vocabulary's take tenths of a second."""
+    folder, checked = tiny.save(tiny.build("llama"), tmp_path), list[Path]()
+    check = files.check
+
+    def counted(path: Path) -> files.ModelFiles:
+        checked.append(path)
+        return check(path)
+
+    monkeypatch.setattr(files, "check", counted)
+    built = build_engine.build(folder, EngineConfig(max_model_len=64, num_blocks=8))
+    built.close()
+    assert checked == [folder]

@@ -158,7 +158,9 @@ def test_an_fp8_cache_is_supported_everywhere_but_with_int8_weights_on_cpus(
 def test_prompts_beside_decodes_are_bounded_on_cpus_unless_the_policy_puts_them_first() -> None:
     result = resolved()
     assert result.prefill_beside_decodes == CPU_PREFILL_BESIDE_DECODES
-    bound = f"and 8192 tokens a step, {CPU_PREFILL_BESIDE_DECODES} of prompts beside decodes;"
+    bound = (
+        f"8192 tokens a step, {CPU_PREFILL_BESIDE_DECODES} of them of prompts while answers run;"
+    )
     assert bound in summary(result)
     for other in (
         resolved(scheduler_type="prefill_first"),
@@ -166,7 +168,7 @@ def test_prompts_beside_decodes_are_bounded_on_cpus_unless_the_policy_puts_them_
         resolved(device=DeviceFacts("cuda", 80 * GIB)),
     ):
         assert other.prefill_beside_decodes == 0
-        assert "beside decodes" not in summary(other)
+        assert "while answers run" not in summary(other)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -186,7 +188,7 @@ def test_graphs_and_steps_ahead_may_be_asked_for_on_gpus_only(setting: str) -> N
         assert resolved(dtype, gpu, **{setting: "on"}).num_blocks > 0
         with pytest.raises(ConfigError, match="on is not supported on cpu") as error:
             resolved(dtype, CPU, **{setting: "on"})
-        assert error.value.hint.startswith("use auto or off, or on on a GPU with ")
+        assert error.value.hint.startswith("use auto or off; on a GPU with ")
         with pytest.raises(ConfigError, match="while results are deterministic") as error:
             resolved(dtype, gpu, **{setting: "on", "deterministic": True})
         assert error.value.field == setting

@@ -1,5 +1,6 @@
 """What the profiling run measures in part and scales up to the limits."""
 
+import itertools
 from collections.abc import Mapping
 
 import pytest
@@ -69,6 +70,23 @@ def test_a_part_scaled_up_is_the_whole(model: PagedModel, monkeypatch: pytest.Mo
     part = measured(model, 64, 32)
     for name in ("activations", "logits", "sampling"):
         assert part[name] == pytest.approx(whole[name], rel=0.05), name
+
+
+def test_the_seconds_of_a_part_of_the_decodes_are_scaled_up_to_all(
+    model: PagedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profiling, "CPU_TOKENS", 32)
+    monkeypatch.setattr(profiling, "CPU_ROWS", 8)
+    clock = itertools.count()
+    monkeypatch.setattr("time.monotonic", lambda: float(next(clock)))
+    found = profile(
+        model,
+        pick(model.heads, model.kinds, model.device, "torch").attention,
+        max_batch_tokens=64,
+        max_requests=24,
+        max_model_len=64,
+    )
+    assert (found.token_seconds, found.decode_seconds) == (1 / 32, 3.0)
 
 
 def test_attention_scaled_up_from_some_keys_is_that_of_all(

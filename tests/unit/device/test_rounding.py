@@ -1,6 +1,7 @@
 """What rounding explains of a difference, and what it does not: faults planted in single layers."""
 
 import copy
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from fairlead_kernels.cpu.cpu_operations import DIGITS_ROUNDING
+from fairlead_runtime.device.conversion import fusion, recognize_ends
 from fairlead_runtime.device.conversion.module_calls import Call
 from fairlead_runtime.device.conversion.recording_pass import decoder_layers, record, repeat
-from fairlead_runtime.device.conversion.rounding import Changes, Noise
+from fairlead_runtime.device.conversion.rounding import SAMPLES, Changes, Noise
 from fairlead_runtime.device.model.paged_model import PagedModel
 from fairlead_runtime.models import families
 from support import tiny
@@ -99,7 +101,7 @@ def test_an_element_may_be_as_wrong_as_its_own_sums_make_it_and_nothing_beside_i
     matrix = nn.Linear(512, 64, bias=False).requires_grad_(False)
     matrix.weight[0] = 1e3
     want = matrix(x)
-    noise = Noise.of(want, lambda changes: matrix(changes.of(x, 512)))
+    noise = Noise.of(want, lambda changes: matrix(changes.of(x.expand(SAMPLES, *x.shape), 512)))
     order = torch.randperm(512, generator=generator)
     other = x[:, order] @ matrix.weight[:, order].T
     assert noise.explains(other, want)
@@ -108,12 +110,41 @@ def test_an_element_may_be_as_wrong_as_its_own_sums_make_it_and_nothing_beside_i
 
 def test_what_is_not_a_number_or_has_another_shape_is_not_explained() -> None:
     want = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
-    noise = Noise.of(want, lambda changes: changes.of(want))
+    noise = Noise.of(want, lambda changes: changes.of(want.expand(SAMPLES, *want.shape)))
     assert noise.explains(want.clone(), want)
     assert not noise.explains(want[:, :4], want)
     spoilt = want.clone()
     spoilt[2, 3] = torch.nan
     assert not noise.explains(spoilt, want)
+
+
+def test_the_samples_of_a_layer_are_one_batch_each_with_changes_of_its_own() -> None:
+    layer, call, noise = first_layer("llama", 0.0)
+    assert layer is call.module
+    want = call.output[0]
+    with torch.inference_mode():
+        samples = repeat(call, Changes(want.device))
+        read = Changes(want.device).of(want.expand(SAMPLES, *want.shape))
+    assert samples.shape == (SAMPLES, *want.shape)
+    assert all(noise.explains(sample, want) for sample in samples)
+    for changed in (samples, read):
+        assert not any(torch.equal(*pair) for pair in itertools.combinations(changed, 2))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_noise_of_logits_is_that_of_sequences_one_at_a_time(family: str) -> None:
+    plain = tiny.build(family)
+    model = PagedModel(plain, families.check(plain.config))
+    with torch.inference_mode():
+        layers = decoder_layers(model)
+        step = fusion._ScratchPass(model.heads, model.device)
+        several = fusion._ScratchPass(model.heads, model.device, SAMPLES)
+        want = recognize_ends.other_logits(model, step)
+        alone = recognize_ends.noise(model, layers, step, want)
+        together = recognize_ends.noise(model, layers, several, want, together=True)
+    # Of SAMPLES draws the sizes differ by chance.
+    ratio = together.size / alone.size
+    assert 0.25 < float(ratio.min()) <= float(ratio.max()) < 4
 
 
 def test_the_noise_is_the_same_each_time() -> None:
@@ -129,7 +160,7 @@ def test_products_that_round_their_inputs_have_more_noise_than_sums_in_float32()
     want = matrix(x)
 
     def again(changes: Changes) -> Tensor:
-        out: Tensor = matrix(changes.of(x, 64))
+        out: Tensor = matrix(changes.of(x.expand(SAMPLES, *x.shape), 64))
         return out
 
     step = 2 * DIGITS_ROUNDING * x.abs().amax(dim=1, keepdim=True)

@@ -10,7 +10,7 @@ import pytest
 from fairlead_runtime.engine import cache_map
 from fairlead_runtime.engine.cache_map import HOLDERS, CacheCopy
 from fairlead_runtime.engine.engine import Engine
-from fairlead_runtime.outputs import BlockState, CacheView
+from fairlead_runtime.outputs import WHOLE_CACHE, BlockState, CacheView
 from fairlead_runtime.request.sequence import Request
 from fairlead_runtime.sizing.groups import LayerGroup
 from support.fake_engine import FULL, MIXED, request, rig, run
@@ -103,6 +103,32 @@ def test_a_map_has_a_bounded_part_of_the_units(monkeypatch: pytest.MonkeyPatch) 
     assert [(part.start, part.end) for part in parts] == [(0, 24), (24, 48), (48, 64), (64, 64)]
     assert [unit for part in parts for unit in states(part)] == whole
     assert {part.units for part in parts} == {64}
+
+
+@pytest.mark.parametrize("window", [64, 63, 20, 3])
+def test_the_map_of_the_whole_cache_has_bounded_cells_that_hide_nothing(
+    window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = rig()
+    engine.submit(request("done", prompt=30, max_tokens=1))
+    run(engine)
+    engine.submit(same_prompt("a", n=2))
+    engine.submit(same_prompt("b"))
+    for _ in range(4):
+        engine.step()
+    units = states(copy(engine).view())
+    assert {state for state, _, _ in units} == {"free", "cached", "held"}
+    monkeypatch.setattr(cache_map, "WINDOW", window)
+    whole = copy(engine, WHOLE_CACHE).view()
+    assert (whole.start, whole.end, whole.per_cell) == (0, 64, -(-64 // window))
+    shown = states(whole)
+    for at in range(0, 64, whole.per_cell):
+        of = units[at : at + whole.per_cell]
+        found = {state for state, _, _ in of}
+        state = next(state for state in ("held", "cached", "free") if state in found)
+        names = frozenset(name for _, _, named in of for name in named)
+        assert shown[at] == (state, max(references for _, references, _ in of), names)
+        assert set(shown[at : at + whole.per_cell]) == {shown[at]}
 
 
 def test_a_copy_is_not_changed_by_later_steps() -> None:

@@ -576,6 +576,16 @@ def test_views_show_status_counts_and_why_a_request_waits() -> None:
     assert views["later"].waits_for.startswith("1 ahead of it; needs at most ")
 
 
+def test_a_request_that_no_step_has_seen_yet_is_said_to_wait_for_the_next() -> None:
+    engine = rig()
+    engine.submit(request("new"))
+    received: list[RequestView] = []
+    engine.inspect(lambda views: received.extend(views or []))
+    engine.step()
+    (new,) = received
+    assert new.waits_for.startswith("next: the next step that has room")
+
+
 def test_a_view_says_how_many_blocks_a_request_needs_and_how_many_are_free() -> None:
     engine = rig(num_blocks=8, block_size=4)
     engine.submit(request("runs", prompt=12, max_tokens=16))

@@ -24,7 +24,12 @@ from fairlead_runtime.child.heap import allocated_bytes
 from fairlead_runtime.grammar import compile as compile_module
 from fairlead_runtime.grammar import guides as module
 from fairlead_runtime.grammar.checker import Checker
-from fairlead_runtime.grammar.compile import CheckLimits, GrammarError, TokenizerFacts
+from fairlead_runtime.grammar.compile import (
+    CheckLimits,
+    GrammarError,
+    TokenizerFacts,
+    definition_of,
+)
 from fairlead_runtime.grammar.gbnf import lark_of
 from fairlead_runtime.grammar.guides import Guide, Guides
 from fairlead_runtime.request.sequence import Failure, FailureKind, SamplingParams, Sequence
@@ -768,3 +773,7 @@ def test_facts_are_of_any_tokenizer_that_can_be_read() -> None:
     assert TokenizerFacts.of(tokenizer.backend_tokenizer, 10, {2}) is not None
     assert TokenizerFacts.of(tokenizer, tiny.VOCAB, set()) is None
     assert TokenizerFacts.of(object(), tiny.VOCAB, {2}) is None
+    known = TokenizerFacts.of(tokenizer, tiny.VOCAB, {2}, "made before")
+    assert known is not None
+    assert known.definition == "made before"
+    assert definition_of(object()) == ""

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from fairlead_runtime.models import chat, files, loading
 from fairlead_runtime.models.model_error import ModelError
 from fairlead_runtime.models.tokenizer_files import load_tokenizer
 from fairlead_runtime.request.sequence import RequestError
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
-from support import tiny
+from support import tiny, tiny_any
 from support.hostile_models import edit
 
 WEIGHTS = "model.safetensors"
@@ -49,6 +49,72 @@ def test_auto_keeps_the_checkpoints_type_and_a_setting_overrides_it(model: Path)
     assert {p.dtype for p in loaded.model.parameters()} == {torch.bfloat16}
     forced = loading.load(model, config=EngineConfig(dtype="float32"))
     assert {p.dtype for p in forced.model.parameters()} == {torch.float32}
+
+
+# What transformers keeps in float32 in a model of 16 bits: biases and matrices of routers, and
+# in float16 norms.
+KEPT = {"mimo_v2_flash": "e_score_correction_bias"} | dict.fromkeys(
+    ("ernie4_5_moe", "beam"), "gate.weight"
+)
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "kept"),
+    [
+        *((family, torch.bfloat16, kept) for family, kept in KEPT.items()),
+        ("mimo_v2_flash", torch.float16, KEPT["mimo_v2_flash"]),
+        ("gpt_oss", torch.float16, "input_layernorm.weight"),
+    ],
+    ids=str,
+)
+def test_what_transformers_keeps_in_float32_stays_so(
+    family: str, dtype: torch.dtype, kept: str, tmp_path: Path
+) -> None:
+    build = tiny.build if family in tiny.FAMILIES + tiny.SIZED else tiny_any.build
+    saved = tiny.save(build(family), tmp_path)
+    tensors = load_file(saved / WEIGHTS)
+    wide = {name for name in tensors if kept in name}
+    stored = {name: x if name in wide else x.to(dtype) for name, x in tensors.items()}
+    # Such that 16 bits would round two of them to one.
+    for name in wide:
+        stored[name] = 1 + torch.arange(stored[name].numel()).view(stored[name].shape) / 4096
+    save_file(stored, saved / WEIGHTS, {"format": "pt"})
+    edit(saved, "config.json", dtype=str(dtype).removeprefix("torch."))
+    factory: Any = AutoModelForCausalLM
+    expected = factory.from_pretrained(saved, dtype=dtype).state_dict()
+    held = loading.load(saved).model.state_dict()
+    assert held.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert held[name].dtype == tensor.dtype, name
+        assert torch.equal(held[name], tensor), name
+    assert wide
+    assert all(torch.equal(held[name], stored[name]) for name in wide)
+
+
+def test_a_few_numbers_of_another_type_do_not_decide_on_the_models(tmp_path: Path) -> None:
+    saved = tiny.save(tiny.build("mimo_v2_flash"), tmp_path)
+    config = json.loads((saved / "config.json").read_text())
+    del config["dtype"]
+    (saved / "config.json").write_text(json.dumps(config))
+    tensors = {
+        name: x if "e_score" in name else x.bfloat16()
+        for name, x in load_file(saved / WEIGHTS).items()
+    }
+    first = next(name for name in tensors if "e_score" in name)
+    (saved / WEIGHTS).unlink()
+    save_file({first: tensors.pop(first)}, saved / "model-00001-of-00002.safetensors")
+    save_file(tensors, saved / "model-00002-of-00002.safetensors")
+    places = dict.fromkeys(tensors, "model-00002-of-00002.safetensors")
+    places[first] = "model-00001-of-00002.safetensors"
+    index = json.dumps({"metadata": {}, "weight_map": places})
+    (saved / "model.safetensors.index.json").write_text(index)
+    assert loading.inspect(saved).dtype is torch.bfloat16
+
+
+def test_an_id_of_padding_without_a_row_is_none(model: Path) -> None:
+    """No text needs it; transformers' classes do not build such an embedding."""
+    edit(model, "config.json", pad_token_id=tiny.VOCAB)
+    assert loading.load(model).config.pad_token_id is None
 
 
 def test_without_a_type_in_the_settings_the_stored_one_counts(model: Path) -> None:

@@ -123,6 +123,19 @@ def test_experts_that_a_layer_stores_plain_are_served_beside_packed_ones(
     assert torch.equal(loaded.get_parameter(f"{EXPERTS}.down_proj"), plain)
 
 
+def test_scales_may_be_stored_in_the_type_that_is_theirs(model: Path, tmp_path: Path) -> None:
+    def name_the_type(tensors: dict[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            if name.endswith("_scales"):
+                tensors[name] = tensor.view(torch.float8_e8m0fnu)
+
+    (other := tmp_path / "other").mkdir()
+    expected = load(publish_mxfp4(model, other, torch.bfloat16)[1])
+    loaded = load(changed(model, tmp_path, name_the_type))
+    for name, parameter in expected.named_parameters():
+        assert torch.equal(loaded.get_parameter(name), parameter), name
+
+
 UP = f"{EXPERTS}.gate_up_proj"
 BROKEN: dict[str, Callable[[dict[str, Tensor]], Any]] = {
     rf"{UP}_scales: missing, where \(3, 320, 3\) of U8": lambda t: t.pop(f"{UP}_scales"),
@@ -135,6 +148,12 @@ BROKEN: dict[str, Callable[[dict[str, Tensor]], Any]] = {
     ),
     rf"{UP}_blocks: \(3, 320, 3, 16\) of I8, where": lambda t: t.update(
         {f"{UP}_blocks": t[f"{UP}_blocks"].view(torch.int8)}
+    ),
+    rf"{UP}_scales: \(3, 320, 3\) of F8_E4M3, where .* of U8 or F8_E8M0": lambda t: t.update(
+        {f"{UP}_scales": t[f"{UP}_scales"].view(torch.float8_e4m3fn)}
+    ),
+    rf"{UP}_blocks: \(3, 320, 3, 16\) of F8_E8M0, where": lambda t: t.update(
+        {f"{UP}_blocks": t[f"{UP}_blocks"].view(torch.float8_e8m0fnu)}
     ),
     rf"{UP}_scales: \(2, 320, 3\) of U8, where": lambda t: t.update(
         {f"{UP}_scales": t[f"{UP}_scales"][:2]}

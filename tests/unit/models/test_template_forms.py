@@ -66,6 +66,51 @@ def test_a_template_that_reads_parts_of_one_role_gets_texts_of_the_others() -> N
     assert rendered(template, messages) == "a!b"
 
 
+ALTERNATING = (
+    "{% set ns = namespace(last='') %}{% for m in messages %}"
+    "{% if m.role == ns.last or (m.role == 'system' and not loop.first) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}{% set ns.last = m.role %}"
+    "<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+)
+ONE_SYSTEM = ALTERNATING.replace("m.role == ns.last or ", "")
+SENT_APART = [
+    {"role": "system", "content": "You are a coding tool."},
+    {"role": "system", "content": "Ask first."},
+    {"role": "user", "content": "The folder is empty."},
+    {"role": "user", "content": "Hello"},
+    {"role": "assistant", "content": "Hi"},
+    {"role": "user", "content": "Bye"},
+]
+
+
+@pytest.mark.parametrize(
+    ("template", "users"),
+    [
+        (ALTERNATING, "<|user|>The folder is empty.\nHello<|end|>"),
+        (ONE_SYSTEM, "<|user|>The folder is empty.<|end|><|user|>Hello<|end|>"),
+    ],
+    ids=["alternating", "one system"],
+)
+def test_messages_of_one_role_are_one_where_the_template_refuses_two(
+    template: str, users: str
+) -> None:
+    text = rendered(template, SENT_APART)
+    assert text == (
+        "<|system|>You are a coding tool.\nAsk first.<|end|>"
+        f"{users}<|assistant|>Hi<|end|><|user|>Bye<|end|>"
+    )
+    late = [*SENT_APART[:5], {"role": "system", "content": "Be brief."}, SENT_APART[5]]
+    assert rendered(template, late) == text.replace("Ask first.", "Ask first.\nBe brief.")
+
+
+def test_messages_of_one_role_stay_apart_where_the_template_takes_them() -> None:
+    template = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+    text = rendered(template, SENT_APART)
+    assert text.startswith("<|system|>You are a coding tool.<|system|>Ask first.<|user|>The folder")
+    late = [SENT_APART[2], {"role": "system", "content": "late"}, SENT_APART[3]]
+    assert rendered(template, late) == "<|user|>The folder is empty.<|system|>late<|user|>Hello"
+
+
 SHOWN = "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}"
 PRIVATE = [
     {"role": "user", "content": "secret"},

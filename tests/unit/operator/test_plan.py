@@ -145,7 +145,7 @@ def test_the_hubs_configuration_is_read_only_when_asked_for(
     assert main(name) == 2
     words = json.loads(capsys.readouterr().err)
     assert words["code"] == "ConfigUnavailable"
-    assert f"--download take it from {hub}/a/b/resolve/v1/config.json" in words["message"]
+    assert f"--download take it from {hub}/a/b/resolve/v1/config.json" in words["hint"]
     assert main(["a/other", "--memory", "24Gi", "--download"]) == 2
     assert json.loads(capsys.readouterr().err)["code"] == "ConfigUnavailable"
 

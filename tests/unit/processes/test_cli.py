@@ -32,6 +32,22 @@ def test_help_lists_every_command_with_a_line_and_imports_no_heavy_library() -> 
         assert len(line.split()) > 3
 
 
+def test_a_command_is_summed_up_in_a_whole_sentence() -> None:
+    plan = point("plan", "fairlead_operator.commands.plan:main")
+    assert cli.summary(plan) == "Print what one pod can hold and whether the model fits"
+    trace = point("trace", "fairlead_runtime.commands.trace:main")
+    assert cli.summary(trace) == "Show the steps of a recorded run"
+
+
+def test_the_operators_help_does_not_wait_for_kopf() -> None:
+    done = run_python(
+        "import sys\nfrom fairlead_runtime.cli import main\n"
+        "try:\n  main(['operator', '--help'])\n"
+        "except SystemExit as end:\n  assert end.code == 0\nassert 'kopf' not in sys.modules"
+    )
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("command", ["serve", "generate"])
 def test_a_commands_own_help_imports_no_torch(command: str) -> None:
     done = run_python(
@@ -47,7 +63,13 @@ def test_a_commands_own_help_imports_no_torch(command: str) -> None:
     ("flag", "hint"),
     [
         ("--max-num-seqs=3", "use --max-requests, vLLM's --max-num-seqs"),
-        ("--no-enable-prefix-caching", "use --allow-block-sharing, vLLM's --enable-prefix-caching"),
+        ("--enable-prefix-caching", "use --allow-block-sharing, vLLM's --enable-prefix-caching"),
+        (
+            "--no-enable-prefix-caching",
+            "use --no-allow-block-sharing, vLLM's --no-enable-prefix-caching",
+        ),
+        ("--no-async-scheduling", "use --async-batching, vLLM's --no-async-scheduling"),
+        ("--reasoning-config={}", "send thinking_token_budget with a request"),
         ("--kv-padding-interval-size", "a captured step serves keys of every length"),
         ("--max-request", "did you mean --max-requests?"),
         ("--qqq", "see fairlead generate --help"),

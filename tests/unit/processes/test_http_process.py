@@ -49,12 +49,9 @@ def test_what_takes_as_long_as_the_vocabulary_is_large_is_made_off_the_event_loo
         return made
 
     module: Any = http_process
-    facts = module.TokenizerFacts
     monkeypatch.setattr(http_process, "RemoteEngine", Engine)
     monkeypatch.setattr(http_process, "vocabulary_of", spied("vocabulary", module.vocabulary_of))
-    monkeypatch.setattr(
-        http_process, "TokenizerFacts", SimpleNamespace(of=spied("facts", facts.of))
-    )
+    monkeypatch.setattr(http_process, "definition_of", spied("definition", module.definition_of))
 
     async def go() -> None:
         async with AsyncExitStack() as running:
@@ -66,4 +63,4 @@ def test_what_takes_as_long_as_the_vocabulary_is_large_is_made_off_the_event_loo
             assert state.startup.seconds["profile"] > 0
 
     asyncio.run(go())
-    assert threads == {"vocabulary": "loading", "facts": "loading"}
+    assert threads == {"vocabulary": "loading", "definition": "loading"}

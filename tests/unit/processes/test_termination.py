@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from fairlead_runtime.child.process import OUT_OF_MEMORY
+from fairlead_runtime.commands.refusals import refusal_for
+from fairlead_runtime.outputs import EngineDead
 from fairlead_runtime.processes import termination
 from fairlead_runtime.settings import terminal
 
@@ -18,6 +21,20 @@ def reported(environ: dict[str, str]) -> dict[str, str]:
     [line] = stderr.getvalue().splitlines()
     fields: dict[str, str] = json.loads(line)
     return fields
+
+
+@pytest.mark.parametrize(
+    ("reason", "hint"),
+    [
+        ("the engine process was ended by SIGKILL, " + OUT_OF_MEMORY, "lower --num-blocks"),
+        ("torch cannot be imported: libtorch_cpu.so: failed to map segment", "lower --num-blocks"),
+        ("the engine process ended with exit code 1", "the device or the driver"),
+    ],
+)
+def test_an_engine_that_ran_out_of_memory_is_no_fault_of_a_device(reason: str, hint: str) -> None:
+    refusal = refusal_for(EngineDead(reason))
+    assert refusal is not None
+    assert hint in refusal.hint
 
 
 def test_one_line_of_json_goes_to_stderr_and_to_a_log_that_exists(tmp_path: Path) -> None:

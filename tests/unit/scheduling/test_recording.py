@@ -535,7 +535,7 @@ def test_a_bound_on_prompts_is_replayed_and_a_recording_from_before_it_has_none(
     scheduler.close()
     assert replay_command.main([str(path)]) == 0
     assert next(as_text(Recording(path))).startswith(
-        "fifo: 32 tokens (3 of prompts beside decodes) and 4 requests a step; "
+        "fifo: 32 tokens (3 of prompts while answers run) and 4 requests a step; "
     )
     header, *lines = path.read_text().splitlines()
     old = json.loads(header)

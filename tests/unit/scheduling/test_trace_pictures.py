@@ -1,6 +1,7 @@
 """The mask of a recorded step, and the pictures of slots and masks."""
 
 import json
+import re
 import xml.etree.ElementTree as ET
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from fairlead_runtime.commands import trace as command
+from fairlead_runtime.recording import picture
 from fairlead_runtime.recording.mask import LEGEND, MOST_CELLS, mask_of
 from fairlead_runtime.recording.record import RecordedScheduler
 from fairlead_runtime.recording.trace import RowView, StepView
@@ -104,12 +106,11 @@ def test_with_a_tokenizer_every_view_shows_the_words(
     mask = shown(capsys, path, "--tokenizer", "m", "--step", "1").splitlines()
     assert mask[0] == "A = [0] <long>: 'a' 'b' 'c' 'd' 'e' 'f' 'g' 'h' | 'i' '\\n'"
     assert any(line.startswith("  [1] B pair/0 'b'") for line in mask)
-    picture = ET.fromstring(
-        shown(capsys, path, "--tokenizer", "m", "--format", "svg", "--step", "1")
+    drawn = ET.fromstring(shown(capsys, path, "--tokenizer", "m", "--format", "svg", "--step", "1"))
+    assert texts(drawn).count("'b'") == 3, "two keys and one query"
+    assert texts(drawn).count("'\\n'") == 2, (
+        "the key and the query of the last token of the long one"
     )
-    texts = [one.text for one in picture.findall(f"{SVG}text")]
-    assert texts.count("'b'") == 3, "two keys and one query"
-    assert texts.count("'\\n'") == 2, "the key and the query of the last token of the long one"
     tips = shown(capsys, path, "--tokenizer", "m", "--format", "svg")
     assert "prefill 8..9, 3 blocks: 'i' '\\n' -&gt; '\\n'" in tips
     events = json.loads(shown(capsys, path, "--tokenizer", "m", "--format", "chrome"))
@@ -144,6 +145,53 @@ def test_the_pictures_are_svg_with_a_rectangle_for_each_row_and_cell(
     assert len(seen) == 9 + 10 + 1 + 2 + 3 + 4 + 14
     bar = [r for r in seen if r.get("fill-opacity") == "0.35"]
     assert len(bar) == 8, "the keys that were cached before the step"
+
+
+def texts(element: ET.Element) -> list[str]:
+    return [one.text or "" for one in element.iter(f"{SVG}text")]
+
+
+def test_the_picture_of_a_long_run_has_bands_with_axes_and_begins_where_one_asks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "run.jsonl"
+    record(path, [None])
+    last = int(re.findall(r"^step (\d+):", shown(capsys, path), re.MULTILINE)[-1])
+    monkeypatch.setattr(picture, "BAND", 4)
+    monkeypatch.setattr(picture, "TICK", 2)
+    monkeypatch.setattr(picture, "MOST_STEPS", 10)
+    drawn = ET.fromstring(shown(capsys, path, "--format", "svg", "--from", "2"))
+    width, height = int(drawn.get("width", 0)), int(drawn.get("height", 0))
+    assert drawn.get("viewBox") == f"0 0 {width} {height}"
+    rights = [int(one.get("x", 0)) + int(one.get("width", 0)) for one in drawn.iter(f"{SVG}rect")]
+    assert max(rights) <= width
+    said = texts(drawn)
+    assert said[0] == f"fifo: steps 2 to 11 of {last}, 3 slots; the next: --from 12"
+    assert said.count("slot 0") == said.count("step") == 3, "of three bands"
+    assert [number for number in said if number.isdecimal()] == ["2", "4", "6", "8", "10"]
+    assert {"prefill", "decode", "x preempted"} <= set(said)
+    tips = [one.text or "" for one in drawn.iter(f"{SVG}title")]
+    assert min(int(re.findall(r"step (\d+)", tip)[0]) for tip in tips) == 2
+    text = shown(capsys, path, "--from", "5")
+    assert re.findall(r"^step (\d+):", text, re.MULTILINE)[0] == "5"
+    events = json.loads(shown(capsys, path, "--format", "chrome", "--from", "5"))["traceEvents"]
+    assert min(e["args"]["step"] for e in events if "step" in e.get("args", {})) == 5
+    assert command.main([str(path), "--from", str(last + 1)]) == 2
+    assert f"ends before step {last + 1}" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        command.main([str(path), "--from", "1", "--step", "1"])
+
+
+def test_the_labels_of_a_mask_stand_apart_and_say_whose_the_keys_are() -> None:
+    many = view(("a", 50, 1), ("b", 60, 1), ("c", 0, 150))
+    drawn = ET.fromstring("".join(picture.mask_picture(many, None)))
+    labels = [one for one in drawn.findall(f"{SVG}text") if (one.text or "").startswith("[")]
+    assert [one.text for one in labels] == ["[0] a and 1 more", "[2] c"]
+    heights = [int(one.get("y", 0)) for one in labels]
+    assert heights[1] - heights[0] >= int(drawn.get("font-size", 0))
+    said = texts(drawn)
+    assert [name for name in said if name in {"a", "b", "c"}] == ["a", "b", "c"]
+    assert {"keys, across", "queries, down"} <= set(said)
 
 
 def test_the_text_says_when_a_request_ends(

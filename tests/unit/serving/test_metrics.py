@@ -109,7 +109,7 @@ def test_one_request_leaves_exactly_its_times_and_tokens() -> None:
         assert (seen[f"{name}_sum"], seen[f"{name}_count"]) == (total, 1), name
     assert (seen[f"{names.ITL}_sum"], seen[f"{names.ITL}_count"]) == (5 * STEP, 5)
     assert (seen[f"{names.ITERATION_TOKENS}_sum"], seen[f"{names.ITERATION_TOKENS}_count"]) == (
-        10 + 5,
+        10 + 6,
         6,
     )
     assert (seen["fairlead_steps_total"], seen["fairlead_step_seconds_total"]) == (6, 6 * STEP)
@@ -348,7 +348,7 @@ def test_a_canary_beside_a_request_is_not_counted_with_it() -> None:
     run(bench.engine)
     seen = bench.scrape()
     assert (seen["fairlead_arrivals_total"], seen["vllm:generation_tokens_total"]) == (1, 6)
-    assert seen[f"{names.ITERATION_TOKENS}_sum"] == 15
+    assert seen[f"{names.ITERATION_TOKENS}_sum"] == 16
     assert seen["vllm:prefix_cache_queries_total"] == 10
 
 

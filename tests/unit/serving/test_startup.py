@@ -81,10 +81,13 @@ def test_what_debug_startup_shows() -> None:
         "total": 30,
         "seconds": {**seconds, "imports": 2.0, "kernels": 1.0},
         "elapsed": 3.0,
+        "uptime": 3.0,
     }
     startup.end()
+    clock.now += 5.0
     ended = startup.as_dict
     assert (ended["ready"], ended["phase"], ended["total"]) == (True, "", 0)
+    assert (ended["elapsed"], ended["uptime"]) == (3.0, 8.0)
 
 
 def test_a_part_is_told_at_once_and_how_far_it_is_ten_times_a_second() -> None:

@@ -33,6 +33,8 @@ def values_of(f: "dataclasses.Field[Any]") -> st.SearchStrategy[Any]:
         return st.sampled_from([4, 8, 16, 32, 64, 128, 256])
     if f.name == "cors_origin":
         return st.sampled_from(["", "*", "https://app.example:8443"])
+    if f.name == "served_name":
+        return st.sampled_from(["", "a", "owner/b,c", "an odd näme"])
     if f.name in {"ssl_certfile", "ssl_keyfile"}:
         return st.text(min_size=1, max_size=20)  # neither without the other
     valid: st.SearchStrategy[Any] = {
@@ -160,3 +162,17 @@ def test_flags_of_servers_may_be_left_out_and_keep_their_defaults() -> None:
     flags = {flag for action in parser._actions for flag in action.option_strings}
     assert not flags & {flag_of(name) for name in SERVER_ONLY}
     assert EngineConfig.from_namespace(parser.parse_args(["--seed=3"])) == EngineConfig(seed=3)
+
+
+@pytest.mark.parametrize(
+    ("setting", "names"),
+    [("", ()), ("a", ("a",)), ("a,owner/b", ("a", "owner/b")), (" a , b ", ("a", "b"))],
+)
+def test_a_model_has_the_names_between_the_commas(setting: str, names: tuple[str, ...]) -> None:
+    assert EngineConfig(served_name=setting).served_names == names
+
+
+@pytest.mark.parametrize("setting", ["a,", ",a", "a,,b", "a,b,a", "a, a", " "])
+def test_a_name_that_is_empty_or_there_twice_is_refused(setting: str) -> None:
+    with pytest.raises(ConfigError, match="--served-name: has an empty name, or one twice"):
+        EngineConfig(served_name=setting)

@@ -99,6 +99,25 @@ def test_a_judged_family_is_sized_as_transformers_builds_it(name: str, case: str
     assert ModelShape.from_config(whole) == shape
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.full] * bool(number % 3 and name not in JUDGED))
+        for number, name in enumerate(SIZED)
+    ],
+)
+def test_heads_that_a_config_does_not_say_are_those_that_its_class_makes(name: str) -> None:
+    own = settings(name, {})
+    for key in ("num_key_value_heads", "head_dim"):
+        if key not in SIZED[name].needs:
+            own.pop(key, None)
+    if not name.startswith("gpt"):
+        heads = SIZED[name].defaults.get("num_key_value_heads") or 4
+        width = SIZED[name].defaults.get("head_dim") or 16
+        own |= {"num_attention_heads": heads, "hidden_size": width * heads}
+    compare(CONFIG_MAPPING[name](**own), ModelShape.from_config({"model_type": name, **own}))
+
+
 # Their classes' own defaults are of no model: the class cannot be built.
 WITHOUT_DEFAULTS = {"dots1", "hunyuan_v1_dense", "hunyuan_v1_moe", "ministral", "nemotron"}
 
@@ -197,7 +216,8 @@ def bad_values() -> Iterator[tuple[str, dict[str, Any], str]]:
         {"use_sliding_window": True, "sliding_window": 8, "no_rope_layers": 1},
         "no_rope",
     )
-    yield "dots1", {}, "num_local_experts"
+    yield "dots1", {"n_shared_experts": 1}, "num_local_experts"
+    yield "dots1", {"n_routed_experts": 4}, "n_shared_experts"
     yield "stablelm", {"use_parallel_residual": 1}, "use_parallel_residual"
     yield "ernie4_5_moe", {"moe_layer_end_index": -2}, "moe_layer_end_index"
     yield "gpt_bigcode", {"multi_query": None}, "multi_query"
@@ -216,4 +236,4 @@ def test_a_family_that_no_kernel_for_cpus_fuses_is_not_refused_for_gpus_in_int8(
     shape = ModelShape.from_config({"model_type": "apertus"})
     assert shape.slab_width == 0
     engine = EngineConfig(quantization="int8")
-    assert check_stored(engine, "", "bfloat16", "cuda", unfused=shape.unfused) == engine
+    assert check_stored(engine, "", "bfloat16", "cuda", unfused=shape.plain) == engine

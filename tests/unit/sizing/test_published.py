@@ -211,8 +211,9 @@ def test_groups_that_do_not_divide_a_matrix_are_refused(width: str) -> None:
     config = four_bits(gptq(group=128)) | {width: 4096 + 64}
     with pytest.raises(QuantizedError, match=r"group_size '128'.* width 4160 are served"):
         ModelShape.from_config(config)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
     with pytest.raises(QuantizedError, match=r"group_size '-1'.* width 4164 are served"):
-        ModelShape.from_config(four_bits(gptq(group=-1)) | {width: 4096 + 68})
+        ModelShape.from_config(four_bits(gptq(group=-1)) | {**heads, width: 4096 + 68})
 
 
 LLAMA_2_7B: dict[str, Any] = {"hidden_size": 4096, "intermediate_size": 11008, "vocab_size": 32000}
@@ -273,7 +274,7 @@ def test_int4_is_no_format_to_round_to() -> None:
 def test_int4_is_refused_on_cpus_and_in_float32_with_the_reason(dtype: str, device: str) -> None:
     with pytest.raises(ConfigError) as refused:
         check_stored(EngineConfig(), "int4", dtype, device, unfused="")
-    assert f"int4 is not supported in {dtype} on {device} yet: products with" in str(refused.value)
+    assert f"int4 is not supported in {dtype} on {device} yet: fp8 and" in str(refused.value)
     assert "the checkpoint's weights are int4" in str(refused.value)
     for works in ("bfloat16", "float16"):
         check_stored(EngineConfig(), "int4", works, "cuda", unfused="")
@@ -302,10 +303,10 @@ def test_a_format_is_refused_where_its_setting_would_be() -> None:
     with pytest.raises(ConfigError) as refused:
         check(EngineConfig(), "fp8", "bfloat16", "cpu")
     assert str(refused.value) == (
-        "--quantization: fp8 is not supported in bfloat16 on cpu yet: products with fp8 and int4 "
-        "weights are those of GPUs; the checkpoint's weights are fp8 (config.json: "
-        "quantization_config) (use none or int8, or fp8 or int4 with dtype bfloat16 or float16 on "
-        "a GPU; none and int8 need the unquantized checkpoint)"
+        "--quantization: fp8 is not supported in bfloat16 on cpu yet: fp8 and int4 weights need a "
+        "GPU and a type of 16 bits; the checkpoint's weights are fp8 (config.json: "
+        "quantization_config) (use none or int8; on a GPU with dtype bfloat16 or float16 also fp8 "
+        "or int4; none and int8 need the unquantized checkpoint)"
     )
 
 
@@ -464,3 +465,35 @@ def test_what_is_not_served_of_a_text_is_not_of_a_whole() -> None:
         ModelShape.from_config(experts)
     with pytest.raises(QuantizedError, match="quant_method 'bitsandbytes'"):
         ModelShape.from_config(whole(({"quant_method": "bitsandbytes"}, None)))
+
+
+EQUAL = {"head_dim": 256, "global_head_dim": 256, "hidden_size_per_layer_input": 0}
+PLAIN: list[dict[str, Any]] = [
+    *({"model_type": name} for name in ("gemma3n_text", "gemma4_text", "gemma4_unified_text")),
+    # All heads of one size and no inputs of layers: its layers are no fused ones all the same.
+    *({"model_type": name, **EQUAL} for name in ("gemma4_text", "gemma4_unified_text")),
+    *({"model_type": name} for name in ("mimo_v2_flash", "qwen3_moe", "exaone4", "olmo2", "olmo3")),
+]
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("config", PLAIN, ids=str)
+def test_layers_that_no_kernel_fuses_are_refused_quantized_before_they_load(
+    config: dict[str, Any], *, whole: bool
+) -> None:
+    name = str(config["model_type"])
+    wholes = {f"{part}_text": part for part in ("gemma3n", "gemma4", "gemma4_unified")}
+    if whole:
+        outer = wholes.get(name, "mistral3")
+        config = {"model_type": outer, "text_config": config}
+        if name in ("mimo_v2_flash", "qwen3_moe"):
+            config = {"model_type": "qwen3_vl_moe", "text_config": {}}
+    for form in (compressed_tensors(), awq(), gptq(), compressed_int4()):
+        with pytest.raises(QuantizedError, match=r"quantized .* are not supported"):
+            ModelShape.from_config(config | {"quantization_config": form[0]})
+    shape = ModelShape.from_config(config)
+    for device in ("cpu", "cuda"):
+        with pytest.raises(ConfigError, match=r"int8 weights of .* are not supported"):
+            check_stored(
+                EngineConfig(quantization="int8"), "", "bfloat16", device, unfused=shape.plain
+            )

@@ -16,6 +16,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from fairlead_runtime.models import families, text_model
 from fairlead_runtime.sizing.config_json import ShapeError, UnknownFamilyError
+from fairlead_runtime.sizing.families.judged import SIZED
 from fairlead_runtime.sizing.families.wholes import TRIED, WHOLES
 from fairlead_runtime.sizing.family_table import FAMILIES, JUDGED, PARTS, TEXTS
 from fairlead_runtime.sizing.shape import ModelShape
@@ -551,6 +552,94 @@ def test_a_whole_that_the_self_test_judges_is_sized_as_transformers_builds_it(
         if outer is own is None and parts.tied is False:
             assert shape.parameters == held
         assert shape.windows == families.check(resolved)
+
+
+@pytest.mark.parametrize(
+    ("family", "stray"),
+    [
+        *((family, {"head_dim": 24}) for family in ("qwen2_vl", "qwen2_5_vl", "glm4v", "glmga")),
+        *((family, {"head_dim": 24}) for family in ("stablelm", "gpt_neox")),
+        *((f, {"decoder_sparse_step": 2}) for f in ("mixtral", "gpt_oss", "olmoe", "hy_v3")),
+        *((family, {"mlp_only_layers": [1, 2]}) for family in ("mixtral", "granitemoe", "mellum")),
+    ],
+    ids=str,
+)
+def test_settings_that_a_class_does_not_read_change_nothing(
+    family: str, stray: dict[str, Any]
+) -> None:
+    text = {**TEXT, "num_hidden_layers": 3, "pad_token_id": 0, "tie_word_embeddings": False}
+    experts = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4)
+    if family not in WHOLES and (SIZED.get(family) or FAMILIES[family]).experts:
+        text |= experts | {"num_experts_per_tok": 2}
+
+    def config(**more: Any) -> dict[str, Any]:
+        if family in WHOLES:
+            outer = {"model_type": family, "tie_word_embeddings": False}
+            return outer | {"text_config": {**text, **more}}
+        return {"model_type": family, **text, **more}
+
+    shape = ModelShape.from_config(config(**stray))
+    assert shape == ModelShape.from_config(config())
+    resolved: Any = CONFIG_MAPPING[family].from_dict(config(**stray))
+    with torch.device("meta"):
+        model = text_model.class_to_load(resolved)(resolved)
+    assert shape.parameters == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("key", ["num_key_value_heads", "head_dim", "intermediate_size"])
+@pytest.mark.parametrize("family", sorted({*FAMILIES, *SIZED}))
+def test_null_is_a_number_where_the_class_makes_one_of_it(family: str, key: str) -> None:
+    row = SIZED.get(family) or FAMILIES[family]
+    read = key != "intermediate_size" or not row.experts
+    if not read or key in row.needs or key not in CONFIG_MAPPING[family].__dataclass_fields__:
+        return
+    config: dict[str, Any] = {"model_type": family, key: None}
+    try:
+        ModelShape.from_config(config)
+        refused = ""
+    except ShapeError as error:
+        refused = error.field
+    if refused not in ("", key):
+        return
+    try:
+        CONFIG_MAPPING[family].from_dict(config)
+    except Exception:  # noqa: BLE001 - of its class, whatever it is
+        assert refused == key
+    else:
+        assert refused == ""
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "field"),
+    [
+        ("gemma3_text", {"sliding_window": None}, "sliding_window"),
+        ("gpt_oss", {"sliding_window": None}, "sliding_window"),
+        ("cohere2", {"sliding_window": None, "layer_types": _KINDS}, "sliding_window"),
+        ("qwen2", {"layer_types": _KINDS}, "use_sliding_window"),
+        ("ministral", {}, "head_dim"),
+        ("llama", {"num_attention_heads": 10}, "num_attention_heads"),
+        ("gpt2", {"num_attention_heads": 10}, "num_attention_heads"),
+    ],
+    ids=str,
+)
+def test_what_transformers_cannot_run_is_refused_by_its_field(
+    family: str, change: dict[str, Any], field: str
+) -> None:
+    config = {"model_type": family, **SMALL, "num_hidden_layers": 3, **MOE, **change}
+    with pytest.raises(ShapeError, match=rf"config.json: {field}: "):
+        ModelShape.from_config(config)
+
+
+def test_layers_without_a_window_need_none() -> None:
+    full: dict[str, Any] = {"layer_types": ["full_attention"] * 7, "sliding_window": None}
+    for family in ("gemma3_text", "gpt_oss", "exaone4", "qwen2"):
+        config = {"model_type": family, **SMALL, **MOE, **full}
+        assert ModelShape.from_config(config).windows == (None,) * 7
+
+
+def test_a_text_whose_class_wants_its_type_is_refused_without_it() -> None:
+    with pytest.raises(ShapeError, match=r"text_config.model_type: must be 'exaone4' or"):
+        ModelShape.from_config({"model_type": "exaone4_5", "text_config": TEXT})
 
 
 def test_what_few_wholes_call_or_keep_otherwise_is_read_as_transformers_does() -> None:

@@ -28,11 +28,14 @@ MEASURED = (
 
 
 class PlanError(ValueError):
-    """Capacity is unknown. ``reason`` is the Planned condition's; the message names the fix."""
+    """Capacity is unknown. ``reason`` is the Planned condition's; the message names the fix, or
+    ``hint`` does.
+    """
 
-    def __init__(self, reason: str, message: str) -> None:
+    def __init__(self, reason: str, message: str, hint: str = "") -> None:
         super().__init__(message)
         self.reason = reason
+        self.hint = hint
 
 
 def device_of(deployment: InferenceDeployment) -> DeviceFacts:
@@ -54,7 +57,7 @@ def plan_of(config: Mapping[str, Any], deployment: InferenceDeployment) -> Memor
     try:
         shape = ModelShape.from_config(config)
         dtype = dtype_of(shape, deployment.engine)
-        check_stored(deployment.engine, shape.quantized, dtype, device.kind, unfused=shape.unfused)
+        check_stored(deployment.engine, shape.quantized, dtype, device.kind, unfused=shape.plain)
         return plan_memory(shape, deployment.engine, device)
     except UnknownFamilyError as error:
         raise PlanError("FamilyUnknown", str(error)) from None

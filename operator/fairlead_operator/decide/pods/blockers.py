@@ -91,7 +91,7 @@ CODES: Mapping[str, str] = {
     "Starting": "Wait: the model is being loaded and tested.",
     "CanaryFailed": "The pod is ready but generates no token: see its log.",
     "UpgradeHeld": (
-        "Mend the deployment that the message names, or change the chart's default again."
+        "Fix the deployment that the message names, or change the chart's default again."
     ),
     "RollingOut": "Wait: pods of the new revision replace the old ones.",
     "NoReplicas": "Set replicas above 0.",

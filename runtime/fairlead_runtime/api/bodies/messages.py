@@ -3,13 +3,23 @@
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, WithJsonSchema, field_validator
+import orjson
+from pydantic import (
+    BeforeValidator,
+    Field,
+    ValidationInfo,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 
 from fairlead_runtime.front.errors import invalid
 from fairlead_runtime.front.strict_body import MAX_NAME, ObjectsOf, StrictBody, TextPart, text_of
 
 MAX_MESSAGES = 1024
 MAX_CALLS = 128  # of one message
+TEXT_TYPES = ("text", "input_text", "output_text")  # of parts; the latter two are of responses
+THOUGHTS = "thinking"  # the type of a part, and where its text lies
 
 
 # For the OpenAPI document; the validator checks the values.
@@ -20,7 +30,7 @@ _CONTENT = {
             "type": "array",
             "items": {
                 "type": "object",
-                "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+                "properties": {"type": {"enum": [*TEXT_TYPES]}, "text": {"type": "string"}},
                 "required": ["type", "text"],
             },
         },
@@ -29,9 +39,16 @@ _CONTENT = {
 }
 
 
+def _as_text(arguments: Any) -> Any:
+    """Arguments that a client left out, or has as the object that their text says."""
+    if arguments is None:
+        return ""
+    return orjson.dumps(arguments).decode() if isinstance(arguments, dict) else arguments
+
+
 class CalledFunction(StrictBody):
     name: str = Field(max_length=MAX_NAME)
-    arguments: str
+    arguments: Annotated[str, BeforeValidator(_as_text)] = ""
 
 
 class ToolCall(StrictBody):
@@ -41,24 +58,75 @@ class ToolCall(StrictBody):
 
 
 class Message(StrictBody):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Annotated[Any, WithJsonSchema(_CONTENT), ObjectsOf(TextPart)] = None
     name: str | None = Field(default=None, max_length=MAX_NAME)
     tool_calls: list[ToolCall] | None = Field(default=None, max_length=MAX_CALLS)
     tool_call_id: str | None = Field(default=None, max_length=MAX_NAME)
+    function_call: CalledFunction | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _thoughts(cls, value: Any) -> Any:
+        """The assistant's parts of thinking become its reasoning, where it has no other."""
+        parts = value.get("content") if isinstance(value, dict) else None
+        if not isinstance(parts, list) or value.get("role") != "assistant":
+            return value
+        thoughts = [text for part in parts if (text := _thought(part)) is not None]
+        if not thoughts:
+            return value
+        rest = [part for part in parts if _thought(part) is None]
+        fields = {**value, "content": rest or None}
+        if not (value.get("reasoning") or value.get("reasoning_content")):
+            fields["reasoning_content"] = "\n".join(thoughts)
+        return fields
 
     @field_validator("content")
     @classmethod
     def _content(cls, value: Any, info: ValidationInfo) -> str:
         own = info.data.get("role") == "assistant"
-        return "" if value is None else text_of(value, "text", refusals=own)
+        return "" if value is None else text_of(value, *TEXT_TYPES, refusals=own)
+
+
+def _thought(part: Any) -> str | None:
+    text = part.get(THOUGHTS) if isinstance(part, dict) and part.get("type") == THOUGHTS else None
+    return text if isinstance(text, str) else None
 
 
 def for_template(messages: Sequence[Message]) -> tuple[dict[str, Any], ...]:
-    """Raises ApiError 400, which names the message."""
-    return tuple(_templated(f"messages.{place}", message) for place, message in enumerate(messages))
+    """Raises ApiError 400, which names the message. Calls and results in OpenAI's older form, which
+    had one a turn and no ids, are those of tools.
+    """
+    call_id = ""
+    templated = []
+    for place, message in enumerate(messages):
+        path = f"messages.{place}"
+        newer = message
+        if message.function_call is not None:
+            call_id = _id_of(place)
+            newer = _with_call(path, message, call_id)
+        elif message.role == "function":
+            answered, call_id = call_id or _id_of(place), ""
+            newer = message.model_copy(update={"role": "tool", "tool_call_id": answered})
+        templated.append(_templated(path, newer))
+    return tuple(templated)
+
+
+def _with_call(path: str, message: Message, call_id: str) -> Message:
+    if message.tool_calls or message.role != "assistant":
+        raise invalid(
+            f"{path}.function_call",
+            "is allowed only in a message of the assistant without tool_calls; send tool_calls",
+        )
+    call = ToolCall.model_construct(id=call_id, function=message.function_call)
+    return message.model_copy(update={"tool_calls": [call]})
+
+
+def _id_of(place: int) -> str:
+    """Of a call that has none: nine letters or digits, as Mistral's templates want them."""
+    return f"call{place:05d}"
 
 
 def characters(message: dict[str, Any]) -> int:

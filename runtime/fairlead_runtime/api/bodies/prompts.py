@@ -19,6 +19,7 @@ from fairlead_runtime.api.state.state import BodyRules
 from fairlead_runtime.api.tools.reasoning import BEGIN, END
 from fairlead_runtime.front.errors import ApiError, invalid
 from fairlead_runtime.front.limits import is_large, waits_apart
+from fairlead_runtime.front.strict_body import by_first_name
 from fairlead_runtime.front.strict_json import parse_object
 from fairlead_runtime.models.chat import (
     NO_INPUTS,
@@ -53,6 +54,7 @@ class PreparedRequest(NamedTuple):
     prompts: tuple[Sequence[int], ...]  # token ids of each prompt, as ``pack_ids`` returns them
     prompt_end: str  # of a chat, as text; of a message that goes on, the mark that counts there
     echo: tuple[str, ...] = ()  # the text of each prompt, if the answer shows it
+    model: str = ""  # the name that the body was sent with, or the first one
 
 
 def prepare(
@@ -64,15 +66,16 @@ def prepare(
     rules: BodyRules,
     check: Check = check_nothing,
 ) -> PreparedRequest:
-    """``check`` has the body as it was sent, ``validate`` with the model's values too. Raises
+    """``check`` has the body as it was sent, ``validate`` with the model's values too, and with its
+    first name, ``served``. Raises
     ApiError or RequestError, which name the field as the client sent it, and ServiceError.
     """
-    fields = parse_object(body)
+    fields, model = by_first_name(parse_object(body), served, rules.aliases)
     check(fields)
     request = validate(_with_defaults(fields, rules.sampling), served)
     check_place(body, request.template)
     try:
-        return _prepared(
+        prepared = _prepared(
             _with_bad_word_ids(request, encoder.tokenizer),
             encoder,
             max_model_len,
@@ -81,6 +84,7 @@ def prepare(
         )
     except (ApiError, RequestError) as error:
         raise error.renamed(request.sent_names) from None
+    return prepared._replace(model=model)
 
 
 def _with_defaults(body: dict[str, Any], sampling: Mapping[str, Any]) -> dict[str, Any]:

@@ -123,7 +123,6 @@ REFUSED: dict[str, Refused] = {
 }
 # Of a message, where they would change the prompt.
 REFUSED_OF_MESSAGES: dict[str, Refused] = {
-    "function_call": Refused(instead="send tool_calls"),
     "refusal": Refused(("",), "send it as content"),
     "audio": Refused(),
     "tools": Refused(([],), "send them beside messages"),

@@ -201,7 +201,7 @@ def completion(body: Mapping[str, Any], served: str) -> GenerationRequest:
 def chat(body: Mapping[str, Any], served: str) -> GenerationRequest:
     """A chat body. Raises as ``completion`` does."""
     parsed, ignored = _validate(ChatBody, body, served)
-    if parsed.top_logprobs is not None and not parsed.logprobs:
+    if parsed.top_logprobs and not parsed.logprobs:
         raise invalid("top_logprobs", "needs logprobs to be true")
     if parsed.top_logprobs is not None and not 0 <= parsed.top_logprobs <= MAX_LOGPROBS:
         raise invalid("top_logprobs", f"must be from 0 to {MAX_LOGPROBS}")

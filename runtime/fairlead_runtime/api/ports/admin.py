@@ -13,10 +13,12 @@ from starlette.responses import JSONResponse, Response
 from fairlead_runtime.api.state.state import ServerState
 from fairlead_runtime.front.drain import Drain
 from fairlead_runtime.front.errors import ApiError
+from fairlead_runtime.outputs import WHOLE_CACHE
 from fairlead_runtime.settings.engine_config import flag_of
 from fairlead_runtime.settings.metric_names import TENANT_RUNNING, TENANT_WAITING
 
 _BY_TENANT = (TENANT_WAITING.encode(), TENANT_RUNNING.encode())
+ALL = "all"  # in place of the first unit of the block map
 EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -73,12 +75,14 @@ class Admin:
         return JSONResponse(self._sizing())
 
     async def cache(self, start: str = "0") -> Response:
-        """The block map from unit ``start`` on, and the sizing of the cache."""
-        if not (start.isascii() and start.isdigit() and len(start) < 16):
-            raise ApiError(400, "start: send a whole number, the first unit to show", param="start")
+        """The block map from unit ``start`` on, or of ``all``, and the sizing of the cache."""
+        if start != ALL and not (start.isascii() and start.isdigit() and len(start) < 16):
+            reason = f"start: send a whole number, the first unit to show, or {ALL}"
+            raise ApiError(400, reason, param="start")
         backend = self._state.loaded()
-        view = await backend.service.cache(int(start))
-        if int(start) >= view.units:
+        first = WHOLE_CACHE if start == ALL else int(start)
+        view = await backend.service.cache(first)
+        if first >= view.units:
             reason = f"start: the cache has {view.units} units, from 0 to {view.units - 1}"
             raise ApiError(400, reason, param="start")
         fields = {field.name: getattr(view, field.name) for field in dataclasses.fields(view)}

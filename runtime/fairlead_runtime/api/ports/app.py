@@ -52,12 +52,15 @@ def public_app(state: ServerState, pool: PromptPool, keys: KeyRing | None = None
     probes = Probes(state)
     document = (files(__package__) / DOCUMENT).read_bytes()
 
+    def names() -> tuple[str, ...]:
+        return state.name, *state.loaded().rules.aliases
+
     async def models() -> Response:
-        return JSONResponse({"object": "list", "data": [_model(state)]})
+        return JSONResponse({"object": "list", "data": [_model(state, name) for name in names()]})
 
     async def model(name: str) -> Response:
-        check_model(name, state.name)
-        return JSONResponse(_model(state))
+        check_model(name, *names())
+        return JSONResponse(_model(state, name))
 
     async def show_version() -> Response:
         return JSONResponse({"version": version("fairlead")})
@@ -141,10 +144,10 @@ async def _on_validation(request: Request, _error: Exception) -> Response:
     return errors.ApiError(400, "the request is not valid").response_to(request.scope)
 
 
-def _model(state: ServerState) -> dict[str, object]:
+def _model(state: ServerState, name: str) -> dict[str, object]:
     backend = state.loaded()
     return {
-        "id": state.name,
+        "id": name,
         "object": "model",
         "created": state.created,
         "owned_by": "fairlead",

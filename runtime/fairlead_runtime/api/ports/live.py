@@ -17,7 +17,13 @@ from starlette.responses import Response
 
 from fairlead_runtime.api.state.state import ServerState
 from fairlead_runtime.front.auth import tenant_of
-from fairlead_runtime.outputs import BlockRun, BlockState, CacheView, RequestView
+from fairlead_runtime.outputs import (
+    WHOLE_CACHE,
+    BlockRun,
+    BlockState,
+    CacheView,
+    RequestView,
+)
 from fairlead_runtime.request.sequence import Status
 
 FRESH_SECONDS = 0.5  # a look at the engine serves everybody for so long
@@ -57,7 +63,7 @@ class LivePicture:
         service = self._state.loaded().service
 
         async def look() -> _Look:
-            return _Look(await service.requests(), await service.cache(0))
+            return _Look(await service.requests(), await service.cache(WHOLE_CACHE))
 
         now = asyncio.get_running_loop().time()
         old = self._look is not None and self._look.done() and now >= self._began + FRESH_SECONDS

@@ -1,21 +1,22 @@
 """The two pages, ``/`` on each port: one to watch the engine, one to chat with it.
 
 Owns how they are put together of the files in ``pages``, and their headers. A page is one file that
-loads nothing from elsewhere; it is the same for everybody and holds no data but the model's name,
-on the admin port.
+loads nothing from elsewhere; it is the same for everybody and holds no data but the model's name
+and the version, on the admin port.
 """
 
 import base64
 import hashlib
 import html
 import re
+from importlib.metadata import version
 from importlib.resources import files
 
 from starlette.responses import Response
 
 WATCH, CHAT = "watch.html", "chat.html"
 _PART = re.compile(r"\{\{([a-z]+\.[a-z]+)\}\}")
-_MODEL = "{{model}}"
+_MODEL, _VERSION = "{{model}}", "{{version}}"
 
 
 class Page:
@@ -28,6 +29,7 @@ class Page:
             return (folder / part).read_text("utf-8")
 
         content = _PART.sub(lambda found: text(found[1]), text(name))
+        content = content.replace(_VERSION, version("fairlead"))
         self._content = content.replace(_MODEL, html.escape(model)).encode()
         self._headers = {
             "content-security-policy": _policy(self._content),

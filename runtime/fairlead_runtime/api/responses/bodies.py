@@ -5,7 +5,7 @@ checked as a chat's, under the names that the client sent.
 """
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -22,6 +22,7 @@ from fairlead_runtime.api.bodies.request_bodies import ChatBody, GenerationReque
 from fairlead_runtime.api.bodies.sent_names import SentNames, without_tags
 from fairlead_runtime.api.bodies.tool_bodies import ALLOWED, MAX_TOOLS
 from fairlead_runtime.api.responses.items import MAX_ITEMS, SILENT, Item, messages_of
+from fairlead_runtime.api.responses.namespaces import KIND, Placed, functions_of, joined
 from fairlead_runtime.front.errors import ApiError, invalid
 from fairlead_runtime.front.strict_body import MAX_NAME, StrictBody, Whole, check_model, validated
 from fairlead_runtime.request.sequence import RequestError
@@ -113,10 +114,14 @@ def response(body: Mapping[str, Any], served: str) -> GenerationRequest:
         raise without_tags(error, _ITEM) from None
     if not parsed.input:
         raise invalid("input", "is empty: send text or at least one item")
+    tools = [*functions_of(parsed.tools or ())]
+    paths = [
+        (re.compile(rf"tools\.{place}\.function"), each.path) for place, each in enumerate(tools)
+    ]
     try:
-        request = request_bodies.chat(_as_chat(body, parsed), served)
+        request = request_bodies.chat(_as_chat(body, parsed, tools), served)
     except ApiError as error:
-        raise _SENT.renamed(error) from None
+        raise SentNames((*paths, *_SENT.places)).renamed(error) from None
     except RequestError as error:
         raise error.renamed({error.param: _SENT.name(error.param)}) from None
     names = {"max_tokens": "max_tokens", "messages": "messages", **request.sent_names}
@@ -125,7 +130,9 @@ def response(body: Mapping[str, Any], served: str) -> GenerationRequest:
     return replace(request, sent_names=sent_names, echo=echo, ignored=ignored)
 
 
-def _as_chat(body: Mapping[str, Any], parsed: ResponseBody) -> dict[str, Any]:
+def _as_chat(
+    body: Mapping[str, Any], parsed: ResponseBody, tools: Sequence[Placed]
+) -> dict[str, Any]:
     response_fields = {*ResponseBody.model_fields, *_REFUSED}
     shared = {name: value for name, value in body.items() if name not in response_fields}
     wants_logprobs = LOGPROBS in (parsed.include or ())
@@ -133,7 +140,7 @@ def _as_chat(body: Mapping[str, Any], parsed: ResponseBody) -> dict[str, Any]:
         **shared,
         "messages": messages_of(parsed.input, parsed.instructions),
         "max_completion_tokens": parsed.max_output_tokens,
-        "tools": [_tool(place, tool) for place, tool in enumerate(parsed.tools or ())],
+        "tools": [_tool(each) for each in tools],
         "tool_choice": _choice(parsed.tool_choice),
         "parallel_tool_calls": parsed.parallel_tool_calls,
         "response_format": _format(parsed.text),
@@ -143,11 +150,12 @@ def _as_chat(body: Mapping[str, Any], parsed: ResponseBody) -> dict[str, Any]:
     }
 
 
-def _tool(place: int, tool: Mapping[str, Any]) -> dict[str, Any]:
+def _tool(placed: Placed) -> dict[str, Any]:
     """A chat has the fields of a function one level deeper."""
-    if tool.get("type") != "function":
-        raise invalid(f"tools.{place}.type", 'must be "function"; no other tool is built in')
-    return {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
+    function = {name: value for name, value in placed.tool.items() if name != "type"}
+    if "name" in function:
+        function["name"] = placed.name
+    return {"type": "function", "function": function}
 
 
 def _choice(choice: Any) -> Any:
@@ -163,7 +171,10 @@ def _choice(choice: Any) -> Any:
             'must be "none", "auto", "required", {"type": "function", "name": ...} or '
             '{"type": "allowed_tools", "mode": ..., "tools": [...]}',
         )
-    return {"type": "function", "function": {"name": choice["name"]}}
+    name, namespace = choice["name"], choice.get(KIND)
+    if isinstance(name, str) and isinstance(namespace, str):
+        name = joined(namespace, name)
+    return {"type": "function", "function": {"name": name}}
 
 
 def _format(text: TextOptions | None) -> dict[str, Any] | None:
@@ -190,7 +201,10 @@ def _echo(
         "temperature": request.params.temperature,
         "text": {"format": (parsed.text and parsed.text.format) or {"type": "text"}},
         "tool_choice": parsed.tool_choice or "auto",
-        "tools": [{"strict": None, "parameters": None, **tool} for tool in parsed.tools or ()],
+        "tools": [
+            tool if tool["type"] == KIND else {"strict": None, "parameters": None, **tool}
+            for tool in parsed.tools or ()
+        ],
         "top_p": request.params.top_p,
         "top_logprobs": parsed.top_logprobs or 0,
         "truncation": "disabled",

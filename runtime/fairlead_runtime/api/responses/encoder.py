@@ -11,6 +11,7 @@ import orjson
 
 from fairlead_runtime.api.answers.logprob_bodies import chat_content
 from fairlead_runtime.api.answers.response_bodies import Frame, Usage, WholeChoice
+from fairlead_runtime.api.responses.namespaces import KIND, names_of
 from fairlead_runtime.api.tools.parts import CallArguments, CallBegun, Content, Part, Reasoning
 from fairlead_runtime.front.errors import ApiError
 from fairlead_runtime.outputs import Output
@@ -27,6 +28,7 @@ class ResponseEncoder:
     def __init__(self, frame: Frame) -> None:
         self._frame = frame
         self._parser = frame.new_parser()
+        self._namespaces = names_of(frame.echo.get("tools", ()))
         self._events: list[bytes] = []
         self._number = 0  # of the next event
         self._whole = False  # the answer is one body: there are no events
@@ -110,7 +112,9 @@ class ResponseEncoder:
                 self._begin("reasoning")
                 self._delta("reasoning_text", text)
             case CallBegun(_, call_id, name):
-                self._begin("function_call", call_id=call_id, name=name)
+                own, namespace = self._namespaces.get(name, (name, None))
+                grouped = {} if namespace is None else {KIND: namespace}
+                self._begin("function_call", call_id=call_id, name=own, **grouped)
             case CallArguments(_, text):
                 self._text.append(text)
                 self._emit("response.function_call_arguments.delta", **self._place(), delta=text)

@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, ValidationInfo, WithJsonSchema, field_validator
 
+from fairlead_runtime.api.responses.namespaces import joined
 from fairlead_runtime.front.strict_body import MAX_NAME, StrictBody, text_of
 
 MAX_ITEMS = 1024
@@ -46,6 +47,7 @@ class CallItem(StrictBody):
     type: Literal["function_call"]
     call_id: Name
     name: Name
+    namespace: Name | None = None
     arguments: str
 
 
@@ -119,7 +121,8 @@ def messages_of(items: list[Item], instructions: str | None) -> list[dict[str, A
             case MessageItem():
                 messages.append({"role": item.role, "content": item.content})
             case CallItem():
-                function = {"name": item.name, "arguments": item.arguments}
+                name = joined(item.namespace, item.name)
+                function = {"name": name, "arguments": item.arguments}
                 call = {"id": item.call_id, "type": "function", "function": function}
                 _assistant(messages).setdefault("tool_calls", []).append(call)
             case ResultItem():

@@ -184,7 +184,7 @@ class EndpointHandler:
         return Frame(
             id=self._endpoint.prefix + (of_client or request_id),
             created=int(time.time()),
-            model=self._state.name,
+            model=prepared.model,
             top=request.params.logprobs,
             usage=request.include_usage,
             token_bytes=vocabulary.token_bytes,

@@ -30,6 +30,7 @@ from fairlead_runtime.front.strict_body import (
     MAX_NAME,
     StrictBody,
     Whole,
+    by_first_name,
     check_model,
     validated,
     wholes,
@@ -105,7 +106,7 @@ class TokenizeRoutes:
 
 def tokenize(body: bytes, served: str, backend: Backend) -> Answer:
     """Raises ApiError or RequestError, which name the field, and ServiceError."""
-    fields = parse_object(body)
+    fields, _ = by_first_name(parse_object(body), served, backend.rules.aliases)
     parsed, ignored = accept(TokenizeBody, fields, served, REFUSED | _REFUSED)
     tokenizer, longest = backend.encoder.tokenizer, backend.service.max_model_len
     large = is_large(body)
@@ -144,7 +145,7 @@ def count_tokens(body: bytes, served: str, backend: Backend) -> Answer:
 def detokenize(body: bytes, served: str, backend: Backend) -> Answer:
     """Raises ApiError, also for an id that the tokenizer does not have."""
     fields = parse_object(body)
-    check_model(fields.get("model"), served)
+    check_model(fields.get("model"), served, *backend.rules.aliases)
     ignored = unread(DetokenizeBody, fields, {})
     ids = validated(DetokenizeBody, fields).tokens
     for place, token in enumerate(ids):

@@ -31,11 +31,13 @@ MAX_TENANTS = 100  # with metrics of their own
 class BodyRules(NamedTuple):
     """What the server decides about every body. ``sampling``: the values of sampling fields that a
     body leaves out. ``templates``: it may bring a chat template, which ``renderer`` renders.
+    ``aliases``: names of the model beside its first one.
     """
 
     sampling: Mapping[str, Any] = MappingProxyType({})
     templates: bool = False
     renderer: RequestTemplates | None = None
+    aliases: tuple[str, ...] = ()
 
 
 NO_RULES = BodyRules()
@@ -47,7 +49,7 @@ class Backend:
 
     ``metrics`` returns the Prometheus exposition (text format 0.0.4). ``memory`` has every sizing
     term, planned and measured, as plain JSON values. ``died`` is set when the engine has given up.
-    ``replies``: how its calls of tools and its reasoning look. ``encoder`` has its tokenizer.
+    ``replies``: how its tool calls and its reasoning look. ``encoder`` has its tokenizer.
     ``max_body``: bytes of a body, at most.
     """
 

@@ -57,7 +57,7 @@ from fairlead_runtime.device.conversion.recording_pass import (
     repeat,
 )
 from fairlead_runtime.device.conversion.replacement import Replacement
-from fairlead_runtime.device.conversion.rounding import Noise
+from fairlead_runtime.device.conversion.rounding import SAMPLES, Noise
 from fairlead_runtime.device.model.fused_layers import (
     FusedLayer,
     FusedRun,
@@ -264,7 +264,8 @@ def _fuse_ends(
         expected = recognize_ends.other_logits(model, step)
         # Before the head's weights are packed, which takes them. It rounds as the layers do.
         rounding = max(layer.rounding for layer in runs[0].layers)
-        noise = recognize_ends.noise(model, layers, step, expected, rounding)
+        samples = _ScratchPass(model.heads, model.device, SAMPLES)
+        noise = recognize_ends.noise(model, layers, samples, expected, rounding, together=True)
         fused_model = recognize_ends.FusedModel(ends, runs[0], operations, model.heads.dtype)
         restore = partial(fused_model.restore, ends)
         replacement = Replacement(weights=ends.head_weights, restore=restore)
@@ -302,13 +303,14 @@ def _runs(fused: Sequence[FusedLayer]) -> list[list[FusedLayer]]:
 
 
 class _ScratchPass(CachedPass):
-    """One short sequence in a float32 cache of its own."""
+    """Short sequences, one after the other, in a float32 cache of their own."""
 
-    def __init__(self, heads: Heads, device: torch.device) -> None:
-        size = (1, TOKENS, heads.kv)
+    def __init__(self, heads: Heads, device: torch.device, sequences: int = 1) -> None:
+        tokens = sequences * TOKENS
+        size = (1, tokens, heads.kv)
         keys = torch.zeros(*size, heads.dim, device=device)
         values = torch.zeros(*size, heads.value_dim, device=device)
-        self.keep = torch.arange(TOKENS, device=device)
+        self.keep = torch.arange(tokens, device=device)
         self._cached = CachedLayer(keys, values, self.keep)
 
     def cached(self, _layer: int) -> CachedLayer:
@@ -316,7 +318,9 @@ class _ScratchPass(CachedPass):
 
     def attend_cached(self, _layer: int, query: Tensor, call: AttentionCall) -> Tensor:
         keys, values = (x[0].to(query.dtype) for x in (self._cached.keys, self._cached.values))
-        return causal_attention(query, keys, values, call.scale)
+        count = len(query) // TOKENS
+        each = zip(query.chunk(count), keys.chunk(count), values.chunk(count), strict=True)
+        return torch.cat([causal_attention(q, k, v, call.scale) for q, k, v in each])
 
 
 def _fused(

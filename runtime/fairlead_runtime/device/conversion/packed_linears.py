@@ -30,7 +30,7 @@ from fairlead_runtime.device.conversion.recognize_layer import (
     matrix_of,
 )
 from fairlead_runtime.device.conversion.replacement import Replacement, by_rows
-from fairlead_runtime.device.conversion.rounding import Noise
+from fairlead_runtime.device.conversion.rounding import SAMPLES, Noise
 from fairlead_runtime.device.model.paged_attention import ForwardPass
 from fairlead_runtime.device.model.paged_model import PagedModel
 from fairlead_runtime.sizing.terms import PANEL
@@ -190,7 +190,8 @@ def _packed(
         if len(matrix.stored) < PANEL:
             raise DoesNotFitError("most of its packed rows would be padding")
         factor = 1.0 if embedded is None else _factor(embedded, matrix.stored)
-        noise = Noise.of(want, lambda changes: module(changes.of(x, x.shape[-1])[None])[0])
+        batch = x.expand(SAMPLES, *x.shape)
+        noise = Noise.of(want, lambda changes: module(changes.of(batch, x.shape[-1])))
         product = _Product(
             module,
             parameter,

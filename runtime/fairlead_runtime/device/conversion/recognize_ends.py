@@ -11,7 +11,7 @@ All is recognized in float32. A model in another type has its weights widened me
 afterwards, or a vector in float32.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -33,7 +33,7 @@ from fairlead_runtime.device.conversion.recognize_layer import (
     matrix_of,
     norm_of,
 )
-from fairlead_runtime.device.conversion.rounding import Changes, Noise
+from fairlead_runtime.device.conversion.rounding import SAMPLES, Changes, Noise
 from fairlead_runtime.device.model.fused_layers import Rope, RopeArgument
 from fairlead_runtime.device.model.paged_attention import CachedPass, ForwardPass
 from fairlead_runtime.device.model.paged_model import PagedModel
@@ -298,24 +298,32 @@ def noise(
     step: ForwardPass,
     expected: Tensor,
     rounding: float = 0.0,
+    *,
+    together: bool = False,
 ) -> Noise:
     """How far rounding moves ``other_logits`` in the model's own code around its ``layers``, which
-    may be fused; none of its weights may be missing.
+    may be fused; none of its weights may be missing. ``together``: ``step`` takes SAMPLES sequences
+    one after the other, so that the layers' weights are read once.
     """
     outside = _outside(model, layers)
 
-    def again(changes: Changes) -> Tensor:
+    def again(changes: Changes) -> Iterator[Tensor]:
         with changes.inside(outside):
-            return other_logits(model, step)
+            if together:
+                yield from other_logits(model, step, SAMPLES).chunk(SAMPLES)
+                return
+            for _ in range(SAMPLES):
+                yield other_logits(model, step)
 
     return Noise.of(expected, again, rounding)
 
 
-def other_logits(model: PagedModel, step: ForwardPass) -> Tensor:
+def other_logits(model: PagedModel, step: ForwardPass, times: int = 1) -> Tensor:
     """The logits [T, vocabulary] by the model's own code of tokens that ``recognize`` has not
-    seen.
+    seen, as sequences so many ``times``: [times · T, vocabulary].
     """
-    return model.run(*random_tokens(model, seed=1), step)
+    ids, positions = random_tokens(model, seed=1)
+    return model.run(ids.repeat(times), positions.repeat(times), step)
 
 
 def random_tokens(model: PagedModel, *, seed: int) -> tuple[Tensor, Tensor]:

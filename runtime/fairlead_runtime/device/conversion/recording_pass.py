@@ -19,7 +19,7 @@ from fairlead_runtime.device.conversion import recognize_ends
 from fairlead_runtime.device.conversion.float32_view import has_weights, widened_to_float32
 from fairlead_runtime.device.conversion.module_calls import Call, record_calls
 from fairlead_runtime.device.conversion.recognize_layer import DoesNotFitError, Recording
-from fairlead_runtime.device.conversion.rounding import Changes
+from fairlead_runtime.device.conversion.rounding import SAMPLES, Changes
 from fairlead_runtime.device.model.paged_attention import CURRENT_PASS, AttentionCall
 from fairlead_runtime.device.model.paged_model import PagedModel, ProbePass
 
@@ -137,7 +137,9 @@ def recording_of(recorded: Recorded) -> tuple[Recording, str]:
 
 
 class _ChangingPass(ProbePass):
-    """A pass of which attention reads changed queries, keys and values."""
+    """SAMPLES passes in one batch, of which attention reads changed queries, keys and values."""
+
+    sequences = SAMPLES
 
     def __init__(self, keep: Tensor, changes: Changes) -> None:
         super().__init__(keep)
@@ -152,17 +154,24 @@ class _ChangingPass(ProbePass):
 
 
 def repeat(call: Call, changes: Changes) -> Tensor:
-    """What a layer gives [T, hidden] of what it got when it was recorded, with all that its modules
-    and its attention read changed. Its weights must be of the recording's type.
+    """What a layer gives [SAMPLES, T, hidden] of what it got when it was recorded, each time with
+    other changes of all that its modules and its attention read. Its weights must be of the
+    recording's type.
     """
     hidden, layer = call.inputs[0], call.module
+    batch, arguments = tree_map_only(Tensor, _sampled, (hidden, call.arguments))
     token = CURRENT_PASS.set(_ChangingPass(torch.tensor([0], device=hidden.device), changes))
     try:
         with changes.inside(layer.modules()):
-            out: Tensor = layer(hidden, **call.arguments)[0]
+            out: Tensor = layer(batch, **arguments)
             return out
     finally:
         CURRENT_PASS.reset(token)
+
+
+def _sampled(x: Tensor) -> Tensor:
+    """A batch of SAMPLES copies of what is a batch of one."""
+    return x.repeat(SAMPLES, *[1] * (x.dim() - 1)) if x.dim() and len(x) == 1 else x
 
 
 @contextmanager

@@ -38,15 +38,19 @@ class Noise:
     size: Tensor
 
     @classmethod
-    def of(cls, want: Tensor, again: Callable[["Changes"], Tensor], rounding: float = 0.0) -> Self:
+    def of(
+        cls, want: Tensor, again: Callable[["Changes"], Iterable[Tensor]], rounding: float = 0.0
+    ) -> Self:
         """The noise of ``want`` [T, N], which ``again`` computes with the changes given, SAMPLES
-        times. ``rounding``: that of the other result's products (``Packed.rounding``).
+        times, each with others: one after the other, or as a batch [SAMPLES, T, N], for which
+        weights are read once. ``rounding``: that of the other result's products
+        (``Packed.rounding``).
         """
         changes = Changes(want.device, rounding)
         exact = want.double()
         total = torch.zeros_like(exact)
-        for _ in range(SAMPLES):
-            total += (again(changes).double() - exact).square()
+        for sample in again(changes):
+            total += (sample.double() - exact).square()
         moved = (total / SAMPLES).sqrt()
         # A few samples of one element may all be small by chance: those beside it are not.
         moved = torch.maximum(moved, moved.median(dim=-1, keepdim=True).values)

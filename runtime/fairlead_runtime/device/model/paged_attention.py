@@ -119,9 +119,12 @@ def _attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Transformers' attention signature: [1, heads, T, dim] in, [1, T, heads, dim] out."""
+    """Transformers' attention signature: [1, heads, T, dim] in, [1, T, heads, dim] out; a batch in
+    a pass of several ``sequences``.
+    """
     current = CURRENT_PASS.get()
-    if current is None or attention_mask is not None or query.shape[0] != 1:
+    batch = getattr(current, "sequences", 1)
+    if current is None or attention_mask is not None or query.shape[0] != batch:
         raise RuntimeError(
             "paged attention runs only inside PagedModel.forward, on packed rows without a mask"
         )
@@ -129,8 +132,9 @@ def _attention(
     call = AttentionCall(scale, sliding_window, softcap, s_aux)
     # An int, though torch types every attribute of a module as a tensor or a module.
     layer: Any = module.layer_idx
-    out = current.attend(layer, _packed(query), _packed(key), _packed(value), call)
-    return out[None], None
+    each = zip(query, key, value, strict=True)
+    outs = [current.attend(layer, _packed(q), _packed(k), _packed(v), call) for q, k, v in each]
+    return torch.stack(outs) if batch > 1 else outs[0][None], None
 
 
 def _probed(
@@ -158,7 +162,7 @@ def _mask(
 
 
 def _packed(x: Tensor) -> Tensor:
-    return x[0].transpose(0, 1)
+    return x.transpose(0, 1)
 
 
 class GroupedPass(CachedPass):

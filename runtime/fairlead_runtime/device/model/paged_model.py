@@ -382,7 +382,7 @@ def prepare(
     ):
         reason = "its config.json describes other layers than transformers builds from it"
         if model.mixed and not shape.mixed:
-            reason = "its layers differ in the number or size of their heads"
+            reason = families.MIXED
         raise families.unsupported(str(loaded.config.model_type), reason)
     return model
 

@@ -25,11 +25,12 @@ _GLM = Family(
     shardable=False,
     qkv_bias="attention_bias",
     mlp_copies=4,
+    made=("num_key_value_heads", "head_dim"),
 )
 
 DENSE: Mapping[str, Family] = {
     "apertus": Family(
-        defaults(131072, 4096, 14336, 32, 32, 65536, num_key_value_heads=32),
+        defaults(131072, 4096, 14336, 32, 32, 65536),
         fuses=False,
         qk_norm="head",
         gated=False,
@@ -38,11 +39,12 @@ DENSE: Mapping[str, Family] = {
         **ATTENTION_BIAS,
     ),
     "arcee": Family(
-        defaults(32000, 2560, 18432, 32, 32, 4096, num_key_value_heads=32, head_dim=80),
+        defaults(32000, 2560, 18432, 32, 32, 4096),
         gated=False,
         mlp_copies=3,
         mlp_bias="mlp_bias",
         **ATTENTION_BIAS,
+        even_heads=True,
     ),
     "cwm": Family(
         defaults(
@@ -59,6 +61,7 @@ DENSE: Mapping[str, Family] = {
         mlp_bias="mlp_bias",
         window="types",
         full_rule=first_of_four,
+        even_heads=True,
     ),
     "ernie4_5": Family(
         defaults(
@@ -76,6 +79,7 @@ DENSE: Mapping[str, Family] = {
         qkv_bias="use_bias",
         out_bias="use_bias",
         mlp_bias="use_bias",
+        made=("num_key_value_heads", "head_dim"),
     ),
     "exaone4": Family(
         defaults(
@@ -90,23 +94,26 @@ DENSE: Mapping[str, Family] = {
             sliding_window_pattern=4,
         ),
         fuses=False,
+        fuses_nowhere=True,
         qk_norm="head",
         window="types",
         full_every="sliding_window_pattern",
     ),
     "glm": _GLM,
-    "glm4": replace(_GLM, norms=4),
+    "glm4": replace(_GLM, norms=4, made=()),
     "helium": Family(
         defaults(48000, 2560, 7040, 24, 20, 4096, num_key_value_heads=20, head_dim=128),
         qkv_bias="attention_bias",
         mlp_bias="mlp_bias",
     ),
     "hunyuan_v1_dense": Family(
-        defaults(290943, 4096, 11008, 32, 32, 2048, num_key_value_heads=32),
+        defaults(290943, 4096, 11008, 32, 32, 2048),
         shardable=False,
         fuses=False,
+        fuses_nowhere=True,
         qk_norm="head",
         **ATTENTION_BIAS,
+        needs=("head_dim",),
     ),
     "hyperclovax": Family(
         defaults(
@@ -116,14 +123,13 @@ DENSE: Mapping[str, Family] = {
             32,
             32,
             2048,
-            num_key_value_heads=32,
-            head_dim=128,
             use_post_norm=True,
         ),
         mlp_bias="mlp_bias",
         norms_if=("use_post_norm", 4),
         logit_copies=2,
         **ATTENTION_BIAS,
+        even_heads=True,
     ),
     "internlm3": Family(
         defaults(128512, 4096, 10240, 48, 32, 32768, num_key_value_heads=2, head_dim=128),
@@ -131,11 +137,15 @@ DENSE: Mapping[str, Family] = {
         out_bias="mlp_bias",
         aliases={"attention_bias": "qkv_bias", "mlp_bias": "bias"},
         mlp_bias="mlp_bias",
+        made=("num_key_value_heads", "head_dim"),
+        even_heads=True,
     ),
     "iquestcoder": Family(
         defaults(76800, 5120, 27648, 80, 40, 131072, num_key_value_heads=8, head_dim=128),
         mlp_bias="mlp_bias",
         **ATTENTION_BIAS,
+        made=("num_key_value_heads", "head_dim"),
+        even_heads=True,
     ),
     "granite_swa": Family(
         defaults(
@@ -157,11 +167,13 @@ DENSE: Mapping[str, Family] = {
         window="types",
         full_rule=first_of_four,
         **ATTENTION_BIAS,
+        made=("num_key_value_heads",),
     ),
     "ministral": Family(
         defaults(32000, 4096, 14336, 32, 32, 131072, num_key_value_heads=8, sliding_window=4096),
         window="types",
         full_rule=never,
+        needs=("head_dim",),
     ),
     "ministral3": Family(
         defaults(131072, 4096, 14336, 34, 32, 262144, num_key_value_heads=8, head_dim=128),
@@ -169,14 +181,16 @@ DENSE: Mapping[str, Family] = {
         window="all",
     ),
     "olmo": Family(
-        defaults(50304, 4096, 11008, 32, 32, 2048, num_key_value_heads=32),
+        defaults(50304, 4096, 11008, 32, 32, 2048),
         fuses=False,
+        fuses_nowhere=True,
         norms=0,
         final_norm=False,
         **ATTENTION_BIAS,
     ),
     "olmo3": Family(
-        defaults(50304, 4096, 11008, 32, 32, 2048, num_key_value_heads=32, sliding_window=4096),
+        defaults(50304, 4096, 11008, 32, 32, 2048, sliding_window=4096),
+        fuses_nowhere=True,
         shardable=False,
         qk_norm="flat",
         window="types",
@@ -199,6 +213,7 @@ DENSE: Mapping[str, Family] = {
         qkv_bias="attention_bias",
         out_bias="attention_out_bias",
         mlp_bias="mlp_bias",
+        made=("num_key_value_heads",),
     ),
     "smollm3": Family(
         defaults(
@@ -219,6 +234,7 @@ DENSE: Mapping[str, Family] = {
         slides_without="no_rope_layers",
         full_every="no_rope_layer_interval",
         **ATTENTION_BIAS,
+        made=("num_key_value_heads",),
     ),
     "vaultgemma": Family(
         defaults(
@@ -238,6 +254,7 @@ DENSE: Mapping[str, Family] = {
         window="types",
         full_every=2,
         **ATTENTION_BIAS,
+        even_heads=True,
     ),
     "bitnet": Family(
         defaults(128256, 2560, 6912, 30, 20, 2048, num_key_value_heads=5),
@@ -245,11 +262,10 @@ DENSE: Mapping[str, Family] = {
         fuses=False,
         inner_norms=True,
         **ATTENTION_BIAS,
+        made=("num_key_value_heads",),
     ),
     "nanochat": Family(
-        defaults(
-            50304, 768, 8192, 12, 6, 2048, num_key_value_heads=6, final_logit_softcapping=15.0
-        ),
+        defaults(50304, 768, 8192, 12, 6, 2048, final_logit_softcapping=15.0),
         fuses=False,
         gated=False,
         norms=0,

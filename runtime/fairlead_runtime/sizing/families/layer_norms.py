@@ -19,7 +19,8 @@ _GPT2 = {
 
 LAYER_NORMS: Mapping[str, Family] = {
     "nemotron": Family(
-        defaults(256000, 6144, 24576, 32, 48, 4096, head_dim=128),
+        defaults(256000, 6144, 24576, 32, 48, 4096),
+        needs=("num_key_value_heads",),
         norm_bias=True,
         gated=False,
         mlp_copies=3,
@@ -34,8 +35,6 @@ LAYER_NORMS: Mapping[str, Family] = {
             32,
             26,
             8192,
-            num_key_value_heads=26,
-            head_dim=128,
             attention_bias=True,
             mlp_bias=True,
         ),
@@ -44,6 +43,7 @@ LAYER_NORMS: Mapping[str, Family] = {
         mlp_copies=3,
         mlp_bias="mlp_bias",
         **ATTENTION_BIAS,
+        even_heads=True,
     ),
     "stablelm": Family(
         defaults(
@@ -65,9 +65,10 @@ LAYER_NORMS: Mapping[str, Family] = {
         norms_if=("use_parallel_residual", 1),
         qk_norm="flat",
         qk_norm_if="qk_layernorm",
+        reads_head_dim=False,
     ),
     "phi": Family(
-        defaults(51200, 2048, 8192, 24, 32, 2048, num_key_value_heads=32, qk_layernorm=False),
+        defaults(51200, 2048, 8192, 24, 32, 2048, qk_layernorm=False),
         mlp_copies=4,
         qkv_bias=True,
         out_bias=True,

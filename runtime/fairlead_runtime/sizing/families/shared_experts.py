@@ -23,8 +23,6 @@ SHARED_EXPERTS: Mapping[str, Family] = {
             32,
             32,
             2048,
-            num_key_value_heads=32,
-            head_dim=128,
             num_local_experts=8,
             num_experts_per_tok=2,
             moe_num_shared_experts=2,
@@ -35,6 +33,7 @@ SHARED_EXPERTS: Mapping[str, Family] = {
         mlp_bias="mlp_bias",
         aliases={"num_local_experts": "moe_num_experts", "num_experts_per_tok": "moe_topk"},
         **ATTENTION_BIAS,
+        even_heads=True,
     ),
     "afmoe": Family(
         defaults(
@@ -44,7 +43,6 @@ SHARED_EXPERTS: Mapping[str, Family] = {
             32,
             16,
             16384,
-            num_key_value_heads=16,
             head_dim=128,
             sliding_window=1024,
             num_local_experts=64,
@@ -66,6 +64,7 @@ SHARED_EXPERTS: Mapping[str, Family] = {
         full_every="global_attn_every_n_layers",
         aliases=_EXPERTS,
         **ATTENTION_BIAS,
+        made=("head_dim",),
     ),
     "cohere2_moe": Family(
         defaults(
@@ -75,7 +74,6 @@ SHARED_EXPERTS: Mapping[str, Family] = {
             40,
             64,
             8192,
-            num_key_value_heads=64,
             head_dim=128,
             tie_word_embeddings=True,
             sliding_window=4096,
@@ -126,6 +124,8 @@ SHARED_EXPERTS: Mapping[str, Family] = {
         window_from="max_window_layers",
         aliases=_ROUTED,
         **ATTENTION_BIAS,
+        made=("num_key_value_heads",),
+        needs=("n_shared_experts",),
     ),
     "ernie4_5_moe": Family(
         defaults(
@@ -160,6 +160,8 @@ SHARED_EXPERTS: Mapping[str, Family] = {
             "num_experts_per_tok": "moe_k",
             "decoder_sparse_step": "moe_layer_interval",
         },
+        made=("num_key_value_heads",),
+        reads_sparse_steps=True,
     ),
     "exaone_moe": Family(
         defaults(
@@ -214,6 +216,7 @@ SHARED_EXPERTS: Mapping[str, Family] = {
         full_rule=first_two_and_every_fourth,
         aliases=_EXPERTS,
         **ATTENTION_BIAS,
+        reads_sparse_steps=True,
     ),
     "glm4_moe": Family(
         defaults(
@@ -247,7 +250,6 @@ SHARED_EXPERTS: Mapping[str, Family] = {
             32,
             32,
             2048,
-            num_key_value_heads=32,
             num_local_experts=8,
             num_experts_per_tok=2,
             shared_intermediate_size=0,
@@ -266,7 +268,6 @@ SHARED_EXPERTS: Mapping[str, Family] = {
             32,
             32,
             2048,
-            num_key_value_heads=32,
             sliding_window=128,
             num_local_experts=8,
             num_experts_per_tok=2,
@@ -289,7 +290,6 @@ SHARED_EXPERTS: Mapping[str, Family] = {
             32,
             32,
             2048,
-            num_key_value_heads=32,
             num_local_experts=1,
             num_experts_per_tok=1,
         ),
@@ -299,6 +299,7 @@ SHARED_EXPERTS: Mapping[str, Family] = {
         shared_experts=(1, "intermediate_size"),
         aliases={"num_local_experts": "num_experts", "num_experts_per_tok": "moe_topk"},
         **ATTENTION_BIAS,
+        needs=("head_dim",),
     ),
     "hy_v3": Family(
         defaults(
@@ -376,6 +377,8 @@ SHARED_EXPERTS: Mapping[str, Family] = {
         full_every=2,
         window_below="max_window_layers",
         aliases=_EXPERTS,
+        made=("num_key_value_heads",),
+        reads_sparse_steps=True,
     ),
     "solar_open": Family(
         defaults(

@@ -133,6 +133,7 @@ WITH_STATES: Mapping[str, Family] = {
         | _DELTA
         | {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
         | {"num_local_experts": 512, "num_experts_per_tok": 10},
+        reads_sparse_steps=True,
         **_QWEN,
         **_MIXTURE,
     ),
@@ -177,6 +178,7 @@ WITH_STATES: Mapping[str, Family] = {
         | {"moe_shared_expert_intermediate_size": 7688, "moe_latent_size": None},
         aliases=_BLOCKS | {"num_local_experts": "n_routed_experts"},
         mixer="nemotron_mamba2",
+        made=("num_key_value_heads",),
         one_part=True,
         norms=1,
         gated=False,
@@ -194,6 +196,7 @@ WITH_STATES: Mapping[str, Family] = {
         | _MAMBA2
         | {"mamba_d_ssm": 1024, "mamba_rms_norm": False, "projectors_bias": False},
         mixer="falcon_mamba2",
+        made=("num_key_value_heads",),
         kinds="all",
         state_kind="hybrid",
         mlp_bias="mlp_bias",
@@ -217,6 +220,7 @@ WITH_STATES: Mapping[str, Family] = {
     "bamba": Family(
         defaults(128000, 4096, 14336, 32, 32, 262144, num_key_value_heads=8) | _MAMBA2,
         mixer="prefixed_mamba2",
+        made=("num_key_value_heads",),
         kinds="numbers",
         mlp_bias="mlp_bias",
         **ATTENTION_BIAS,
@@ -231,6 +235,7 @@ WITH_STATES: Mapping[str, Family] = {
         | {"mamba_conv_bias": True, "mamba_proj_bias": False},
         aliases=_EXPERTS,
         mixer="jamba_mamba1",
+        made=("num_key_value_heads",),
         kinds="period",
         experts="intermediate_size",
         sparse_every=("expert_layer_period", "expert_layer_offset"),
@@ -281,6 +286,7 @@ WITH_STATES: Mapping[str, Family] = {
         defaults(32000, 4096, 14336, 32, 32, 131072, num_key_value_heads=8, block_size=256)
         | {"num_local_experts": 8, "num_experts_per_tok": 2},
         mixer="lightning",
+        made=("num_key_value_heads",),
         full_rule=lambda index, _: index % 2 == 0,
         experts="intermediate_size",
         **_STATE,

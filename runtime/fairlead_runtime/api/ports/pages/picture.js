@@ -187,7 +187,8 @@ function drawQueue(requests) {
 let cells = [], cacheView = null, side = 12, columns = 1;
 function drawMap() {
   if (!cacheView) return;
-  cells = cacheView.blocks.flatMap((run) => Array(run.count).fill(run));
+  const many = cacheView.per_cell;
+  cells = cacheView.blocks.flatMap((run) => Array(Math.ceil(run.count / many)).fill(run));
   side = cells.length > 1500 ? 8 : cells.length > 600 ? 12 : 16;
   columns = Math.max(1, Math.floor(at("map").clientWidth / side));
   const [pen] = prepared(at("map"), Math.ceil(cells.length / columns) * side);
@@ -205,9 +206,9 @@ function drawMap() {
       pen.fill();
     }
   });
-  const all = cacheView.units === cells.length ? "" : `the first ${whole(cells.length)} of `;
   const what = cacheView.groups > 1 ? `units, ${cacheView.groups} a block` : "blocks";
-  say("map-more", `${all}${whole(cacheView.units)} ${what}, of ${cacheView.block_size} tokens`);
+  const joined = many > 1 ? `; a square is ${many} of them, and held if one is` : "";
+  say("map-more", `${whole(cacheView.units)} ${what}, of ${cacheView.block_size} tokens${joined}`);
 }
 at("map").addEventListener("mousemove", (event) => {
   const place = Math.floor(event.offsetY / side) * columns + Math.floor(event.offsetX / side);
@@ -215,7 +216,10 @@ at("map").addEventListener("mousemove", (event) => {
   if (!run) return;
   const who = run.requests.map((number) => short(cacheView.requests[number])).join(", ");
   const held = who ? `held by ${run.references} sequence${run.references > 1 ? "s" : ""} of ${who}` : "held by others";
-  say("hint", `${cacheView.start + place}: ${run.state === "held" ? held : run.state}`);
+  const many = cacheView.per_cell, first = cacheView.start + place * many;
+  const last = Math.min(first + many, cacheView.units) - 1;
+  const units = many > 1 ? `${whole(first)} to ${whole(last)}` : first;
+  say("hint", `${units}: ${run.state === "held" ? held : run.state}`);
 });
 at("map").addEventListener("mouseleave", () => say("hint", ""));
 

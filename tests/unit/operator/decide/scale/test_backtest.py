@@ -18,7 +18,7 @@ import pytest
 
 from cluster.harness.cel_cases import BASE, merge
 from fairlead_operator.commands.backtest import main
-from fairlead_operator.commands.plot import sparkline
+from fairlead_operator.commands.plot import sparkline, ticks
 from fairlead_operator.decide.scale.autoscale import HOUR, TICK, Policy
 from fairlead_operator.decide.scale.simulate import (
     Bucket,
@@ -33,6 +33,7 @@ from fairlead_operator.decide.scale.simulate import (
 from support.full import LONG_FORM
 from support.hpa_simulator import HpaScaler
 
+ROOT = Path(__file__).parents[5]
 POD = Pod(slots=80)
 HEADER = "t,arrivals,prompt_tokens,output_tokens\n"
 
@@ -227,6 +228,40 @@ def test_the_command_prints_figures_and_pictures(
     assert "scaleDown.stabilizationSeconds" in out
     root = ET.parse(plot).getroot()
     assert len(root.findall(".//{http://www.w3.org/2000/svg}polyline")) == 5
+    assert root.get("viewBox") == f"0 0 {root.get('width')} {root.get('height')}"
+    heights = [int(t.get("y", 0)) for t in root.findall("{http://www.w3.org/2000/svg}text")]
+    assert heights[1] - heights[0] > 20, "the title and the legend stand apart"
+
+
+def test_the_documented_trace_gives_the_documented_text_and_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    page = (ROOT / "docs" / "autoscaling.md").read_text("utf-8")
+    found = re.search(r"```\n\$ fairlead backtest (.*?)\n(.*?)```", page, re.DOTALL)
+    assert found
+    plot = tmp_path / "picture.svg"
+    assert main(found[1].replace("picture.svg", str(plot)).split()) == 0
+    assert capsys.readouterr().out == found[2]
+    assert plot.read_text() == (ROOT / "docs" / "pictures" / "backtest.svg").read_text()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "unit", "times"),
+    [
+        (7200.0, "min", [0, 20, 40, 60, 80, 100, 120]),
+        (40.0, "s", [0, 5, 10, 15, 20, 25, 30, 35, 40]),
+        (4 * 3600.0, "h", [0, 0.5, 1, 1.5, 2, 2.5, 3, 3.5, 4]),
+        (5 * 86400.0, "d", [0, 0.5, 1, 1.5, 2, 2.5, 3, 3.5, 4, 4.5, 5]),
+        (0.0, "s", [0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1]),
+    ],
+)
+def test_the_axis_of_time_has_round_numbers_in_one_unit(
+    seconds: float, unit: str, times: list[float]
+) -> None:
+    found, numbers = ticks(seconds)
+    assert found == unit
+    assert numbers == pytest.approx(times)
 
 
 def test_the_command_gives_the_same_rows_as_json_and_csv(

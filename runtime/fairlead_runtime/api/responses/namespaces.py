@@ -1,0 +1,67 @@
+"""Tools in groups, as coding tools send those of agents and of MCP servers: a ``namespace`` with
+functions in it. A model knows each as one function, by both names; its calls come back as two.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from fairlead_runtime.front.errors import invalid
+
+KIND = "namespace"  # the type of such a tool, and the field of a call
+_BETWEEN = "__"
+Tool = Mapping[str, Any]
+
+
+class Placed(NamedTuple):
+    """A function, without its namespace, and the path of what the client sent."""
+
+    path: str
+    tool: Tool
+    namespace: str | None = None
+
+    @property
+    def name(self) -> Any:
+        """The one that a model knows; of any type, as the client sent it."""
+        name = self.tool.get("name")
+        return joined(self.namespace, name) if isinstance(name, str) else name
+
+
+def joined(namespace: str | None, name: str) -> str:
+    """The name by which a model knows a function."""
+    return name if namespace is None else f"{namespace}{_BETWEEN}{name}"
+
+
+def functions_of(tools: Sequence[Tool]) -> Iterator[Placed]:
+    """The functions of the tools, in their order. Raises ApiError 400 for any other tool."""
+    for place, tool in enumerate(tools):
+        path = f"tools.{place}"
+        if tool.get("type") != KIND:
+            yield _function(path, tool)
+            continue
+        name, inner = tool.get("name"), tool.get("tools")
+        if not isinstance(name, str) or not name:
+            raise invalid(f"{path}.name", "must be text: name the namespace")
+        if not isinstance(inner, list) or not all(isinstance(each, dict) for each in inner):
+            raise invalid(f"{path}.tools", "must be a list of functions")
+        for number, each in enumerate(inner):
+            yield _function(f"{path}.tools.{number}", each)._replace(namespace=name)
+
+
+def _function(path: str, tool: Tool) -> Placed:
+    if tool.get("type") != "function":
+        raise invalid(
+            f"{path}.type",
+            'must be "function", or "namespace" for a group of them; no other tool is built in',
+        )
+    return Placed(path, tool)
+
+
+def names_of(tools: Sequence[Tool]) -> dict[str, tuple[str, str]]:
+    """Of valid tools, by the name that a model knows, the name and namespace of each function that
+    is in one.
+    """
+    return {
+        str(placed.name): (str(placed.tool["name"]), placed.namespace)
+        for placed in functions_of(tools)
+        if placed.namespace is not None
+    }

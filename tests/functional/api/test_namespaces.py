@@ -1,0 +1,110 @@
+"""Functions in a namespace, as coding tools send them to the Responses API: told to the model by
+both names, called and answered by two.
+"""
+
+from typing import Any
+
+import pytest
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from fairlead_runtime.api.responses import bodies
+from fairlead_runtime.front.errors import ApiError
+from fairlead_runtime.request.sequence import FinishReason
+from support import tiny
+from support.api_harness import MODEL, FakeService, events, fake_server, run
+
+ROUTE = "/v1/responses"
+EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+
+
+def function(name: str, **fields: Any) -> dict[str, Any]:
+    return {"type": "function", "name": name, "parameters": {"type": "object"}, **fields}
+
+
+AGENTS = {
+    "type": "namespace",
+    "name": "agents",
+    "description": "Agents.",
+    "tools": [function("spawn"), function("wait", description="Wait for it.")],
+}
+TOOLS = [function("shell"), AGENTS, function("agents__other")]
+CALL = '<tool_call>\n{"name": "%s", "arguments": {"n": 1}}\n</tool_call>'
+SAID = CALL % "agents__spawn" + CALL % "shell" + CALL % "agents__other"
+
+
+def body(**fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "input": "hello", "tools": TOOLS, **fields}
+
+
+def saying(text: str) -> FakeService:
+    return FakeService(says=text, finish=FinishReason.STOP, max_model_len=8192)
+
+
+def test_a_call_comes_back_with_its_namespace_streamed_or_not() -> None:
+    async def scenario() -> None:
+        async with fake_server(saying(SAID)) as (server, service), server.client() as client:
+            answer = Response.model_validate((await client.post(ROUTE, json=body())).json())
+            named: list[Any] = [*answer.output]
+            assert [(call.namespace, call.name) for call in named] == [
+                ("agents", "spawn"),
+                (None, "shell"),
+                (None, "agents__other"),
+            ]
+            assert answer.tools[1].model_dump(exclude_unset=True) == AGENTS
+            told: Any = tiny.tokenizer()
+            prompt = told.decode(service.seen[0].prompt)
+            for name in ("shell", "agents__spawn", "agents__wait", "agents__other"):
+                assert f'"name": "{name}"' in prompt
+            stream = (await client.post(ROUTE, json=body(stream=True))).text
+            data = [line for line in stream.split("\n") if line.startswith("data: ")]
+            found = events("\n\n".join(data))
+            for event in found:
+                EVENT.validate_python(event)
+            items = [e["item"] for e in found if e["type"] == "response.output_item.done"]
+            assert [(item.get("namespace"), item["name"]) for item in items] == [
+                ("agents", "spawn"),
+                (None, "shell"),
+                (None, "agents__other"),
+            ]
+
+    run(scenario())
+
+
+def test_earlier_calls_and_a_forced_one_have_the_name_that_the_model_knows() -> None:
+    call = {"type": "function_call", "call_id": "1", "name": "spawn", "namespace": "agents"}
+    items = [
+        {"role": "user", "content": "x"},
+        {**call, "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "1", "output": "done"},
+    ]
+    request = bodies.response(body(input=items), MODEL)
+    assert request.messages[1]["tool_calls"][0]["function"]["name"] == "agents__spawn"
+    assert request.ignored == b""
+    choice = {"type": "function", "name": "wait", "namespace": "agents"}
+    assert bodies.response(body(tool_choice=choice), MODEL).tools.use.forced == "agents__wait"
+    allowed = {"type": "allowed_tools", "mode": "auto", "tools": [choice]}
+    assert bodies.response(body(tool_choice=allowed), MODEL).tools.use.names == {"agents__wait"}
+
+
+@pytest.mark.parametrize(
+    ("tool", "param"),
+    [
+        ({"type": "namespace", "tools": []}, "tools.1.name"),
+        ({**AGENTS, "tools": None}, "tools.1.tools"),
+        ({**AGENTS, "tools": ["spawn"]}, "tools.1.tools"),
+        ({**AGENTS, "tools": [function("a"), {"type": "custom"}]}, "tools.1.tools.1.type"),
+        ({**AGENTS, "tools": [function("a"), function("a b")]}, "tools.1.tools.1.name"),
+        ({**AGENTS, "tools": [{"type": "function"}]}, "tools.1.tools.0.name"),
+        ({**AGENTS, "tools": [AGENTS]}, "tools.1.tools.0.type"),
+        (
+            {**AGENTS, "tools": [function("a", parameters={"type": "nothing"})]},
+            "tools.1.tools.0.parameters",
+        ),
+        ({"type": "web_search"}, "tools.1.type"),
+    ],
+)
+def test_what_is_wrong_in_a_namespace_is_refused_at_its_place(tool: Any, param: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        bodies.response(body(tools=[function("shell"), tool]), MODEL)
+    assert (refused.value.status, refused.value.param) == (400, param)

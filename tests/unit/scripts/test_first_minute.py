@@ -1,0 +1,68 @@
+"""What the walk through the README takes of it, and how it compares."""
+
+from pathlib import Path
+
+from first_minute import ROOT, Walk, blocks, missing
+
+PAGE = """
+```
+$ make demo
+Ready in 5 s: http://127.0.0.1:41233
+
+...
+FITS: 4.5 GiB
+```
+
+```yaml
+kind: X
+```
+
+```
+curl -s URL \\
+  -d x
+kubectl get idep                  # READY
+fairlead plan -f chat.yaml        # does it fit?
+```
+
+```python
+print(1)
+```
+"""
+
+
+def test_blocks_are_commands_shown_output_and_programs() -> None:
+    shown, typed, program = blocks(PAGE)
+    assert shown.commands == ("make demo",)
+    assert shown.output == ("Ready in 5 s: http://127.0.0.1:41233", "FITS: 4.5 GiB")
+    assert typed.commands == ("curl -s URL    -d x", "fairlead plan -f chat.yaml")
+    assert not typed.output
+    assert program.program == "print(1)\n"
+
+
+def test_what_is_said_is_compared_but_for_numbers_and_what_was_written_over() -> None:
+    shown = ("Ready in 5 s: http://127.0.0.1:8000", "an answer.")
+    ready = "\x1b[1mReady in 31.2 s:\x1b[0m http://127.0.0.1:41"
+    said = f"\r\x1b[KStarting 2.1 s\r\x1b[K{ready}\r\nan answer.\r\n"
+    assert missing(shown, said) == []
+    assert missing(shown[::-1], said) == [shown[0]], "in another order"
+    assert missing((*shown[:1], "an an…"), said) == []
+    assert missing(("an on…",), said) == ["an on…"]
+    assert missing(("an answer!",), said) == ["an answer!"]
+
+
+def test_every_block_of_the_readme_is_walked() -> None:
+    readme = (ROOT / "README.md").read_text("utf-8")
+    found = list(blocks(readme))
+    assert sum(bool(block.output) for block in found) == 3, "three commands with their output"
+    fences = readme.count("\n```\n") - readme.count("```yaml")
+    assert len([b for b in found if b.commands]) + sum(bool(b.program) for b in found) > 7
+    assert fences > 7
+
+
+def test_the_table_has_a_row_for_each_command() -> None:
+    walk = Walk(Path())
+    walk.rows = [("make demo", 2.04, 12, "end"), ("“What?”", 0.5, 0, "first answer")]
+    assert walk.table().splitlines()[2:] == [
+        "| `make demo` | end | 2.0 | 12 |",
+        "| “What?” | first answer | 0.5 |  |",
+    ]
