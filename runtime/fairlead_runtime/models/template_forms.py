@@ -27,7 +27,7 @@ class TemplateForms(NamedTuple):
     def fit(self, messages: Sequence[Mapping[str, Any]]) -> list[Message]:
         """Messages for the template. Their contents are texts, the arguments of calls JSON text."""
         if self.early:
-            messages = sorted(messages, key=lambda message: message["role"] != "system")
+            messages = sorted(messages, key=lambda message: message.get("role") != "system")
         return [self._fit(message) for message in _joined(messages, self.joined)]
 
     def _fit(self, message: Mapping[str, Any]) -> Message:
@@ -112,9 +112,12 @@ def _joined(
 ) -> list[Mapping[str, Any]]:
     joined: list[Mapping[str, Any]] = []
     for message in messages:
-        if joined and message["role"] in roles and joined[-1]["role"] == message["role"]:
-            last = joined.pop()
-            joined.append({**last, "content": f"{last['content']}\n{message['content']}"})
+        last = joined[-1] if joined else {}
+        role, texts = message.get("role"), (last.get("content"), message.get("content"))
+        # What is neither a role nor a text is for the template to refuse.
+        known = isinstance(role, str) and role in roles and role == last.get("role")
+        if known and all(isinstance(text, str) for text in texts):
+            joined[-1] = {**last, "content": "\n".join(map(str, texts))}
         else:
             joined.append(message)
     return joined
