@@ -2110,6 +2110,13 @@ BUGS = (
         ("unit/api/test_completions.py",),
     ),
     PackageBug(
+        "an answer to what nobody asked ends the thread that reads answers",
+        "fairlead_runtime.child.program:_Run._answer",
+        "if future is None:",
+        "if future is None and number < 0:",
+        ("unit/child/test_child.py",),
+    ),
+    PackageBug(
         "programs that work on what clients send inherit keys",
         "fairlead_runtime.child.program:ChildProgram.__init__",
         "if name not in SECRETS",

@@ -153,4 +153,7 @@ class _Run(Generic[QuestionT, AnswerT]):
 
     def _answer(self, message: tuple[int, AnswerT]) -> None:
         number, answer = message
-        self._futures.pop(number).set_result(answer)
+        future = self._futures.pop(number, None)
+        if future is None:
+            raise FrameError(f"an answer to question {number}, which nobody asked")
+        future.set_result(answer)

@@ -15,14 +15,24 @@ from fairlead_runtime.child.process import Child
 from fairlead_runtime.child.program import SECRETS, ChildLost, ChildProgram
 
 WITHIN = 300.0  # seconds; a limit for what hangs
-# Answers from the standard input, which is the socket, after the question has come.
-PROGRAM = "import os; os.read(0, 1 << 16); os.write(0, {answer!r}); os.read(0, 1 << 16)"
-GOOD = Codec[tuple[int, str]](tuple[int, str]).encode((1, "yes"))
+CODEC = Codec[tuple[int, str]](tuple[int, str])
+SENT = len(CODEC.encode((0, "set up")) + CODEC.encode((1, "first")))
+# Answers on the standard input, which is the socket, after the set-up and the question have come,
+# which may be one after the other.
+PROGRAM = f"""
+import os
+rest = {SENT}
+while rest:
+    rest -= len(os.read(0, rest))
+{{answer}}
+os.read(0, 1 << 16)
+"""
+GOOD = CODEC.encode((1, "yes"))
 
 
 def program(answer: bytes, **limits: Any) -> ChildProgram[str, str]:
     codec: Codec[tuple[int, str]] = Codec(tuple[int, str], **limits)
-    command = (sys.executable, "-c", PROGRAM.format(answer=answer))
+    command = (sys.executable, "-c", PROGRAM.format(answer=f"os.write(0, {answer!r})"))
     return ChildProgram(command, "set up", codec, codec)
 
 
@@ -46,14 +56,13 @@ def test_an_answer_comes_back_and_nothing_is_left_of_the_program() -> None:
 def test_no_secret_of_the_environment_reaches_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (*SECRETS, "OTHER_NAME"):
         monkeypatch.setenv(name, "secret")
-    tell = "import os; os.read(0, 1 << 16); {}; os.read(0, 1 << 16)"
     encode = "k = ','.join(os.environ).encode(); m = os.environ.get('OTHER_NAME', '').encode()"
     codec: Codec[tuple[int, str]] = Codec(tuple[int, str])
     wanted = codec.encode((1, "yes"))
     check = f"{encode}; os.write(0, {wanted!r} if m == b'secret' and not any(s.encode() in k for s "
     check += f"in {sorted(SECRETS)!r}) else b'')"
     asked: ChildProgram[str, str] = ChildProgram(
-        (sys.executable, "-c", tell.format(check)), "set up", codec, codec
+        (sys.executable, "-c", PROGRAM.format(answer=check)), "set up", codec, codec
     )
     assert asked.ask("first").result(WITHIN) == "yes"
     asked.close()
@@ -97,6 +106,7 @@ def test_a_fork_that_raises_is_told_from_one_without_memory(
         (b"\x00\x00\x00\x04nope", "sent what is no message: unreadable"),
         (b"\xff\xff\xff\xff", "sent what is no message: a frame of 4294967295 bytes"),
         (GOOD[:-1] + b"\xff", "sent what is no message: unreadable"),
+        (CODEC.encode((7, "yes")), "an answer to question 7, which nobody asked"),
     ],
 )
 def test_what_is_no_message_ends_the_program(
