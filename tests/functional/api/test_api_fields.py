@@ -196,7 +196,11 @@ def test_an_object_around_a_schema_is_not_taken_for_one_that_allows_everything(
 
 
 def test_a_schema_may_have_a_property_called_schema() -> None:
-    for schema in ({"properties": {"schema": {}}}, {"schema": {}, "type": "object"}):
+    schemas: list[dict[str, Any]] = [
+        {"properties": {"schema": {}}},
+        {"schema": {}, "type": "object"},
+    ]
+    for schema in schemas:
         assert request_bodies.chat(chat(guided_json=schema), MODEL).params.guided is not None
 
 
