@@ -1,5 +1,6 @@
 """No field of a body is silently another answer: model's values, foreign names, template fields."""
 
+import json
 from typing import Any
 
 import pytest
@@ -98,9 +99,26 @@ def test_fields_of_a_message_that_would_change_the_prompt_are_refused_too(name: 
         request_bodies.chat(chat(messages=[message, message | {name: "x"}]), MODEL)
 
 
+def test_token_ids_in_place_of_the_prompt_are_refused_beside_what_only_places_a_request() -> None:
+    bodies_of = [body for check, body, name in CHECKS if name == "mirostat"]
+    checks = [check for check, _, name in CHECKS if name == "mirostat"]
+    assert len(checks) >= 2
+    for check, body in [
+        (request_bodies.chat, chat()),
+        (request_bodies.completion, completion()),
+        *zip(checks, bodies_of, strict=True),
+    ]:
+        for harmless in ({}, {"do_remote_prefill": True, "prompt_token_ids": None}):
+            check(body | {"kv_transfer_params": harmless}, MODEL)
+        with pytest.raises(ApiError, match="send them as the prompt") as refused:
+            check(body | {"kv_transfer_params": {"prompt_token_ids": [1, 2]}}, MODEL)
+        assert refused.value.param == "kv_transfer_params.prompt_token_ids"
+
+
 SCHEMA = {"type": "object", "properties": {"n": {"const": 42}}}
 JSON = ("json", '{"type":"object","properties":{"n":{"const":42}}}')
 GRAMMAR = 'root ::= "a"'
+WRAPPED = {"name": "n", "strict": True, "schema": SCHEMA}  # OpenAI's object around a schema
 
 
 @pytest.mark.parametrize(
@@ -110,6 +128,8 @@ GRAMMAR = 'root ::= "a"'
         ({"response_format": {"type": "json_object", "value": SCHEMA}}, *JSON),
         ({"response_format": {"type": "json_schema", "schema": SCHEMA}}, *JSON),
         ({"response_format": {"type": "json_schema", "value": SCHEMA}}, *JSON),
+        ({"response_format": {"type": "json_schema", "value": WRAPPED}}, *JSON),
+        ({"response_format": {"type": "json_object", "value": {"schema": SCHEMA}}}, *JSON),
         ({"response_format": {"type": "json_object", "schema": {}}}, "json_object", ""),
         ({"json_schema": SCHEMA}, *JSON),
         ({"json_schema": JSON[1]}, *JSON),
@@ -146,6 +166,42 @@ def test_two_forms_of_an_answer_or_none_are_refused_by_name(
     with pytest.raises(ApiError) as refused:
         request_bodies.chat(chat(**fields), MODEL)
     assert refused.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": WRAPPED}}},
+            "response_format.json_schema.schema",
+        ),
+        ({"response_format": {"type": "json_object", "schema": WRAPPED}}, "response_format.schema"),
+        (
+            {"response_format": {"type": "json_schema", "value": {"schema": WRAPPED}}},
+            "response_format.value.schema",
+        ),
+        ({"structured_outputs": {"json": WRAPPED}}, "structured_outputs.json"),
+        ({"guided_json": WRAPPED}, "guided_json"),
+        ({"guided_json": json.dumps(WRAPPED)}, "guided_json"),
+        ({"json_schema": {"schema": SCHEMA}}, "json_schema"),
+    ],
+)
+def test_an_object_around_a_schema_is_not_taken_for_one_that_allows_everything(
+    fields: dict[str, Any], param: str
+) -> None:
+    for check, body in ((request_bodies.chat, chat()), (request_bodies.completion, completion())):
+        with pytest.raises(ApiError, match="is an object around a schema") as refused:
+            check(body | fields, MODEL)
+        assert refused.value.param == param
+
+
+def test_a_schema_may_have_a_property_called_schema() -> None:
+    schemas: list[dict[str, Any]] = [
+        {"properties": {"schema": {}}},
+        {"schema": {}, "type": "object"},
+    ]
+    for schema in schemas:
+        assert request_bodies.chat(chat(guided_json=schema), MODEL).params.guided is not None
 
 
 # -- token ids

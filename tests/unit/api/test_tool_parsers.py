@@ -267,6 +267,14 @@ def test_reasoning_is_separated(name: str, text: str, parts: list[Part]) -> None
     assert parsed(PARSERS[name](), text) == parts
 
 
+@pytest.mark.parametrize("before", ["", " \n", "<think>a</think>", "<think>a</think>\n\n", "<thi"])
+def test_the_first_token_of_an_answer_is_one_part(before: str) -> None:
+    parser = ReasoningParser(PlainParser(), inside=False, show=True)
+    parser.feed(before)
+    assert [type(part) for part in parser.feed("Hello")] == [Content]
+    assert parser.feed(" you") == [Content(" you")]
+
+
 def test_reasoning_may_be_left_out() -> None:
     parser = ReasoningParser(PlainParser(), inside=False, show=False)
     assert parsed(parser, "<think>hm</think>yes") == [Content("yes")]

@@ -35,7 +35,7 @@ HARMLESS: dict[str, str] = {
     "mm_processor_kwargs": _MEDIA,
     "return_mm_kwargs": _MEDIA,
     "session_id": _ROUTING,
-    "kv_transfer_params": _ROUTING,
+    "kv_transfer_params": f"{_ROUTING}; its `prompt_token_ids` is refused",
     "ec_transfer_params": _ROUTING,
     "vllm_xargs": "is for extensions of the other server",
     "routed_experts_prompt_start": _with("return_routed_experts"),

@@ -129,6 +129,11 @@ REFUSED_OF_MESSAGES: dict[str, Refused] = {
     "prefix": Refused((False,), "send continue_final_message"),
 }
 
+# vLLM takes these in place of the request's own messages; the rest of the object is harmless.
+_REFUSED_OF_TRANSFER = {
+    "prompt_token_ids": Refused(([],), "send them as the prompt of /v1/completions"),
+}
+
 
 def refuse_fields(
     body: Mapping[str, Any],
@@ -178,6 +183,9 @@ def accept(
     """
     check_model(body.get("model"), served)
     refuse_fields(body, kind.model_fields, refused)
+    transfer = body.get("kv_transfer_params")
+    if isinstance(transfer, dict):
+        refuse_fields(transfer, (), _REFUSED_OF_TRANSFER, "kv_transfer_params.")
     messages = body.get("messages")
     for place, message in enumerate(messages if isinstance(messages, list) else ()):
         if isinstance(message, dict):

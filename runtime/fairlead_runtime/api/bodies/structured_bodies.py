@@ -4,6 +4,7 @@
 Owns their shapes and the names under which errors mention them. SamplingParams owns the bounds.
 """
 
+import json
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -25,7 +26,7 @@ class JsonSchema(StrictBody):
 
 class ResponseFormat(StrictBody):
     """A schema may lie in ``json_schema`` (OpenAI's place), ``schema`` (llama.cpp's) or ``value``
-    (TGI's).
+    (TGI's, either itself or in an object like OpenAI's).
     """
 
     type: Literal["text", "json_object", "json_schema"]
@@ -39,7 +40,7 @@ class ResponseFormat(StrictBody):
         schemas = {
             "json_schema.schema": None if self.json_schema is None else self.json_schema.definition,
             "schema": self.definition,
-            "value": self.value,
+            **_of_value(self.value),
         }
         return {
             f"response_format.{name}": schema
@@ -78,6 +79,10 @@ _KINDS = {
 }
 
 
+# OpenAI's fields around a schema.
+_WRAPPER = {"name", "description", "strict", "schema"}
+
+
 def structured_outputs(body: StructuredBody) -> tuple[Mapping[str, Any] | None, dict[str, str]]:
     """The value for SamplingParams, and the client's names of its parts. Raises ApiError 400."""
     constraints = {
@@ -94,9 +99,33 @@ def structured_outputs(body: StructuredBody) -> tuple[Mapping[str, Any] | None, 
     name, *conflicts = constraints
     if conflicts:
         raise invalid(conflicts[0], f"cannot be combined with {name}; send one of them")
-    if name == PARAM:
+    of_kinds = name == PARAM
+    _refuse_wrapped(f"{PARAM}.json" if of_kinds else name, constraints[name].get("json"))
+    if of_kinds:
         return _of_kinds(constraints[name]), {}
     return constraints[name], dict.fromkeys((PARAM, *(f"{PARAM}.{kind}" for kind in KINDS)), name)
+
+
+def _of_value(value: dict[str, Any] | None) -> dict[str, dict[str, Any] | None]:
+    """TGI's schema by the client's name of it."""
+    if value is not None and _wrapped(value):
+        return {"value.schema": value["schema"]}
+    return {"value": value}
+
+
+def _wrapped(schema: Mapping[str, Any]) -> bool:
+    """Whether it is OpenAI's object around a schema. As a schema it would allow every value."""
+    return isinstance(schema.get("schema"), Mapping) and schema.keys() <= _WRAPPER
+
+
+def _refuse_wrapped(name: str, schema: Any) -> None:
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError):
+            return  # SamplingParams says what is wrong
+    if isinstance(schema, Mapping) and _wrapped(schema):
+        raise invalid(name, "is an object around a schema: send what lies in its field schema")
 
 
 def _of_kinds(value: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -21,7 +21,7 @@ class ReasoningParser:
         self._inside = inside
         self._show = show
         self._parts = Parts()
-        self._passed: list[Part] = []  # by the answer's parser
+        self._passed = ""  # of the answer, read already: one feed to its parser, so one part
         self._pending = ""  # white space, and the beginning of a mark after it
         self._mark = ""
         self._empty = True  # no reasoning was read
@@ -30,12 +30,14 @@ class ReasoningParser:
 
     def feed(self, text: str) -> list[Part]:
         place = 0
-        while (place := self._run(text, place)) < len(text):
-            if self._state is None:
-                return [*self._take(), *self._answer.feed(text[place:])]
+        while self._state is not None and (place := self._run(text, place)) < len(text):
             self._state(text[place])
             place += 1
-        return self._take()
+        parts = self._parts.take()
+        if self._state is None and (rest := self._passed + text[place:]):
+            self._passed = ""
+            parts += self._answer.feed(rest)
+        return parts
 
     def _run(self, text: str, place: int) -> int:
         """Take the characters of reasoning from ``place`` on, up to one that may begin its end.
@@ -59,11 +61,7 @@ class ReasoningParser:
         # The beginning of the mark that ends thoughts is none of them: a budget may have forced it.
         if self._state == self._before:
             self._pass(self._pending + self._mark)
-        return [*self._take(), *self._answer.finish()]
-
-    def _take(self) -> list[Part]:
-        parts, self._passed = [*self._parts.take(), *self._passed], []
-        return parts
+        return [*self.feed(""), *self._answer.finish()]
 
     def _write(self, text: str) -> None:
         self._empty = False
@@ -72,7 +70,7 @@ class ReasoningParser:
 
     def _pass(self, text: str) -> None:
         self._state = None
-        self._passed = self._answer.feed(text)
+        self._passed = text
 
     def _before(self, c: str) -> None:
         """Before anything but white space."""
