@@ -1453,7 +1453,7 @@ BUGS = (
     PackageBug(
         "profiled activations are not scaled up",
         "fairlead_runtime.device.warmup.profiling:profile",
-        "activations * max_batch_tokens // tokens",
+        "activations * _filled(max_batch_tokens, chunk) // _filled(tokens, chunk)",
         "activations",
         ("unit/device/test_profiling.py",),
     ),
@@ -1474,8 +1474,8 @@ BUGS = (
     PackageBug(
         "wide block tables are profiled as narrow ones",
         "fairlead_runtime.device.warmup.profiling:_batch",
-        "builder.nbytes + tables.table_nbytes * (width - columns) // columns",
-        "builder.nbytes",
+        "+ tables.table_nbytes * (width - columns) // columns",
+        "",
         ("unit/device/test_profiling.py",),
     ),
     PackageBug(

@@ -169,4 +169,18 @@ BUGS = (
         "        elif False:\n",
         ("unit/device/test_decode_plan.py",),
     ),
+    PackageBug(
+        "rows that a mixer fills up are scaled by their own tokens",
+        "fairlead_runtime.device.warmup.profiling:profile",
+        "* _filled(max_batch_tokens, chunk) // _filled(tokens, chunk)",
+        "* max_batch_tokens // tokens",
+        ("unit/device/test_profiling.py",),
+    ),
+    PackageBug(
+        "the lists of a state's units are no part of a batch",
+        "fairlead_runtime.device.warmup.profiling:_batch",
+        "return listed + builder.nbytes",
+        "return builder.nbytes",
+        ("unit/device/test_profiling.py",),
+    ),
 )

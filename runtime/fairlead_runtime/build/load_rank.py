@@ -26,7 +26,7 @@ from fairlead_runtime.models import loading
 from fairlead_runtime.models.loading import InspectedModel, LoadedModel
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
 from fairlead_runtime.settings.startup_parts import Report, unreported
-from fairlead_runtime.sizing.terms import DeviceFacts, gib
+from fairlead_runtime.sizing.terms import DeviceFacts, gib, state_units
 
 log = logging.getLogger("fairlead.build")
 
@@ -125,7 +125,7 @@ def load_rank(
         log.info("%s", price_of_attention(choice.attention, model, config))
     if result is not None:
         log.info("%s", result)
-    profile = _profile(model, choice.attention, config, loaded.max_model_len)
+    profile = _profile(loaded, model, choice.attention, config)
     return LoadedRank(loaded, served, result, profile)
 
 
@@ -169,7 +169,7 @@ def price_of_attention(attention: AttentionBackend, model: PagedModel, config: E
 
 
 def _profile(
-    model: PagedModel, attention: AttentionBackend, config: EngineConfig, max_model_len: int
+    loaded: LoadedModel, model: PagedModel, attention: AttentionBackend, config: EngineConfig
 ) -> Profile:
     """Bytes that the largest steps take in addition to weights and cache, and their times."""
     attention = _keeps_nothing(attention, model)
@@ -179,8 +179,10 @@ def _profile(
             attention,
             max_batch_tokens=config.max_batch_tokens,
             max_requests=config.max_requests,
-            max_model_len=max_model_len,
+            max_model_len=loaded.max_model_len,
             block_size=config.block_size,
+            chunk=loaded.shape.mixer_chunk,
+            state_units=state_units(loaded.shape, config, model.groups),
         )
     except torch.OutOfMemoryError as error:
         raise ConfigError(

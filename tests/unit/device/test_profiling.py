@@ -10,7 +10,9 @@ from fairlead_runtime.device.model.paged_model import PagedModel
 from fairlead_runtime.device.warmup import profiling
 from fairlead_runtime.device.warmup.profiling import profile
 from fairlead_runtime.models import families
-from support import flashinfer_standin, tiny, triton_standin
+from fairlead_runtime.sizing.shape import ModelShape
+from fairlead_runtime.sizing.terms import ENTRY_BYTES
+from support import engine_rig, flashinfer_standin, tiny, triton_standin
 
 
 @pytest.fixture(scope="module")
@@ -119,3 +121,39 @@ def test_wide_block_tables_are_scaled_up_from_narrow_ones(
     monkeypatch.setattr(profiling, "WIDTH", 1)
     part = measured(model, 64, 8)
     assert part["batch"] == pytest.approx(whole["batch"], rel=0.05)
+
+
+@pytest.mark.parametrize("name", ["mamba2", "qwen3_5_text"])
+def test_rows_that_a_mixer_fills_up_are_scaled_by_whole_chunks(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = engine_rig.paged(name)
+    config = {**model.model.config.to_dict(), "dtype": "float32"}
+    chunk = ModelShape.from_config(config).mixer_chunk
+    limits = {"max_batch_tokens": 3 * chunk - 9, "max_requests": 4, "max_model_len": 8 * chunk}
+    limits |= {"chunk": chunk, "state_units": 7}
+    attention = pick(model.heads, model.kinds, model.device, "torch").attention
+    found = []
+    for tokens in (chunk // 4, 1 << 20):
+        monkeypatch.setattr(profiling, "CPU_MIXED_TOKENS", tokens)
+        found.append(profile(model, attention, **limits).measured)
+    part, whole = found
+    assert whole["activations"] <= part["activations"] < 1.3 * whole["activations"]
+
+
+def test_the_units_of_states_are_part_of_a_batch() -> None:
+    model = engine_rig.paged("mamba2")
+    attention = pick(model.heads, model.kinds, model.device, "torch").attention
+    few, many = (
+        profile(
+            model,
+            attention,
+            max_batch_tokens=64,
+            max_requests=4,
+            max_model_len=64,
+            state_units=units,
+        ).measured["batch"]
+        for units in (1, 100)
+    )
+    # Both versions of four rows as the scheduler lists them, and as the device reads them.
+    assert many - few >= 4 * 2 * 99 * (ENTRY_BYTES + 8)

@@ -12,6 +12,8 @@ frees inside one operator; resident memory would not be a better measure, since 
 reused. A CPU computes at most CPU_TOKENS tokens for this and scales up: every tensor of a step
 grows with its tokens, none with their square, since attention is masked in strips. What the C++
 kernels hold of one slab of a step does not, so their slabs are as much smaller (``stands_for``).
+Nor do states, and a mixer fills a row up to whole chunks: it computes some of these, at least
+CPU_MIXED_TOKENS.
 """
 
 import time
@@ -46,11 +48,18 @@ from fairlead_runtime.device.sampling.host_sampler import SamplingBatch, sample
 from fairlead_runtime.request.sequence import Request, SamplingParams, Sequence
 from fairlead_runtime.scheduling.plan import Row
 from fairlead_runtime.sizing.groups import LayerGroup
-from fairlead_runtime.sizing.terms import KEPT_MASKS, ROW_SAMPLING_BYTES, sampler_rows
+from fairlead_runtime.sizing.terms import (
+    ENTRY_BYTES,
+    KEPT_MASKS,
+    ROW_SAMPLING_BYTES,
+    STATE_VERSIONS,
+    sampler_rows,
+)
 
 Result = TypeVar("Result")
 
 CPU_TOKENS = 64
+CPU_MIXED_TOKENS = 256
 # A longer row's attention is scaled up from this many keys: what it gathers grows with them.
 CPU_KEYS = 2048
 CUDA_KEYS = 1 << 15
@@ -90,15 +99,19 @@ def profile(
     max_requests: int,
     max_model_len: int,
     block_size: int = BLOCK_SIZE,
+    chunk: int = 1,
+    state_units: int = 0,
 ) -> Profile:
     """The memory of the largest steps that these limits allow, and times.
 
     Runs one step of max_batch_tokens (on a CPU of CPU_TOKENS) and one of max_requests decodes.
     ``backend`` in plain torch must be unused: the scratch memory that it keeps is part of
-    ``attention``.
+    ``attention``. ``chunk``: tokens of which a mixer computes whole multiples; ``state_units``:
+    units of a sequence's state.
     """
     on_cpu = model.device.type == "cpu"
-    tokens = min(max_batch_tokens, CPU_TOKENS) if on_cpu else max_batch_tokens
+    least = _filled(CPU_MIXED_TOKENS, chunk) if model.states else CPU_TOKENS
+    tokens = min(max_batch_tokens, least) if on_cpu else max_batch_tokens
     max_rows = min(max_requests, max_batch_tokens)
     rows = min(max_rows, CPU_ROWS) if on_cpu else max_rows
     # A layer with a state computes one row after the other, whose memory grows with its tokens.
@@ -122,16 +135,21 @@ def profile(
     if isinstance(backend, DecodeAttention):
         sampling = max(sampling, _peak(model.device, _dense_draw(scores))[0])
     measured = {
-        "activations": activations * max_batch_tokens // tokens,
+        "activations": activations * _filled(max_batch_tokens, chunk) // _filled(tokens, chunk),
         "logits": logits * max_rows // rows,
         "sampling": _of_all_rows(sampling, rows, max_rows, model),
-        "batch": _batch(model, max_batch_tokens, max_rows, max_model_len, block_size),
+        "batch": _batch(model, max_batch_tokens, max_rows, max_model_len, block_size, state_units),
     }
     if isinstance(backend, TorchAttention):
         measured["attention"] = _attention(model, backend, max_batch_tokens, max_model_len)
     elif isinstance(backend, DecodeAttention):
         measured["attention"] = backend.reserve(max_rows)
     return Profile(measured, token_seconds, decode_seconds)
+
+
+def _filled(tokens: int, chunk: int) -> int:
+    """Tokens that a mixer computes in the place of these."""
+    return -(-tokens // chunk) * chunk
 
 
 def _of_all_rows(sampling: int, rows: int, max_rows: int, model: PagedModel) -> int:
@@ -251,9 +269,16 @@ def _attend_one(
     return _peak(model.device, run)[0] - output
 
 
-def _batch(model: PagedModel, tokens: int, rows: int, max_model_len: int, block_size: int) -> int:
+def _batch(
+    model: PagedModel,
+    tokens: int,
+    rows: int,
+    max_model_len: int,
+    block_size: int,
+    state_units: int,
+) -> int:
     """Bytes of the host's buffers after a batch of ``tokens`` in ``rows`` rows of the longest
-    length.
+    length, and of the lists of their states' units.
     """
     groups = model.groups
     tables = HostTables(groups, block_size)
@@ -262,16 +287,19 @@ def _batch(model: PagedModel, tokens: int, rows: int, max_model_len: int, block_
     columns = min(width, WIDTH)
     end = min(columns * block_size, max_model_len)
     ids, table = [0] * end, [0] * columns
+    states = [[0] * state_units for _ in range(STATE_VERSIONS)] if state_units else []
     batch: list[Row] = []
     rest = tokens
     for index in range(rows):
         sequence = _sequence(index, 1)
         sequence.tokens, sequence.tables = ids, [table] * len(groups)
+        sequence.states = states
         count = max(1, min(end, rest - (rows - index - 1)))
         rest -= count
         batch.append(Row(sequence, end - count, count, samples=True))
     builder.build(batch)
-    return builder.nbytes + tables.table_nbytes * (width - columns) // columns
+    listed = rows * STATE_VERSIONS * state_units * ENTRY_BYTES
+    return listed + builder.nbytes + tables.table_nbytes * (width - columns) // columns
 
 
 def _sequence(index: int, length: int) -> Sequence:
