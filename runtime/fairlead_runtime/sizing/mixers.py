@@ -28,6 +28,7 @@ class Mixer:
     alive: int
     state: tuple[StatePart, ...]
     chunk: int = 1
+    buffers: int = 0  # numbers beside the parameters that a layer holds
 
 
 def gated_delta(s: ConfigReader) -> Mixer:

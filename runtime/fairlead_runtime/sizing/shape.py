@@ -28,6 +28,7 @@ from fairlead_runtime.sizing.layer_kinds import FULL, SLIDING, attends, kinds_of
 from fairlead_runtime.sizing.mixers import MIXERS
 from fairlead_runtime.sizing.parameters import (
     ParameterCount,
+    count_last_norm,
     count_layer,
     count_outside,
     first_mixture,
@@ -107,6 +108,11 @@ class ModelShape:
     # Of the parameters: what ranks divide evenly, and what they divide by key-value heads.
     sharded_parameters: int
     kv_parameters: int
+    # Parameters that are float32 in a model of 16 bits, in one of float16 alone, and buffers that
+    # are in any.
+    wide: int = 0
+    wide_norms: int = 0
+    buffers: int = 0
     states: Mapping[int, tuple[StatePart, ...]] = field(default_factory=dict)
     # Elements in float32 that a layer with a state keeps alive per token, of a row that is filled
     # up to a multiple of the chunk.
@@ -235,6 +241,9 @@ class ModelShape:
             shardable=family.shardable and not has_flat_norm(s, family),
             sharded_parameters=body.sharded,
             kv_parameters=body.kv,
+            wide=body.wide,
+            wide_norms=body.wide_norms + count_last_norm(s, family) * family.wide_norms,
+            buffers=body.buffers,
             states=dict.fromkeys(mixing, mixer.state) if mixer else {},
             mixer_width=mixer.alive if mixer else 0,
             mixer_chunk=mixer.chunk if mixer else 1,

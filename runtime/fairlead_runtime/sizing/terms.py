@@ -337,10 +337,20 @@ def _runs_on_cpu(shape: ModelShape, config: EngineConfig) -> bool:
 
 
 def weights(shape: ModelShape, config: EngineConfig, tp: int, kind: str) -> int:
-    """Bytes of the weights on one of ``tp`` accelerators that share the model, or on a CPU. Of
-    layers only the matrices are quantized. They are split with the biases of their outputs, those
-    of keys and values by heads; so is an output matrix that is not the embedding. The rest is whole
-    on each, as the scales of matrices that are split by their inputs are.
+    """Bytes of the weights on one of ``tp`` accelerators that share the model, or on a CPU, with
+    what is float32 in a model of 16 bits, which no rank splits.
+    """
+    dtype = dtype_of(shape, config)
+    wide = shape.wide + (shape.wide_norms if dtype == "float16" else 0)
+    more = wide * (DTYPE_BYTES["float32"] - DTYPE_BYTES[dtype])
+    return _in_one_type(shape, config, tp, kind) + more + 4 * shape.buffers
+
+
+def _in_one_type(shape: ModelShape, config: EngineConfig, tp: int, kind: str) -> int:
+    """The same where all is of the model's type. Of layers only the matrices are quantized. They
+    are split with the biases of their outputs, those of keys and values by heads; so is an output
+    matrix that is not the embedding. The rest is whole on each, as the scales of matrices that are
+    split by their inputs are.
     """
     element = bytes_of(shape, config)
     if kind == "cpu" and tp == 1 and packs_on_cpu(shape, config):

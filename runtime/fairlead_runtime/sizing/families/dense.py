@@ -105,6 +105,7 @@ DENSE: Mapping[str, Family] = {
         defaults(48000, 2560, 7040, 24, 20, 4096, num_key_value_heads=20, head_dim=128),
         qkv_bias="attention_bias",
         mlp_bias="mlp_bias",
+        exact_heads=True,
     ),
     "hunyuan_v1_dense": Family(
         defaults(290943, 4096, 11008, 32, 32, 2048),
@@ -135,10 +136,10 @@ DENSE: Mapping[str, Family] = {
         defaults(128512, 4096, 10240, 48, 32, 32768, num_key_value_heads=2, head_dim=128),
         qkv_bias="attention_bias",
         out_bias="mlp_bias",
-        aliases={"attention_bias": "qkv_bias", "mlp_bias": "bias"},
         mlp_bias="mlp_bias",
         made=("num_key_value_heads", "head_dim"),
         even_heads=True,
+        same=("attention_bias", "mlp_bias"),
     ),
     "iquestcoder": Family(
         defaults(76800, 5120, 27648, 80, 40, 131072, num_key_value_heads=8, head_dim=128),
@@ -146,6 +147,7 @@ DENSE: Mapping[str, Family] = {
         **ATTENTION_BIAS,
         made=("num_key_value_heads", "head_dim"),
         even_heads=True,
+        never=("clip_qkv", "use_sliding_window"),
     ),
     "granite_swa": Family(
         defaults(
