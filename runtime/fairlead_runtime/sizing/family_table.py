@@ -104,13 +104,15 @@ class Family:
     position_offset: int = 0  # rows of the learned positions before the first
     embedding_width: str = ""  # the setting for embeddings narrower than the hidden state
     activation_parameters: int = 0
+    activation_buffers: int = 0
     # Of a mixture: how many experts every token meets (or the setting that says it) and the width
     # of one; the layers before the first mixture, and whether mlp_layer_types says it instead; the
     # last mixture; the width of a dense layer.
     shared_experts: tuple[int | str, str] | None = None
     shared_gate: bool = False
     router_bias: bool = False
-    choice_buffer: bool = False  # the same, as a buffer in float32 that is no parameter
+    # The same, as a buffer that is no parameter: "float32", or "typed" as the model.
+    choice_buffer: str = ""
     # What a model in 16 bits has in float32 (``_keep_in_fp32_modules_strict``): routers, sinks; in
     # float16 alone (``_keep_in_fp32_modules``): norms of the hidden state, and with those of
     # queries and keys the router's biases.
@@ -288,7 +290,7 @@ FAMILIES: Mapping[str, Family] = {
         window="types",
         full_rule=lambda index, _: index == 0 or (index + 1) % 6 == 0,
         window_before="sliding_window_size",
-        choice_buffer=True,
+        choice_buffer="float32",
     ),
     "gemma": Family(
         _defaults(256000, 3072, 24576, 28, 16, 8192, num_key_value_heads=16) | _GEMMA,

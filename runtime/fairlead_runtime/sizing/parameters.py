@@ -21,7 +21,7 @@ class ParameterCount:
     rows of those matrices, ``rest`` all others (norms, biases, sinks). Of all these, ranks that
     share the model divide ``sharded`` evenly, and ``kv``, those of keys and values, by heads.
     ``wide``: those that a model in 16 bits keeps in float32, ``wide_norms``: further ones in
-    float16; ``buffers``: numbers beside all these, in float32 in any model.
+    float16; numbers beside all these: ``buffers`` in float32 in any model, ``typed`` in its type.
     """
 
     matrices: int = 0
@@ -32,6 +32,7 @@ class ParameterCount:
     wide: int = 0
     wide_norms: int = 0
     buffers: int = 0
+    typed: int = 0
 
     def __add__(self, addend: "ParameterCount") -> "ParameterCount":
         return ParameterCount(
@@ -43,6 +44,7 @@ class ParameterCount:
             self.wide + addend.wide,
             self.wide_norms + addend.wide_norms,
             self.buffers + addend.buffers,
+            self.typed + addend.typed,
         )
 
     def __mul__(self, times: int) -> "ParameterCount":
@@ -55,6 +57,7 @@ class ParameterCount:
             self.wide * times,
             self.wide_norms * times,
             self.buffers * times,
+            self.typed * times,
         )
 
 
@@ -95,9 +98,7 @@ def count_layer(
         attention = _attention(s, family, heads, keeps=keeps)
     if mixes(family, kind):
         mixer = MIXERS[family.mixer](s)
-        attention += ParameterCount(
-            mixer.matrices, mixer.channels, mixer.rest, buffers=mixer.buffers
-        )
+        attention += ParameterCount(mixer.matrices, mixer.channels, mixer.rest, typed=mixer.buffers)
     if family.sinks or (family.windowed_sinks and windowed):
         attention += ParameterCount(rest=heads.query, wide=heads.query * family.wide_sinks)
     return attention + mlp + norms + _beside(s, family), width, inner
@@ -244,7 +245,8 @@ def _mlp(
         ):
             inner *= 2
         rest = family.activation_parameters + (inner if family.inner_norms else 0)
-        count = _dense(s, family, inner) + ParameterCount(rest=rest)
+        count = _dense(s, family, inner)
+        count += ParameterCount(rest=rest, typed=family.activation_buffers)
         return count, family.mlp_copies * inner, inner
     return *_experts(s, family), s.integer(family.experts)
 
@@ -265,7 +267,8 @@ def _experts(s: ConfigReader, family: Family) -> tuple[ParameterCount, int]:
         rest=experts * per_expert,
         wide=experts * per_expert * family.wide_router,
         wide_norms=experts * family.router_bias * family.wide_qk_norms,
-        buffers=experts * family.choice_buffer,
+        buffers=experts * (family.choice_buffer == "float32"),
+        typed=experts * (family.choice_buffer == "typed"),
     )
     if latent:
         biased = s.flag_or_constant(family.mlp_bias)

@@ -108,11 +108,12 @@ class ModelShape:
     # Of the parameters: what ranks divide evenly, and what they divide by key-value heads.
     sharded_parameters: int
     kv_parameters: int
-    # Parameters that are float32 in a model of 16 bits, in one of float16 alone, and buffers that
-    # are in any.
+    # Parameters that are float32 in a model of 16 bits, in one of float16 alone; buffers that are
+    # in any, and those of its type.
     wide: int = 0
     wide_norms: int = 0
     buffers: int = 0
+    typed_buffers: int = 0
     states: Mapping[int, tuple[StatePart, ...]] = field(default_factory=dict)
     # Elements in float32 that a layer with a state keeps alive per token, of a row that is filled
     # up to a multiple of the chunk.
@@ -244,6 +245,7 @@ class ModelShape:
             wide=body.wide,
             wide_norms=body.wide_norms + count_last_norm(s, family) * family.wide_norms,
             buffers=body.buffers,
+            typed_buffers=body.typed,
             states=dict.fromkeys(mixing, mixer.state) if mixer else {},
             mixer_width=mixer.alive if mixer else 0,
             mixer_chunk=mixer.chunk if mixer else 1,

@@ -338,12 +338,13 @@ def _runs_on_cpu(shape: ModelShape, config: EngineConfig) -> bool:
 
 def weights(shape: ModelShape, config: EngineConfig, tp: int, kind: str) -> int:
     """Bytes of the weights on one of ``tp`` accelerators that share the model, or on a CPU, with
-    what is float32 in a model of 16 bits, which no rank splits.
+    what is float32 in a model of 16 bits and buffers, which no rank splits.
     """
     dtype = dtype_of(shape, config)
     wide = shape.wide + (shape.wide_norms if dtype == "float16" else 0)
-    more = wide * (DTYPE_BYTES["float32"] - DTYPE_BYTES[dtype])
-    return _in_one_type(shape, config, tp, kind) + more + 4 * shape.buffers
+    element, float32 = DTYPE_BYTES[dtype], DTYPE_BYTES["float32"]
+    more = wide * (float32 - element) + shape.buffers * float32 + shape.typed_buffers * element
+    return _in_one_type(shape, config, tp, kind) + more
 
 
 def _in_one_type(shape: ModelShape, config: EngineConfig, tp: int, kind: str) -> int:

@@ -42,7 +42,7 @@ MIXTURES: Mapping[str, Family] = {
         full_rule=sixth_or_last,
         aliases=_EXPERTS,
         **ATTENTION_BIAS,
-        choice_buffer=True,
+        choice_buffer="float32",
         wide_router=True,
     ),
     "flex_olmo": Family(
@@ -116,6 +116,7 @@ MIXTURES: Mapping[str, Family] = {
         shardable=False,
         qk_norm="flat",
         experts="intermediate_size",
+        choice_buffer="typed",
     ),
     "olmoe": Family(
         defaults(

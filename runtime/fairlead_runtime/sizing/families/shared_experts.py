@@ -128,7 +128,7 @@ SHARED_EXPERTS: Mapping[str, Family] = {
         **ATTENTION_BIAS,
         made=("num_key_value_heads",),
         needs=("n_shared_experts",),
-        choice_buffer=True,
+        choice_buffer="float32",
     ),
     "ernie4_5_moe": Family(
         defaults(
@@ -193,7 +193,7 @@ SHARED_EXPERTS: Mapping[str, Family] = {
         window="types",
         full_every="sliding_window_pattern",
         aliases=_EXPERTS,
-        choice_buffer=True,
+        choice_buffer="float32",
     ),
     "flint": Family(
         defaults(
@@ -248,7 +248,7 @@ SHARED_EXPERTS: Mapping[str, Family] = {
         shared_experts=("n_shared_experts", "moe_intermediate_size"),
         dense_first="first_k_dense_replace",
         aliases=_ROUTED,
-        choice_buffer=True,
+        choice_buffer="float32",
     ),
     "granitemoeshared": Family(
         defaults(
@@ -332,7 +332,7 @@ SHARED_EXPERTS: Mapping[str, Family] = {
         mlp_bias="mlp_bias",
         aliases=_EXPERTS,
         **ATTENTION_BIAS,
-        choice_buffer=True,
+        choice_buffer="float32",
     ),
     "kolibri1": Family(
         defaults(
@@ -356,7 +356,7 @@ SHARED_EXPERTS: Mapping[str, Family] = {
         shared_experts=(1, "shared_expert_intermediate_size"),
         window="types",
         full_every=5,
-        choice_buffer=True,
+        choice_buffer="float32",
     ),
     "qwen2_moe": Family(
         defaults(
@@ -409,6 +409,6 @@ SHARED_EXPERTS: Mapping[str, Family] = {
         shared_experts=("n_shared_experts", "moe_intermediate_size"),
         aliases=_ROUTED,
         qkv_bias="attention_bias",
-        choice_buffer=True,
+        choice_buffer="float32",
     ),
 }

@@ -191,7 +191,7 @@ WITH_STATES: Mapping[str, Family] = {
         full_rule=always,
         variant=_of_nemotron,
         **_STATE,
-        choice_buffer=True,
+        choice_buffer="float32",
     ),
     "falcon_h1": Family(
         defaults(128000, 4096, 14336, 32, 32, 8192, num_key_value_heads=8)
