@@ -69,6 +69,7 @@ class Family:
     fuses: bool = (
         True  # False: its layers are known to be no ones that a CPU's fused layers compute
     )
+    gpus_fuse: bool = False  # those of GPUs compute all of them but the MLP
     fuses_nowhere: bool = False  # nor those of any device: they multiply plain weights alone
     # The setting that counts the last layers, which keep no keys: each reads those of the last
     # layer of its kind before them.

@@ -86,6 +86,7 @@ class ModelShape:
     logit_copies: int  # tensors of vocabulary width alive at once
     unfused: str  # what its layers have that fused ones are known to lack; ""
     plain: str  # what its layers have that no product with quantized weights is known to serve; ""
+    plain_on_cpus: str  # the same of a CPU's products
     explicit_scores: bool  # attention with a cap or sinks, which fused kernels for CPUs lack
     vocab: int
     max_len: int  # tokens that it reads, with those that scaled rotary embeddings add
@@ -124,6 +125,12 @@ class ModelShape:
     def kv_width(self) -> int:
         """Elements of one layer's key of one token, or of its value where that is wider."""
         return self.kv_heads * max(self.head_dim, self.value_dim)
+
+    def plain_on(self, device: str) -> str:
+        """What its layers have that no product with quantized weights on a device of this kind is
+        known to serve, "" for nothing.
+        """
+        return self.plain_on_cpus if device == "cpu" else self.plain
 
     def heads_on(self, ranks: int) -> tuple[LayerHeads, ...]:
         """Each kind of its layers' heads, as one of so many ranks has them."""
@@ -218,6 +225,8 @@ class ModelShape:
             logit_copies=2 if s.get("final_logit_softcapping") is not None else family.logit_copies,
             unfused=unfused,
             plain=plain,
+            plain_on_cpus=plain
+            or ("layers that no CPU's kernel fuses" if family.gpus_fuse else ""),
             explicit_scores=family.sinks
             or family.windowed_sinks
             or s.get("attn_logit_softcapping") is not None,
@@ -308,6 +317,7 @@ class ModelShape:
             logit_copies=UNKNOWN_DENSE.logit_copies,
             unfused=unfused,
             plain=unfused,
+            plain_on_cpus=unfused,
             explicit_scores=True,
             vocab=vocab,
             max_len=longest_text(s),

@@ -16,7 +16,7 @@ from fairlead_runtime.sizing.families.judged import SIZED
 from fairlead_runtime.sizing.families.with_states import WITH_STATES
 from fairlead_runtime.sizing.family_table import FAMILIES
 from fairlead_runtime.sizing.shape import ModelShape
-from fairlead_runtime.sizing.terms import weights
+from fairlead_runtime.sizing.terms import held_weights
 from support import tiny, tiny_any
 
 # No lists in their classes; tiny_any has no settings for them.
@@ -65,4 +65,4 @@ def test_the_planned_weights_are_the_held_bytes(kind: str, dtype: Any, tmp_path:
     shape = loading.inspect(saved, settings).shape
     model = loading.load(saved, config=settings).model
     tensors = {id(x): x.nbytes for x in model.state_dict(keep_vars=True).values()}
-    assert weights(shape, settings, 1, "cpu") == sum(tensors.values())
+    assert held_weights(shape, settings, 1, "cpu") == sum(tensors.values())

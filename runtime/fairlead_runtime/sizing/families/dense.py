@@ -32,6 +32,7 @@ DENSE: Mapping[str, Family] = {
     "apertus": Family(
         defaults(131072, 4096, 14336, 32, 32, 65536),
         fuses=False,
+        gpus_fuse=True,
         qk_norm="head",
         gated=False,
         mlp_copies=6,
@@ -164,6 +165,7 @@ DENSE: Mapping[str, Family] = {
         ),
         shardable=False,
         fuses=False,
+        fuses_nowhere=True,
         sinks=True,
         logit_copies=2,
         mlp_bias="mlp_bias",
@@ -263,6 +265,7 @@ DENSE: Mapping[str, Family] = {
         defaults(128256, 2560, 6912, 30, 20, 2048, num_key_value_heads=5),
         shardable=False,
         fuses=False,
+        fuses_nowhere=True,
         inner_norms=True,
         **ATTENTION_BIAS,
         made=("num_key_value_heads",),
@@ -270,6 +273,7 @@ DENSE: Mapping[str, Family] = {
     "nanochat": Family(
         defaults(50304, 768, 8192, 12, 6, 2048, final_logit_softcapping=15.0),
         fuses=False,
+        fuses_nowhere=True,
         gated=False,
         norms=0,
         final_norm=False,
