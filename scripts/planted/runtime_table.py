@@ -48,6 +48,9 @@ ON_DETERMINISM = ("unit/device/test_determinism.py",)
 PARTS_TESTS = ("functional/engine/test_models_of_parts.py",)
 SHARED_KEYS = ("functional/engine/test_shared_keys.py",)
 SHAPES = ("unit/sizing/test_shape.py",)
+NAMES_TESTS = ("unit/sizing/test_other_names.py",)
+WIDE_TESTS = ("unit/sizing/test_wide_parameters.py",)
+JUDGED_TESTS = ("unit/sizing/test_judged_families.py",)
 
 BUGS = (
     PackageBug(
@@ -5197,5 +5200,89 @@ BUGS = (
         "if name in (*OUTSIDE, *PARTS)",
         "if name",
         ("unit/operator/decide/pods/test_startup.py",),
+    ),
+    PackageBug(
+        "a setting that is given by two names with two values is planned",
+        "fairlead_runtime.sizing.config_json:_by_one_name",
+        "if name in settings and settings[name] != settings[other]:",
+        "if False:",
+        NAMES_TESTS,
+    ),
+    PackageBug(
+        "another name of a setting is dropped",
+        "fairlead_runtime.sizing.config_json:_by_one_name",
+        "return kept | {name: settings[other] for other, name in names.items()}",
+        "return kept",
+        NAMES_TESTS,
+    ),
+    PackageBug(
+        "heads that a class cannot run are planned",
+        "fairlead_runtime.sizing.config_json:_check_own",
+        "if family.exact_heads and",
+        "if not family.exact_heads and 0 and",
+        NAMES_TESTS,
+    ),
+    PackageBug(
+        "two settings that a class wants the same may differ",
+        "fairlead_runtime.sizing.config_json:_check_own",
+        "if family.same and",
+        "if not family.same and 0 and",
+        NAMES_TESTS,
+    ),
+    PackageBug(
+        "settings that a class refuses are planned",
+        "fairlead_runtime.sizing.config_json:_check_own",
+        "for name in family.never:",
+        "for name in ():",
+        NAMES_TESTS,
+    ),
+    PackageBug(
+        "an offset beyond its period is planned",
+        "fairlead_runtime.sizing.config_json:_check_own",
+        "for name, bound in family.less:",
+        "for name, bound in ():",
+        NAMES_TESTS,
+    ),
+    PackageBug(
+        "a model of one kind of layers is planned where its class refuses it",
+        "fairlead_runtime.sizing.layer_kinds:_checked",
+        "if family.needs_both and",
+        "if not family.needs_both and 0 and",
+        NAMES_TESTS,
+    ),
+    PackageBug(
+        "routers in float32 are planned with two bytes",
+        "fairlead_runtime.sizing.parameters:_experts",
+        "wide=experts * per_expert * family.wide_router,",
+        "wide=0,",
+        WIDE_TESTS,
+    ),
+    PackageBug(
+        "norms that float16 keeps in float32 are planned so in bfloat16",
+        "fairlead_runtime.sizing.terms:held_weights",
+        'if dtype == "float16"',
+        'if dtype != "float32"',
+        WIDE_TESTS,
+    ),
+    PackageBug(
+        "buffers of lightning attention are not planned",
+        "fairlead_runtime.sizing.parameters:count_layer",
+        "typed=mixer.buffers",
+        "typed=0",
+        WIDE_TESTS,
+    ),
+    PackageBug(
+        "biases of routers that are buffers are not planned",
+        "fairlead_runtime.sizing.parameters:_experts",
+        'buffers=experts * (family.choice_buffer == "float32"),',
+        "buffers=0,",
+        WIDE_TESTS,
+    ),
+    PackageBug(
+        "a CPU is planned int8 weights that GPUs alone fuse",
+        "fairlead_runtime.sizing.shape:ModelShape.plain_on",
+        'self.plain_on_cpus if device == "cpu" else self.plain',
+        "self.plain",
+        JUDGED_TESTS,
     ),
 )

@@ -67,7 +67,7 @@ def resolve(
     sequence.
     """
     config = check_stored(
-        config, shape.quantized, dtype, device.kind, unfused=shape.plain
+        config, shape.quantized, dtype, device.kind, unfused=shape.plain_on(device.kind)
     ).clamped()
     plan = plan_memory(shape, config, device, measured)
 

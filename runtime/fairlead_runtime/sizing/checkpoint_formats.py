@@ -80,9 +80,10 @@ def check_stored(
     if stored.fp8_cache and (stored.quantization, device) == ("int8", "cpu"):
         problem = "fp8 is not supported with int8 weights on cpu: the C++ kernels lack it"
         raise ConfigError("cache_dtype", problem, "use auto")
-    if not quantized and stored.quantization != "none" and unfused:
+    if stored.quantization != "none" and unfused:
         problem = f"{stored.quantization} weights of {unfused} are not supported"
-        raise ConfigError("quantization", problem, "use none")
+        hint = "use the unquantized checkpoint" if quantized else "use none"
+        raise ConfigError("quantization", problem, hint)
     return stored
 
 

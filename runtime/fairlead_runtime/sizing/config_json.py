@@ -12,6 +12,7 @@ from typing import Any
 
 from fairlead_runtime.sizing.families.judged import SIZED
 from fairlead_runtime.sizing.families.makers import nearest, working_of
+from fairlead_runtime.sizing.families.other_names import OTHER_NAMES
 from fairlead_runtime.sizing.families.refusals import INNER, NO_TEXT, NO_WHOLE, OWN_INPUTS, REFUSED
 from fairlead_runtime.sizing.families.wholes import WHOLES
 from fairlead_runtime.sizing.families.with_states import WITH_STATES
@@ -148,11 +149,28 @@ def family_of(config: Mapping[str, Any]) -> tuple[Family, Mapping[str, Any]]:
     family = family_named(name)
     if family is None:
         raise UnknownFamilyError(name)
-    return _meant(family, config)
+    return _meant(family, name, config)
 
 
-def _meant(family: Family, settings: Mapping[str, Any]) -> tuple[Family, Mapping[str, Any]]:
+def _meant(
+    family: Family, kind: str, settings: Mapping[str, Any]
+) -> tuple[Family, Mapping[str, Any]]:
+    settings = _by_one_name(kind, settings)
     return family.variant(family, settings) if family.variant else (family, settings)
+
+
+def _by_one_name(kind: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The settings without other names for them. Raises ShapeError for one that is given by two
+    names with two values: which of them a class takes is its own affair.
+    """
+    names = {other: name for other, name in OTHER_NAMES.get(kind, {}).items() if other in settings}
+    for other, name in names.items():
+        if name in settings and settings[name] != settings[other]:
+            given, taken = (str(settings[key])[:40] for key in (other, name))
+            problem = f"is {given} where {name}, the same setting, is {taken}: remove one of them"
+            raise ShapeError(other, problem)
+    kept = {name: value for name, value in settings.items() if name not in names}
+    return kept | {name: settings[other] for other, name in names.items()}
 
 
 def family_named(name: str) -> Family | None:
@@ -215,7 +233,7 @@ def _family_of_text(name: str, config: Mapping[str, Any]) -> tuple[Family, Mappi
     if family.layer_inputs and kind != parts.text:
         raise _refused(f"{TEXT}.model_type", kind, OWN_INPUTS)
     # The head is the whole's, which has no bias.
-    return _meant(replace(family, head_bias=False), _with_outer(text, config, parts))
+    return _meant(replace(family, head_bias=False), kind, _with_outer(text, config, parts))
 
 
 def _text_settings(config: Mapping[str, Any], parts: Parts) -> Mapping[str, Any]:
@@ -289,10 +307,8 @@ class ConfigReader:
         return width or max(1, hidden // self.heads)
 
     def get(self, name: str) -> Any:
-        for key in (self.family.aliases.get(name, name), name):
-            if key in self._config:
-                return self._config[key]
-        return self.family.defaults.get(name)
+        key = self.family.aliases.get(name, name)
+        return self._config[key] if key in self._config else self.family.defaults.get(name)
 
     def optional(self, name: str, low: int = 1) -> int | None:
         return None if self.get(name) is None else self.integer(name, low)
@@ -373,6 +389,22 @@ def check_traits(s: ConfigReader) -> None:
         )
     if s.get("per_layer_config") and not s.family.full_dim:
         raise ShapeError("per_layer_config", "layers of different sizes are not supported")
+    _check_own(s, s.family)
+
+
+def _check_own(s: ConfigReader, family: Family) -> None:
+    """Raise ShapeError for settings that the family's class refuses, or its layers cannot run."""
+    if family.exact_heads and s.heads * s.head_dim != s.integer("hidden_size"):
+        problem = f"{s.heads} heads of {s.head_dim} are not the hidden size"
+        raise ShapeError("head_dim", f"{problem}, {s.integer('hidden_size')}, as its layers need")
+    if family.same and s.flag(family.same[0]) is not s.flag(family.same[1]):
+        raise ShapeError(family.same[0], f"must be what {family.same[1]} is")
+    for name in family.never:
+        if s.get(name) not in (None, False):
+            raise ShapeError(name, "is not supported in this family: remove it")
+    for name, bound in family.less:
+        if s.integer(name, low=0) >= s.integer(bound):
+            raise ShapeError(name, f"must be less than {bound}, {s.integer(bound)}")
 
 
 def dtype_of(config: Mapping[str, Any]) -> str | None:

@@ -32,6 +32,13 @@ class Family:
     made: tuple[str, ...] = ()
     even_heads: bool = False  # the heads must divide the hidden size, whatever head_dim says
     needs: tuple[str, ...] = ()  # settings for which its class has no default that works
+    exact_heads: bool = False  # the heads must give just the hidden size
+    # What its class refuses: two settings that differ, settings that are on, a setting that is not
+    # less than another.
+    same: tuple[str, str] | None = None
+    never: tuple[str, ...] = ()
+    less: tuple[tuple[str, str], ...] = ()
+    needs_both: bool = False  # its class refuses a model of one kind of layers
     reads_sparse_steps: bool = False  # whether decoder_sparse_step and mlp_only_layers are read
     norms: int = 2  # normalisations of the hidden state in one layer
     norm_bias: bool = False  # LayerNorm with a bias instead of RMSNorm
@@ -62,6 +69,7 @@ class Family:
     fuses: bool = (
         True  # False: its layers are known to be no ones that a CPU's fused layers compute
     )
+    gpus_fuse: bool = False  # those of GPUs compute all of them but the MLP
     fuses_nowhere: bool = False  # nor those of any device: they multiply plain weights alone
     # The setting that counts the last layers, which keep no keys: each reads those of the last
     # layer of its kind before them.
@@ -97,12 +105,22 @@ class Family:
     position_offset: int = 0  # rows of the learned positions before the first
     embedding_width: str = ""  # the setting for embeddings narrower than the hidden state
     activation_parameters: int = 0
+    activation_buffers: int = 0
     # Of a mixture: how many experts every token meets (or the setting that says it) and the width
     # of one; the layers before the first mixture, and whether mlp_layer_types says it instead; the
     # last mixture; the width of a dense layer.
     shared_experts: tuple[int | str, str] | None = None
     shared_gate: bool = False
     router_bias: bool = False
+    # The same, as a buffer that is no parameter: "float32", or "typed" as the model.
+    choice_buffer: str = ""
+    # What a model in 16 bits has in float32 (``_keep_in_fp32_modules_strict``): routers, sinks; in
+    # float16 alone (``_keep_in_fp32_modules``): norms of the hidden state, and with those of
+    # queries and keys the router's biases.
+    wide_router: bool = False
+    wide_sinks: bool = False
+    wide_norms: bool = False
+    wide_qk_norms: bool = False
     dense_first: int | str = 0
     mlp_types: bool = False
     sparse_last: str = ""
@@ -217,7 +235,6 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "mixtral": Family(
         _MIXTRAL,
-        aliases={"num_local_experts": "num_experts"},
         experts="intermediate_size",
         window="all",
     ),
@@ -232,7 +249,6 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3_moe": Family(
         _defaults(151936, 2048, 6144, 24, 32, 32768, num_key_value_heads=4, sliding_window=4096)
         | {"moe_intermediate_size": 768, "num_local_experts": 128, "num_experts_per_tok": 8},
-        aliases={"num_local_experts": "num_experts"},
         qk_norm="head",
         experts="moe_intermediate_size",
         reads_sparse_steps=True,
@@ -249,7 +265,6 @@ FAMILIES: Mapping[str, Family] = {
             "num_experts_per_tok": 4,
         },
         shardable=False,
-        aliases={"num_local_experts": "num_experts"},
         experts="intermediate_size",
         expert_bias=True,
         mxfp4=True,
@@ -258,6 +273,7 @@ FAMILIES: Mapping[str, Family] = {
         window="types",
         full_every=2,
         **_ATTENTION_BIAS,
+        wide_norms=True,
     ),
     "mimo_v2_flash": Family(
         _defaults(152576, 4096, 16384, 48, 64, 131072, num_key_value_heads=4, sliding_window=129)
@@ -275,6 +291,7 @@ FAMILIES: Mapping[str, Family] = {
         window="types",
         full_rule=lambda index, _: index == 0 or (index + 1) % 6 == 0,
         window_before="sliding_window_size",
+        choice_buffer="float32",
     ),
     "gemma": Family(
         _defaults(256000, 3072, 24576, 28, 16, 8192, num_key_value_heads=16) | _GEMMA,
@@ -416,7 +433,6 @@ TEXTS: Mapping[str, Family] = {
     "qwen3_vl_moe_text": Family(
         _defaults(151936, 2048, 5632, 24, 16, 128000, num_key_value_heads=16)
         | {"moe_intermediate_size": 1408, "num_local_experts": 60, "num_experts_per_tok": 4},
-        aliases={"num_local_experts": "num_experts"},
         qk_norm="head",
         experts="moe_intermediate_size",
         reads_sparse_steps=True,

@@ -54,6 +54,8 @@ def _checked(field: str, family: Family, kinds: object, layers: int) -> tuple[st
     for name in names:
         if name not in known:
             raise ShapeError(field, f"{name[:40]!r} is none of {', '.join(known)}")
+    if family.needs_both and len({*names}) == 1:
+        raise ShapeError(field, f"must have both {FULL} and {family.state_kind}")
     return tuple(names)
 
 

@@ -12,8 +12,8 @@ from fairlead_runtime.sizing.terms import (
     PROCESS,
     RANK_WORD_BYTES,
     bytes_of,
+    held_weights,
     packs_on_cpu,
-    weights,
 )
 
 # Rows of logits in float32, in which comparisons keep what is expected, with plain and with
@@ -39,10 +39,12 @@ def loading_bytes(shape: ModelShape, config: EngineConfig, kind: str) -> int:
         if shape.held != shape.quantized:
             # A layer's experts as they are stored, a byte for each block's scale, and their rows.
             return (
-                weights(shape, plain, 1, kind) + shape.largest_layer * 17 // 32 + CHUNK_TEMPORARIES
+                held_weights(shape, plain, 1, kind)
+                + shape.largest_layer * 17 // 32
+                + CHUNK_TEMPORARIES
             )
-        return weights(shape, plain, 1, kind) if rounds else 0
-    loaded = weights(shape, plain, 1, kind)
+        return held_weights(shape, plain, 1, kind) if rounds else 0
+    loaded = held_weights(shape, plain, 1, kind)
     tested = 4 * TESTED_ROWS * shape.vocab  # compared in float32
     # The HTTP process reads its tokenizer afterwards.
     process = PROCESS + shape.vocab * RANK_WORD_BYTES

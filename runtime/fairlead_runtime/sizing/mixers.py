@@ -28,6 +28,7 @@ class Mixer:
     alive: int
     state: tuple[StatePart, ...]
     chunk: int = 1
+    buffers: int = 0  # numbers beside the parameters, of the model's type
 
 
 def gated_delta(s: ConfigReader) -> Mixer:
@@ -203,13 +204,15 @@ def short_convolution(s: ConfigReader) -> Mixer:
 def lightning(s: ConfigReader) -> Mixer:
     """Of MiniMax, whose state has the type of its model."""
     hidden, heads, dim = s.integer("hidden_size"), s.heads, s.head_dim
-    inner = heads * dim
+    inner, block = heads * dim, s.integer("block_size")
     return Mixer(
         matrices=5 * hidden * inner,
         channels=4 * inner + hidden,
         rest=inner,
-        alive=9 * inner + 2 * heads * s.integer("block_size"),
+        alive=9 * inner + 2 * heads * block,
         state=(StatePart("recurrent", (heads, dim, dim), ""),),
+        # The decay of each head, from its chunk's start, to its end, and between its tokens.
+        buffers=heads * (1 + block) ** 2,
     )
 
 

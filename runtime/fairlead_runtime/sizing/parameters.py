@@ -20,6 +20,8 @@ class ParameterCount:
     """Parameters of one part of a model: ``matrices`` those in matrices, ``channels`` the output
     rows of those matrices, ``rest`` all others (norms, biases, sinks). Of all these, ranks that
     share the model divide ``sharded`` evenly, and ``kv``, those of keys and values, by heads.
+    ``wide``: those that a model in 16 bits keeps in float32, ``wide_norms``: further ones in
+    float16; numbers beside all these: ``buffers`` in float32 in any model, ``typed`` in its type.
     """
 
     matrices: int = 0
@@ -27,6 +29,10 @@ class ParameterCount:
     rest: int = 0
     sharded: int = 0
     kv: int = 0
+    wide: int = 0
+    wide_norms: int = 0
+    buffers: int = 0
+    typed: int = 0
 
     def __add__(self, addend: "ParameterCount") -> "ParameterCount":
         return ParameterCount(
@@ -35,6 +41,10 @@ class ParameterCount:
             self.rest + addend.rest,
             self.sharded + addend.sharded,
             self.kv + addend.kv,
+            self.wide + addend.wide,
+            self.wide_norms + addend.wide_norms,
+            self.buffers + addend.buffers,
+            self.typed + addend.typed,
         )
 
     def __mul__(self, times: int) -> "ParameterCount":
@@ -44,6 +54,10 @@ class ParameterCount:
             self.rest * times,
             self.sharded * times,
             self.kv * times,
+            self.wide * times,
+            self.wide_norms * times,
+            self.buffers * times,
+            self.typed * times,
         )
 
 
@@ -76,16 +90,17 @@ def count_layer(
     if family.experts_if and has_experts(s, family):
         beside, more = _experts_beside(s, family)
         mlp, width = mlp + beside, width + more
-    norms = ParameterCount(rest=_norms(s, family) * count_norm(s, family))
+    normed = _norms(s, family) * count_norm(s, family)
+    norms = ParameterCount(rest=normed, wide_norms=normed * family.wide_norms)
     keeps = index < layers_with_keys(s, family)
     attention = ParameterCount()
     if attends(kind):
         attention = _attention(s, family, heads, keeps=keeps)
     if mixes(family, kind):
         mixer = MIXERS[family.mixer](s)
-        attention += ParameterCount(mixer.matrices, mixer.channels, mixer.rest)
+        attention += ParameterCount(mixer.matrices, mixer.channels, mixer.rest, typed=mixer.buffers)
     if family.sinks or (family.windowed_sinks and windowed):
-        attention += ParameterCount(rest=heads.query)
+        attention += ParameterCount(rest=heads.query, wide=heads.query * family.wide_sinks)
     return attention + mlp + norms + _beside(s, family), width, inner
 
 
@@ -172,7 +187,12 @@ def count_outside(s: ConfigReader, family: Family, *, tied: bool) -> int:
     if family.positions:
         count += (s.integer("max_position_embeddings") + family.position_offset) * hidden
     count += _count_layer_inputs(s, family) + _count_streams(s, family)
-    return count + (count_norm(s, family) if s.flag_or_constant(family.final_norm) else 0)
+    return count + count_last_norm(s, family)
+
+
+def count_last_norm(s: ConfigReader, family: Family) -> int:
+    """Parameters of the norm after all layers."""
+    return count_norm(s, family) if s.flag_or_constant(family.final_norm) else 0
 
 
 def _norms(s: ConfigReader, family: Family) -> int:
@@ -197,8 +217,8 @@ def _attention(
     count += _rows(heads.attended_width, hidden, bias=s.flag_or_constant(family.out_bias))
     if family.qk_norm and (not family.qk_norm_if or s.flag(family.qk_norm_if)):
         normed = (heads.dim, heads.dim) if family.qk_norm == "head" else (q, kv)
-        weights = sum(normed) if keeps else normed[0]
-        count += ParameterCount(rest=weights * (2 if family.qk_norm_bias else 1))
+        weights = (sum(normed) if keeps else normed[0]) * (2 if family.qk_norm_bias else 1)
+        count += ParameterCount(rest=weights, wide_norms=weights * family.wide_qk_norms)
     if family.out_gate or family.gate_in_queries:
         count += _columns(hidden, q, bias=family.gate_in_queries and bias)
     if family.head_gate_if and s.flag(family.head_gate_if):
@@ -225,7 +245,8 @@ def _mlp(
         ):
             inner *= 2
         rest = family.activation_parameters + (inner if family.inner_norms else 0)
-        count = _dense(s, family, inner) + ParameterCount(rest=rest)
+        count = _dense(s, family, inner)
+        count += ParameterCount(rest=rest, typed=family.activation_buffers)
         return count, family.mlp_copies * inner, inner
     return *_experts(s, family), s.integer(family.experts)
 
@@ -242,7 +263,13 @@ def _experts(s: ConfigReader, family: Family) -> tuple[ParameterCount, int]:
     expert += _rows(inner, taken, bias=family.expert_bias)
     # The router is never quantized.
     per_expert = hidden + family.expert_bias + family.router_bias
-    count = expert * experts + ParameterCount(rest=experts * per_expert)
+    count = expert * experts + ParameterCount(
+        rest=experts * per_expert,
+        wide=experts * per_expert * family.wide_router,
+        wide_norms=experts * family.router_bias * family.wide_qk_norms,
+        buffers=experts * (family.choice_buffer == "float32"),
+        typed=experts * (family.choice_buffer == "typed"),
+    )
     if latent:
         biased = s.flag_or_constant(family.mlp_bias)
         count += _columns(hidden, latent, bias=biased) + _rows(latent, hidden, bias=biased)

@@ -28,6 +28,7 @@ from fairlead_runtime.sizing.layer_kinds import FULL, SLIDING, attends, kinds_of
 from fairlead_runtime.sizing.mixers import MIXERS
 from fairlead_runtime.sizing.parameters import (
     ParameterCount,
+    count_last_norm,
     count_layer,
     count_outside,
     first_mixture,
@@ -85,6 +86,7 @@ class ModelShape:
     logit_copies: int  # tensors of vocabulary width alive at once
     unfused: str  # what its layers have that fused ones are known to lack; ""
     plain: str  # what its layers have that no product with quantized weights is known to serve; ""
+    plain_on_cpus: str  # the same of a CPU's products
     explicit_scores: bool  # attention with a cap or sinks, which fused kernels for CPUs lack
     vocab: int
     max_len: int  # tokens that it reads, with those that scaled rotary embeddings add
@@ -107,6 +109,12 @@ class ModelShape:
     # Of the parameters: what ranks divide evenly, and what they divide by key-value heads.
     sharded_parameters: int
     kv_parameters: int
+    # Parameters that are float32 in a model of 16 bits, in one of float16 alone; buffers that are
+    # in any, and those of its type.
+    wide: int = 0
+    wide_norms: int = 0
+    buffers: int = 0
+    typed_buffers: int = 0
     states: Mapping[int, tuple[StatePart, ...]] = field(default_factory=dict)
     # Elements in float32 that a layer with a state keeps alive per token, of a row that is filled
     # up to a multiple of the chunk.
@@ -117,6 +125,12 @@ class ModelShape:
     def kv_width(self) -> int:
         """Elements of one layer's key of one token, or of its value where that is wider."""
         return self.kv_heads * max(self.head_dim, self.value_dim)
+
+    def plain_on(self, device: str) -> str:
+        """What its layers have that no product with quantized weights on a device of this kind is
+        known to serve, "" for nothing.
+        """
+        return self.plain_on_cpus if device == "cpu" else self.plain
 
     def heads_on(self, ranks: int) -> tuple[LayerHeads, ...]:
         """Each kind of its layers' heads, as one of so many ranks has them."""
@@ -211,6 +225,8 @@ class ModelShape:
             logit_copies=2 if s.get("final_logit_softcapping") is not None else family.logit_copies,
             unfused=unfused,
             plain=plain,
+            plain_on_cpus=plain
+            or ("layers that no CPU's kernel fuses" if family.gpus_fuse else ""),
             explicit_scores=family.sinks
             or family.windowed_sinks
             or s.get("attn_logit_softcapping") is not None,
@@ -235,6 +251,10 @@ class ModelShape:
             shardable=family.shardable and not has_flat_norm(s, family),
             sharded_parameters=body.sharded,
             kv_parameters=body.kv,
+            wide=body.wide,
+            wide_norms=body.wide_norms + count_last_norm(s, family) * family.wide_norms,
+            buffers=body.buffers,
+            typed_buffers=body.typed,
             states=dict.fromkeys(mixing, mixer.state) if mixer else {},
             mixer_width=mixer.alive if mixer else 0,
             mixer_chunk=mixer.chunk if mixer else 1,
@@ -297,6 +317,7 @@ class ModelShape:
             logit_copies=UNKNOWN_DENSE.logit_copies,
             unfused=unfused,
             plain=unfused,
+            plain_on_cpus=unfused,
             explicit_scores=True,
             vocab=vocab,
             max_len=longest_text(s),

@@ -25,13 +25,13 @@ from fairlead_runtime.sizing.terms import (
     DeviceFacts,
     cache_bytes_of,
     gib,
+    held_weights,
     host_terms,
     max_model_len,
     offload_units,
     state_units,
     terms_of,
     unit_bytes,
-    weights,
 )
 from fairlead_runtime.sizing.traffic import Traffic
 
@@ -190,7 +190,7 @@ def solve(
         host=host_terms(shape, config, device.kind) | bookkeeping_term,
         total=device.total_bytes,
         budget=budget,
-        weights_bytes=weights(shape, config, 1, device.kind),
+        weights_bytes=held_weights(shape, config, 1, device.kind),
         kv_bytes_per_token=shape.kept_width * cache_bytes_of(shape, config),
         block_size=config.block_size,
         block_bytes=block,

@@ -104,7 +104,7 @@ def terms_of(
     head = (2 * shape.hidden + copies * shape.vocab) * (4 if packed else element)
     table_entries = len(groups) * rows * ceil_div(longest, config.block_size)
     terms = {
-        "weights": weights(shape, config, tp, device.kind),
+        "weights": held_weights(shape, config, tp, device.kind),
         "activations": _in_slabs(shape, config, tokens, rotary)
         if packed and fused and shape.slab_width
         else tokens * width * layer + _widened(shape, config, device.kind, tokens) + filled,
@@ -336,11 +336,22 @@ def _runs_on_cpu(shape: ModelShape, config: EngineConfig) -> bool:
     return plain and dtype_of(shape, config) != "float16"
 
 
+def held_weights(shape: ModelShape, config: EngineConfig, tp: int, kind: str) -> int:
+    """Bytes of the weights on one of ``tp`` accelerators that share the model, or on a CPU, with
+    what is float32 in a model of 16 bits and buffers, which no rank splits.
+    """
+    dtype = dtype_of(shape, config)
+    wide = shape.wide + (shape.wide_norms if dtype == "float16" else 0)
+    element, float32 = DTYPE_BYTES[dtype], DTYPE_BYTES["float32"]
+    more = wide * (float32 - element) + shape.buffers * float32 + shape.typed_buffers * element
+    return weights(shape, config, tp, kind) + more
+
+
 def weights(shape: ModelShape, config: EngineConfig, tp: int, kind: str) -> int:
-    """Bytes of the weights on one of ``tp`` accelerators that share the model, or on a CPU. Of
-    layers only the matrices are quantized. They are split with the biases of their outputs, those
-    of keys and values by heads; so is an output matrix that is not the embedding. The rest is whole
-    on each, as the scales of matrices that are split by their inputs are.
+    """The same of parameters in the model's type alone. Of layers only the matrices are quantized.
+    They are split with the biases of their outputs, those of keys and values by heads; so is an
+    output matrix that is not the embedding. The rest is whole on each, as the scales of matrices
+    that are split by their inputs are.
     """
     element = bytes_of(shape, config)
     if kind == "cpu" and tp == 1 and packs_on_cpu(shape, config):

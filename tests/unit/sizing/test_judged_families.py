@@ -11,7 +11,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
 
 from fairlead_runtime.models import families
-from fairlead_runtime.settings.engine_config import EngineConfig
+from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
 from fairlead_runtime.sizing.checkpoint_formats import check_stored
 from fairlead_runtime.sizing.config_json import ShapeError, family_named
 from fairlead_runtime.sizing.families.judged import SIZED
@@ -232,8 +232,12 @@ def test_values_of_no_model_are_refused_by_name(
 
 
 def test_a_family_that_no_kernel_for_cpus_fuses_is_not_refused_for_gpus_in_int8() -> None:
-    """Those fuse its layers around their MLP."""
+    """Those fuse its layers around their MLP. A CPU's pod refuses what is rounded or brings it."""
     shape = ModelShape.from_config({"model_type": "apertus"})
     assert shape.slab_width == 0
     engine = EngineConfig(quantization="int8")
-    assert check_stored(engine, "", "bfloat16", "cuda", unfused=shape.plain) == engine
+    for stored in ("", "int8"):
+        unfused = shape.plain_on("cuda")
+        assert check_stored(engine, stored, "bfloat16", "cuda", unfused=unfused) == engine
+        with pytest.raises(ConfigError, match="int8 weights of layers that no CPU's kernel fuses"):
+            check_stored(engine, stored, "bfloat16", "cpu", unfused=shape.plain_on("cpu"))

@@ -1,6 +1,7 @@
 """What a quantization_config says of a checkpoint's weights, and what of it is refused."""
 
 import copy
+import itertools
 import time
 from dataclasses import replace
 from functools import partial
@@ -476,8 +477,17 @@ PLAIN: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("whole", [False, True])
-@pytest.mark.parametrize("config", PLAIN, ids=str)
+# The same of families that are no text of a model of several parts.
+PLAIN_ALONE: list[dict[str, Any]] = [
+    {"model_type": name} for name in ("granite_swa", "bitnet", "nanochat")
+]
+
+
+@pytest.mark.parametrize(
+    ("config", "whole"),
+    [*itertools.product(PLAIN, (False, True)), *((config, False) for config in PLAIN_ALONE)],
+    ids=str,
+)
 def test_layers_that_no_kernel_fuses_are_refused_quantized_before_they_load(
     config: dict[str, Any], *, whole: bool
 ) -> None:
@@ -495,5 +505,9 @@ def test_layers_that_no_kernel_fuses_are_refused_quantized_before_they_load(
     for device in ("cpu", "cuda"):
         with pytest.raises(ConfigError, match=r"int8 weights of .* are not supported"):
             check_stored(
-                EngineConfig(quantization="int8"), "", "bfloat16", device, unfused=shape.plain
+                EngineConfig(quantization="int8"),
+                "",
+                "bfloat16",
+                device,
+                unfused=shape.plain_on(device),
             )

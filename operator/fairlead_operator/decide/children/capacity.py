@@ -57,7 +57,8 @@ def plan_of(config: Mapping[str, Any], deployment: InferenceDeployment) -> Memor
     try:
         shape = ModelShape.from_config(config)
         dtype = dtype_of(shape, deployment.engine)
-        check_stored(deployment.engine, shape.quantized, dtype, device.kind, unfused=shape.plain)
+        unfused = shape.plain_on(device.kind)
+        check_stored(deployment.engine, shape.quantized, dtype, device.kind, unfused=unfused)
         return plan_memory(shape, deployment.engine, device)
     except UnknownFamilyError as error:
         raise PlanError("FamilyUnknown", str(error)) from None

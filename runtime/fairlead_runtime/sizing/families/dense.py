@@ -32,10 +32,12 @@ DENSE: Mapping[str, Family] = {
     "apertus": Family(
         defaults(131072, 4096, 14336, 32, 32, 65536),
         fuses=False,
+        gpus_fuse=True,
         qk_norm="head",
         gated=False,
         mlp_copies=6,
         activation_parameters=2,
+        activation_buffers=2,
         **ATTENTION_BIAS,
     ),
     "arcee": Family(
@@ -105,6 +107,7 @@ DENSE: Mapping[str, Family] = {
         defaults(48000, 2560, 7040, 24, 20, 4096, num_key_value_heads=20, head_dim=128),
         qkv_bias="attention_bias",
         mlp_bias="mlp_bias",
+        exact_heads=True,
     ),
     "hunyuan_v1_dense": Family(
         defaults(290943, 4096, 11008, 32, 32, 2048),
@@ -135,10 +138,10 @@ DENSE: Mapping[str, Family] = {
         defaults(128512, 4096, 10240, 48, 32, 32768, num_key_value_heads=2, head_dim=128),
         qkv_bias="attention_bias",
         out_bias="mlp_bias",
-        aliases={"attention_bias": "qkv_bias", "mlp_bias": "bias"},
         mlp_bias="mlp_bias",
         made=("num_key_value_heads", "head_dim"),
         even_heads=True,
+        same=("attention_bias", "mlp_bias"),
     ),
     "iquestcoder": Family(
         defaults(76800, 5120, 27648, 80, 40, 131072, num_key_value_heads=8, head_dim=128),
@@ -146,6 +149,7 @@ DENSE: Mapping[str, Family] = {
         **ATTENTION_BIAS,
         made=("num_key_value_heads", "head_dim"),
         even_heads=True,
+        never=("clip_qkv", "use_sliding_window"),
     ),
     "granite_swa": Family(
         defaults(
@@ -161,6 +165,7 @@ DENSE: Mapping[str, Family] = {
         ),
         shardable=False,
         fuses=False,
+        fuses_nowhere=True,
         sinks=True,
         logit_copies=2,
         mlp_bias="mlp_bias",
@@ -260,6 +265,7 @@ DENSE: Mapping[str, Family] = {
         defaults(128256, 2560, 6912, 30, 20, 2048, num_key_value_heads=5),
         shardable=False,
         fuses=False,
+        fuses_nowhere=True,
         inner_norms=True,
         **ATTENTION_BIAS,
         made=("num_key_value_heads",),
@@ -267,6 +273,7 @@ DENSE: Mapping[str, Family] = {
     "nanochat": Family(
         defaults(50304, 768, 8192, 12, 6, 2048, final_logit_softcapping=15.0),
         fuses=False,
+        fuses_nowhere=True,
         gated=False,
         norms=0,
         final_norm=False,

@@ -42,6 +42,8 @@ MIXTURES: Mapping[str, Family] = {
         full_rule=sixth_or_last,
         aliases=_EXPERTS,
         **ATTENTION_BIAS,
+        choice_buffer="float32",
+        wide_router=True,
     ),
     "flex_olmo": Family(
         defaults(
@@ -92,7 +94,6 @@ MIXTURES: Mapping[str, Family] = {
             moe_intermediate_size=896,
         ),
         qk_norm="head",
-        aliases=_EXPERTS,
         experts="moe_intermediate_size",
         mlp_types=True,
         window="types",
@@ -114,8 +115,8 @@ MIXTURES: Mapping[str, Family] = {
         ),
         shardable=False,
         qk_norm="flat",
-        aliases=_EXPERTS,
         experts="intermediate_size",
+        choice_buffer="typed",
     ),
     "olmoe": Family(
         defaults(
@@ -133,6 +134,7 @@ MIXTURES: Mapping[str, Family] = {
         experts="intermediate_size",
         aliases=_EXPERTS,
         **ATTENTION_BIAS,
+        exact_heads=True,
     ),
     "phimoe": Family(
         defaults(

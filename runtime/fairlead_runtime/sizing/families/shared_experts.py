@@ -65,6 +65,8 @@ SHARED_EXPERTS: Mapping[str, Family] = {
         aliases=_EXPERTS,
         **ATTENTION_BIAS,
         made=("head_dim",),
+        wide_norms=True,
+        wide_qk_norms=True,
     ),
     "cohere2_moe": Family(
         defaults(
@@ -126,6 +128,7 @@ SHARED_EXPERTS: Mapping[str, Family] = {
         **ATTENTION_BIAS,
         made=("num_key_value_heads",),
         needs=("n_shared_experts",),
+        choice_buffer="float32",
     ),
     "ernie4_5_moe": Family(
         defaults(
@@ -162,6 +165,7 @@ SHARED_EXPERTS: Mapping[str, Family] = {
         },
         made=("num_key_value_heads",),
         reads_sparse_steps=True,
+        wide_router=True,
     ),
     "exaone_moe": Family(
         defaults(
@@ -189,6 +193,7 @@ SHARED_EXPERTS: Mapping[str, Family] = {
         window="types",
         full_every="sliding_window_pattern",
         aliases=_EXPERTS,
+        choice_buffer="float32",
     ),
     "flint": Family(
         defaults(
@@ -217,6 +222,8 @@ SHARED_EXPERTS: Mapping[str, Family] = {
         aliases=_EXPERTS,
         **ATTENTION_BIAS,
         reads_sparse_steps=True,
+        wide_router=True,
+        wide_sinks=True,
     ),
     "glm4_moe": Family(
         defaults(
@@ -241,6 +248,7 @@ SHARED_EXPERTS: Mapping[str, Family] = {
         shared_experts=("n_shared_experts", "moe_intermediate_size"),
         dense_first="first_k_dense_replace",
         aliases=_ROUTED,
+        choice_buffer="float32",
     ),
     "granitemoeshared": Family(
         defaults(
@@ -324,6 +332,7 @@ SHARED_EXPERTS: Mapping[str, Family] = {
         mlp_bias="mlp_bias",
         aliases=_EXPERTS,
         **ATTENTION_BIAS,
+        choice_buffer="float32",
     ),
     "kolibri1": Family(
         defaults(
@@ -343,11 +352,11 @@ SHARED_EXPERTS: Mapping[str, Family] = {
         ),
         qk_norm="head",
         norms=4,
-        aliases=_EXPERTS,
         experts="moe_intermediate_size",
         shared_experts=(1, "shared_expert_intermediate_size"),
         window="types",
         full_every=5,
+        choice_buffer="float32",
     ),
     "qwen2_moe": Family(
         defaults(
@@ -400,5 +409,6 @@ SHARED_EXPERTS: Mapping[str, Family] = {
         shared_experts=("n_shared_experts", "moe_intermediate_size"),
         aliases=_ROUTED,
         qkv_bias="attention_bias",
+        choice_buffer="float32",
     ),
 }

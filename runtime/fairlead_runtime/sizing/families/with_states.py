@@ -152,6 +152,7 @@ WITH_STATES: Mapping[str, Family] = {
         defaults(100352, 3840, 11008, 32, 30, 65536, linear_conv_kernel_dim=4),
         mixer="gated_delta",
         full_rule=lambda index, layers: index % 4 == 3 or index == layers - 1 < 3,
+        needs_both=True,
         qk_norm="flat",
         **ATTENTION_BIAS,
         **_STATE,
@@ -190,6 +191,7 @@ WITH_STATES: Mapping[str, Family] = {
         full_rule=always,
         variant=_of_nemotron,
         **_STATE,
+        choice_buffer="float32",
     ),
     "falcon_h1": Family(
         defaults(128000, 4096, 14336, 32, 32, 8192, num_key_value_heads=8)
@@ -239,6 +241,10 @@ WITH_STATES: Mapping[str, Family] = {
         kinds="period",
         experts="intermediate_size",
         sparse_every=("expert_layer_period", "expert_layer_offset"),
+        less=(
+            ("attn_layer_offset", "attn_layer_period"),
+            ("expert_layer_offset", "expert_layer_period"),
+        ),
         **_STATE,
     ),
     "lfm2": Family(

@@ -1,0 +1,68 @@
+"""What a model in 16 bits keeps in float32 is planned so: against transformers' own lists on the
+meta device, and against what is held.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from fairlead_runtime.models import loading
+from fairlead_runtime.settings.engine_config import EngineConfig
+from fairlead_runtime.sizing.families.judged import SIZED
+from fairlead_runtime.sizing.families.with_states import WITH_STATES
+from fairlead_runtime.sizing.family_table import FAMILIES
+from fairlead_runtime.sizing.shape import ModelShape
+from fairlead_runtime.sizing.terms import held_weights
+from support import tiny, tiny_any
+
+# No lists in their classes; tiny_any has no settings for them.
+WITHOUT = ("gemma3n_text", "gemma4_text", "gemma4_unified_text", "mamba2", "lfm2_moe")
+ALONE = {**FAMILIES, **WITH_STATES, **SIZED}
+KEPT = [
+    kind
+    for kind, row in ALONE.items()
+    if row.wide_router or row.wide_sinks or row.wide_norms or row.choice_buffer
+] + ["apertus", "minimax"]
+
+
+def test_every_class_with_such_a_list_has_a_row_that_counts_it() -> None:
+    for kind in ALONE:
+        if kind in WITHOUT:
+            continue
+        own = tiny_any.settings_of(kind)
+        shape = ModelShape.from_config({"model_type": kind, **own})
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**own))
+        strict, more = (set(model._get_dtype_plan(t)) for t in (torch.bfloat16, torch.float16))
+        tensors = dict(model.named_parameters())
+        assert count(tensors, strict) == shape.wide, kind
+        assert count(tensors, more) == shape.wide + shape.wide_norms, kind
+        held = model.state_dict().keys()
+        buffers = {name: x for name, x in model.named_buffers() if name in held}
+        assert count(buffers, strict) == shape.buffers, kind
+        every = sum(x.numel() for x in buffers.values())
+        assert every == shape.buffers + shape.typed_buffers, kind
+
+
+def count(tensors: dict[str, torch.Tensor], kept: set[str]) -> int:
+    """Elements of the tensors whose modules, or themselves, have one of these names."""
+    words = [re.compile(rf"(^|\.){re.escape(word)}(\.|$)") for word in kept if word]
+    return sum(x.numel() for name, x in tensors.items() if any(w.search(name) for w in words))
+
+
+@pytest.mark.parametrize(
+    "dtype", ["bfloat16", "float16", pytest.param("float32", marks=pytest.mark.full)]
+)
+@pytest.mark.parametrize("kind", KEPT)
+def test_the_planned_weights_are_the_held_bytes(kind: str, dtype: Any, tmp_path: Path) -> None:
+    build = tiny.build if kind in tiny.FAMILIES + tiny.SIZED else tiny_any.build
+    saved = tiny.save(build(kind), tmp_path)
+    settings = EngineConfig(dtype=dtype, kernels="torch")
+    shape = loading.inspect(saved, settings).shape
+    model = loading.load(saved, config=settings).model
+    tensors = {id(x): x.nbytes for x in model.state_dict(keep_vars=True).values()}
+    assert held_weights(shape, settings, 1, "cpu") == sum(tensors.values())
