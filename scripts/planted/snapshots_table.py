@@ -184,6 +184,13 @@ BUGS = (
         SIZES,
     ),
     PackageBug(
+        "the state behind a whole prompt is taken for one of what is generated",
+        "fairlead_runtime.cache.paged:PagedCache._keep_state",
+        "(full - 1) * self.block_size > sequence.prompt_len",
+        "(full - 1) * self.block_size >= sequence.prompt_len",
+        STEPS,
+    ),
+    PackageBug(
         "a mixer's width is always a multiple of the model's",
         "fairlead_runtime.sizing.mixers:_mamba1",
         "inner = inner or s.integer(expand) * hidden",
