@@ -193,8 +193,8 @@ def unit_bytes(shape: ModelShape, config: EngineConfig, groups: Sequence[LayerGr
 
 
 def state_scratch(shape: ModelShape, config: EngineConfig, rows: int) -> int:
-    """Bytes that one call of a mixer keeps of the states of one layer, of ``rows`` decodes or of one
-    chunk: those that it reads and writes, as they lie in units and apart, and what a recurrence
+    """Bytes that one call of a mixer keeps of the states of one layer, of ``rows`` decodes or of
+    one chunk: those that it reads and writes, as they lie in units and apart, and what a recurrence
     makes of them.
     """
     if not shape.states:

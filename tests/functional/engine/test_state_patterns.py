@@ -183,7 +183,9 @@ def serve(draw: random.Random, engine: Rig) -> Counter[str]:
     )
 
 
-def run(scheduler: Scheduler, device: Isolating, load: Workload) -> dict[tuple[str, int], list[int]]:
+def run(
+    scheduler: Scheduler, device: Isolating, load: Workload
+) -> dict[tuple[str, int], list[int]]:
     """The tokens of each choice. Invariants are checked every third step."""
     texts: dict[tuple[str, int], list[int]] = {}
     arrivals, aborts = [*load.arrivals], [*load.aborts]
