@@ -17,6 +17,7 @@ from typing import Any
 from fairlead_runtime.request.sequence import Request
 from fairlead_runtime.scheduling.plan import Finished, Limits
 from fairlead_runtime.scheduling.scheduler import Scheduler
+from fairlead_runtime.settings.engine_config import SchedulerType
 from support import tiny
 from support.bad_steps import BadSteps, Isolating
 from support.engine_rig import Rig, Setting, greedy
@@ -26,6 +27,7 @@ DRAWS = 400 if LONG_FORM else 15
 NEW = 20
 TIE = 1e-4
 MOST_STEPS = 4000
+POLICIES: tuple[SchedulerType, ...] = ("fifo", "fifo", "priority", "prefill_first")
 
 _STATE, _FULL, _WINDOW, _CONV = "linear_attention", "full_attention", "sliding_attention", "conv"
 
@@ -145,8 +147,7 @@ def workload_of(draw: random.Random, block_size: int, engine: Rig) -> Workload:
 
 
 def limits_of(draw: random.Random, engine: Rig, setting: Setting) -> Limits:
-    policy = draw.choice(("fifo", "fifo", "priority", "prefill_first"))
-    return replace(engine.limits(setting), policy=policy)
+    return replace(engine.limits(setting), policy=draw.choice(POLICIES))
 
 
 def serve(draw: random.Random, engine: Rig) -> Counter[str]:
