@@ -184,6 +184,27 @@ BUGS = (
         SIZES,
     ),
     PackageBug(
+        "the state behind a whole prompt is taken for one of what is generated",
+        "fairlead_runtime.cache.paged:PagedCache._keep_state",
+        "(full - 1) * self.block_size > sequence.prompt_len",
+        "(full - 1) * self.block_size >= sequence.prompt_len",
+        STEPS,
+    ),
+    PackageBug(
+        "a mixer's width is always a multiple of the model's",
+        "fairlead_runtime.sizing.mixers:_mamba1",
+        "inner = inner or s.integer(expand) * hidden",
+        "inner = s.integer(expand) * hidden",
+        SIZES,
+    ),
+    PackageBug(
+        "a chunk keeps no copies of the state that it continues",
+        "fairlead_runtime.sizing.terms:terms_of",
+        "state_scratch(shape, config, 1)",
+        "0",
+        ("functional/engine/test_planned_memory.py",),
+    ),
+    PackageBug(
         "the plan has one version of a sequence's states",
         "fairlead_runtime.sizing.solve:solve",
         "held = of_states * STATE_VERSIONS",

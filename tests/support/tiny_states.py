@@ -101,8 +101,9 @@ def settings_of(family: str, **overrides: Any) -> dict[str, Any]:
         "eos_token_id": 2,
         "tie_word_embeddings": False,
         **_SETTINGS[family],
+        **overrides,
     }
-    return tiny_any.settings_of(family, **settings, **overrides)
+    return tiny_any.settings_of(family, **settings)
 
 
 def build(family: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
@@ -164,6 +165,7 @@ WHOLES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "qwen3_5": ("qwen3_5_text", _DEPTH),
     "qwen3_5_moe": ("qwen3_5_moe_text", _DEPTH),
     "lfm2_vl": ("lfm2", {**_TOWER, "model_type": "siglip2_vision_model"}),
+    "lfm3_vl": ("lfm3", {**_TOWER, "num_key_value_heads": 2}),
 }
 
 

@@ -389,7 +389,7 @@ class PagedCache:
         worth its units: a text that goes on from there has all of it.
         """
         states.register(sequence, digests(sequence.hashes, full - 1, full)[0], full - 1)
-        if (full - 1) * self.block_size >= sequence.prompt_len:
+        if (full - 1) * self.block_size > sequence.prompt_len:
             states.drop(digests(sequence.hashes, full - 2, full - 1)[0])
 
     def _release_units(self, sequence: Sequence) -> None:

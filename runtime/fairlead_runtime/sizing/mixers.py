@@ -151,8 +151,9 @@ def _mamba2(
 
 
 def falcon_mamba1(s: ConfigReader) -> Mixer:
+    """Of Falcon-Mamba, whose files may give its width beside a factor that is not its own."""
     names = ("state_size", "conv_kernel", "expand", "time_step_rank", "use_conv_bias", "use_bias")
-    return _mamba1(s, *names, normed=False)
+    return _mamba1(s, *names, inner=s.optional("intermediate_size"), normed=False)
 
 
 def jamba_mamba1(s: ConfigReader) -> Mixer:
@@ -169,10 +170,11 @@ def _mamba1(
     conv_bias: str,
     bias: str,
     *,
+    inner: int | None = None,
     normed: bool,
 ) -> Mixer:
     hidden, state, kernel = (s.integer(k) for k in ("hidden_size", state_setting, kernel_setting))
-    inner = s.integer(expand) * hidden
+    inner = inner or s.integer(expand) * hidden
     rank = -(-hidden // 16) if s.get(rank_setting) == "auto" else s.integer(rank_setting)
     biases = inner * s.flag(conv_bias) + (2 * inner + hidden) * s.flag(bias)
     matrices = 3 * hidden * inner + inner * (rank + 2 * state) + rank * inner

@@ -107,9 +107,12 @@ def terms_of(
         "weights": held_weights(shape, config, tp, device.kind),
         "activations": _in_slabs(shape, config, tokens, rotary)
         if packed and fused and shape.slab_width
-        else tokens * width * layer + _widened(shape, config, device.kind, tokens) + filled,
+        else tokens * width * layer
+        + _widened(shape, config, device.kind, tokens)
+        + filled
+        + state_scratch(shape, config, 1),
         "attention": _attention(shape, config, groups, element),
-        "logits": max(rows * width * layer + state_scratch(shape, config), rows * head),
+        "logits": max(rows * width * layer + state_scratch(shape, config, rows), rows * head),
         "sampling": sampler_rows(rows, shape.vocab, device.kind)
         * (shape.vocab * SAMPLING_BYTES + HISTOGRAM)
         + rows * shape.vocab * ROW_SAMPLING_BYTES,
@@ -189,15 +192,16 @@ def unit_bytes(shape: ModelShape, config: EngineConfig, groups: Sequence[LayerGr
     return column * (aligned_width(width, column) if shape.states else width)
 
 
-def state_scratch(shape: ModelShape, config: EngineConfig) -> int:
-    """Bytes that the decodes of a step keep of the states of one layer: those that they read and
-    write, as they lie in units and apart, and what a recurrence makes of them.
+def state_scratch(shape: ModelShape, config: EngineConfig, rows: int) -> int:
+    """Bytes that one call of a mixer keeps of the states of one layer, of ``rows`` decodes or of
+    one chunk: those that it reads and writes, as they lie in units and apart, and what a recurrence
+    makes of them.
     """
     if not shape.states:
         return 0
     layout = state_layout(shape, config)
     largest = max(sum(part.nbytes for part in layer) for layer in layout.layers.values())
-    return STATE_COPIES * config.max_rows * largest
+    return STATE_COPIES * rows * largest
 
 
 def state_layout(shape: ModelShape, config: EngineConfig) -> StateLayout:

@@ -20,7 +20,7 @@ from fairlead_runtime.settings.engine_config import EngineConfig
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.terms import GIB, DeviceFacts
 from fairlead_runtime.sizing.verdict import plan_memory
-from support import tiny, tiny_parts
+from support import tiny, tiny_parts, tiny_states
 
 LENGTH = 512
 SIZES: dict[str, Any] = {
@@ -289,3 +289,49 @@ def test_no_term_of_a_tiny_model_is_planned_too_low(family: str, hidden: int) ->
         if planned[term] < size
     }
     assert not low
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", tiny_states.FAMILIES)
+def test_no_term_of_a_tiny_model_with_states_is_planned_too_low(family: str, dtype: str) -> None:
+    """Copies of a layer's states do not shrink with a step, so that a step of one token counts."""
+    model = tiny_states.build(family).to(getattr(torch, dtype))
+    paged = PagedModel(model, families.check(model.config))
+    rope.pin(model, tiny.CONTEXT)
+    shape = ModelShape.from_config(json.loads(model.config.to_json_string()) | {"dtype": dtype})
+    low: dict[tuple[int, str], float] = {}
+    for tokens in (1, 24, 200):
+        limits = EngineConfig(
+            max_batch_tokens=tokens, max_requests=min(64, tokens), kernels="torch"
+        )
+        plan = plan_memory(shape, limits, DeviceFacts("cpu", 8 * GIB))
+        attention = pick(
+            paged.heads, paged.kinds, paged.device, "torch", torch_because=paged.torch_because
+        ).attention
+        measured = profiling.profile(
+            paged,
+            attention,
+            max_batch_tokens=tokens,
+            max_requests=min(64, tokens),
+            max_model_len=tiny.CONTEXT,
+        ).measured
+        low |= {
+            (tokens, term): round(plan.terms[term] / size, 2)
+            for term, size in measured.items()
+            if plan.terms[term] < size
+        }
+    assert not low
+    assert plan.terms["weights"] == sum(p.nbytes for p in model.parameters())
+    layout = paged.state_layout
+    assert layout is not None
+    cache = CacheStorage(
+        paged.groups,
+        paged.cache_heads,
+        units=5,
+        block_size=plan.block_size,
+        device=paged.device,
+        states=layout,
+    )
+    assert cache.nbytes == 5 * plan.unit_bytes
+    assert plan.state_units == layout.units(plan.unit_bytes)
+    assert plan.state_bytes_per_sequence == 2 * plan.state_units * plan.unit_bytes

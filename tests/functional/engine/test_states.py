@@ -3,21 +3,17 @@ whatever happens beside and before them: chunks, prefix hits, choices, preemptio
 that fail and are repeated.
 """
 
-import random
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from fairlead_runtime.device.step.model_runner import ModelRunner
-from fairlead_runtime.engine.isolate import run_isolated
 from fairlead_runtime.llm import LLM
 from fairlead_runtime.request.sequence import SamplingParams
-from fairlead_runtime.scheduling.plan import Result, Work
 from fairlead_runtime.scheduling.scheduler import Scheduler, SchedulerStats
 from support import tiny, tiny_states
+from support.bad_steps import BadSteps, Isolating
 from support.engine_rig import NEW, Rig, Setting, greedy, prompts, rig, run_to_end
 from support.full import LONG_FORM
 
@@ -33,39 +29,6 @@ SETTINGS = {
 KINDS = ("qwen3_5_text", "falcon_h1", "mamba2", "jamba", "lfm3")
 
 
-class BadSteps:
-    """A device of whose steps a third fail once they have computed and written everything."""
-
-    def __init__(self, runner: ModelRunner) -> None:
-        self._runner, self._draw = runner, random.Random(0)
-        self.failed = 0
-
-    def copy(self, work: Work) -> None:
-        self._runner.copy(work)
-
-    def execute(self, work: Work) -> Mapping[int, Result]:
-        results = self._runner.execute(work)
-        if len(work.rows) > 1 and self._draw.random() < 1 / 3:
-            self.failed += 1
-            raise RuntimeError("injected")
-        return results
-
-
-class Isolating:
-    """A device that halves the rows of a step that fails, as the engine does."""
-
-    def __init__(self, device: BadSteps) -> None:
-        self._device = device
-
-    def copy(self, work: Work) -> None:
-        self._device.copy(work)
-
-    def execute(self, work: Work) -> Mapping[int, Result]:
-        outcome = run_isolated(self._device, work)
-        assert not outcome.failed
-        return outcome.results
-
-
 def compare(engine: Rig, setting: Setting, seed: int, *, bad: bool = False) -> SchedulerStats:
     """Run five prompts, some with two choices, and compare each text; what happened is returned."""
     arrivals = [
@@ -74,9 +37,10 @@ def compare(engine: Rig, setting: Setting, seed: int, *, bad: bool = False) -> S
             zip((0, 0, 4, 5, 9), prompts(seed, LENGTHS, SHARED), strict=True)
         )
     ]
-    device = BadSteps(engine.runner(setting))
+    runner = engine.runner(setting)
+    device = BadSteps(runner)
     scheduler = Scheduler(engine.limits(setting), engine.groups, b"rig")
-    outcome = run_to_end(scheduler, Isolating(device) if bad else device._runner, arrivals)
+    outcome = run_to_end(scheduler, Isolating(device) if bad else runner, arrivals)
     assert not bad or device.failed > 3
     for _, request in arrivals:
         want = engine.reference(request.prompt, NEW)

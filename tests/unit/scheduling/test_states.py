@@ -133,6 +133,16 @@ def test_a_text_that_goes_on_is_found_and_older_snapshots_of_it_are_not() -> Non
     assert s.state.cache.hit(sequence).state
 
 
+@pytest.mark.parametrize("keys", [True, False])
+def test_a_prompt_that_ends_with_a_block_is_found_whole(keys: bool) -> None:
+    s = scheduler(keys)
+    s.add(request("a", range(8), 12))
+    while s.has_work:
+        step(s)
+    s.add(request("b", [*range(8), 50, 51], 2))
+    assert rows(step(s)) == [(8, 10)]
+
+
 def test_choices_wait_for_the_firsts_snapshot_and_share_no_state() -> None:
     s = scheduler()
     sequences = s.add(request("a", range(10), 5, n=3))

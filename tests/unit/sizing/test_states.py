@@ -87,6 +87,7 @@ CASES: dict[str, tuple[dict[str, Any], ...]] = {
     "falcon_mamba": (
         {"state_size": 5, "conv_kernel": 3},
         {"time_step_rank": 7, "expand": 3, "use_bias": True, "use_conv_bias": False},
+        {"expand": 16, "intermediate_size": 40},
     ),
     "nemotron_h": (
         NEMOTRON,
