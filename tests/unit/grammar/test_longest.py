@@ -172,15 +172,15 @@ def han(start: int) -> str:
     return "".join(chr(start + 2 * place) for place in range(3000))
 
 
-DOUBLED = "\n".join(f"a{place} ::= a{place - 1} a{place - 1}" for place in range(1, 27))
-CHAIN = "\n".join(f'r{place} ::= [ab]* r{place + 1} | "a"' for place in range(1000))
+DOUBLED = "\n".join(f"a{place} ::= a{place - 1} a{place - 1}" for place in range(1, 20))
+CHAIN = "\n".join(f'r{place} ::= [ab]* r{place + 1} | "a"' for place in range(400))
 LISTS = "\n".join(f'r{place} ::= "a" r{place} | r{place + 1}' for place in range(1000))
 LARGE = {
-    "rules of nothing": f'root ::= x "a" root | "b"\nx ::= a26\na0 ::= ""\n{DOUBLED}',
-    "rules of a character": f'root ::= x "a" root | "b"\nx ::= a26\na0 ::= "c"\n{DOUBLED}',
+    "rules of nothing": f'root ::= x "a" root | "b"\nx ::= a19\na0 ::= ""\n{DOUBLED}',
+    "rules of a character": f'root ::= x "a" root | "b"\nx ::= a19\na0 ::= "c"\n{DOUBLED}',
     "sets in a row": "root ::= x\nx ::= " + " ".join(["[ab]*"] * 2000),
     "sets by pieces": 'root ::= "c" root | ' + " ".join(["[ab]*"] * 2000),
-    "rules in a chain": f'root ::= r0\n{CHAIN}\nr1000 ::= "b"',
+    "rules in a chain": f'root ::= r0\n{CHAIN}\nr400 ::= "b"',
     "recursive rules": f'root ::= r0\n{LISTS}\nr1000 ::= "b"',
     "many sets": "root ::= " + " ".join(f"[{han(0x4E00 + place)}]*" for place in range(19)),
     "many begins": "root ::= " + " | ".join(f'"{"a" * place}b"' for place in range(300)),
