@@ -2619,8 +2619,8 @@ BUGS = (
     PackageBug(
         "a schema in a grammar is enforced as the library does",
         "fairlead_runtime.grammar.compile:enforced",
-        "_with_schemas(_lark(outputs.source), begins)",
-        "_lark(outputs.source)",
+        "_with_schemas(_lark(tokenizer, outputs.source), begins)",
+        "_lark(tokenizer, outputs.source)",
         ("unit/grammar/test_guides.py",),
     ),
     PackageBug(

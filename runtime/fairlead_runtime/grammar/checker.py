@@ -10,6 +10,7 @@ import asyncio
 import dataclasses
 import functools
 import json
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -20,6 +21,7 @@ from fairlead_runtime.child.process import command_of
 from fairlead_runtime.child.program import ChildLost, ChildProgram
 from fairlead_runtime.grammar.child import ANSWER, MAX_FORKS, QUESTION, Check, Checked, Setup
 from fairlead_runtime.grammar.compile import CheckLimits, TokenizerFacts
+from fairlead_runtime.grammar.gbnf import why_by_characters
 from fairlead_runtime.request.sequence import RequestError
 from fairlead_runtime.request.structured import StructuredOutputs
 from fairlead_runtime.request.tenant_queue import TenantQueue
@@ -37,6 +39,8 @@ NO_GRAMMARS = "this model has no end-of-sequence token, or a tokenizer that llgu
 BUSY = "too many grammars wait to be compiled: retry"
 LOST = "the program that compiles grammars ended: retry"
 LATE = "the grammar was not compiled in time, since the processor is busy: retry"
+
+log = logging.getLogger("fairlead.grammar")
 
 Key = tuple[str, str]  # a check's tenant and its grammar's digest
 
@@ -243,6 +247,8 @@ class Checker:
         self.counts.compilations += 1
         self.counts.seconds += checked.seconds
         self.counts.refusals += bool(verdict.error)
+        if why := why_by_characters(verdict.enforced):
+            log.debug("a grammar is read by characters, whose masks take longer: %s", why)
         return verdict
 
     def _forget(self, digest: str) -> None:

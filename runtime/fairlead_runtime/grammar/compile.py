@@ -16,7 +16,7 @@ from typing import Any, Self
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from tokenizers import Tokenizer
 
-from fairlead_runtime.grammar.gbnf import is_gbnf, lark_of
+from fairlead_runtime.grammar.gbnf import LIBRARY_FAILS, is_gbnf, lark_of
 from fairlead_runtime.grammar.references import Schema
 from fairlead_runtime.grammar.schemas import Begins, SchemaError, enforceable
 from fairlead_runtime.request.structured import (
@@ -88,6 +88,7 @@ _WORD = re.compile(r"\w{4,}")
 _LEXER_FUEL = re.compile(r'^ *"lexer_cost": (\d+)', re.MULTILINE)
 _NO_TOKEN = 2**31
 NO_OUTPUT = "allows no output: no text fulfils it"
+PANIC = "cannot be compiled by llguidance, which fails at it: write its alternatives in another way"
 
 
 class GrammarError(ValueError):
@@ -180,7 +181,7 @@ def enforced(tokenizer: LLTokenizer, outputs: StructuredOutputs) -> str:
             case "json":
                 text = _json_text(enforceable(json.loads(outputs.source), begins))
             case "grammar":
-                text = _with_schemas(_lark(outputs.source), begins)
+                text = _with_schemas(_lark(tokenizer, outputs.source), begins)
             case _:
                 text = ""
     except SchemaError as error:
@@ -219,11 +220,17 @@ def _matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
     return LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
 
 
+def _panics(matcher: LLMatcher) -> bool:
+    return matcher.get_error().startswith("panic: ")
+
+
 def check(matcher: LLMatcher, source: str = "") -> None:
     """Raises GrammarError when the matcher has failed; it never recovers. ``source``: what it was
     compiled from, which the message may quote at compilation only.
     """
     if matcher.is_error():
+        if _panics(matcher):
+            raise GrammarError(PANIC)
         error = matcher.get_error()
         empty = error.startswith("NoExtension")
         raise GrammarError(NO_OUTPUT if empty else _brief(error, source))
@@ -297,12 +304,16 @@ def _choices(choices: Sequence[str]) -> str:
     return f"start: CHOICE\nCHOICE: {' | '.join(map(text_rule, choices))}"
 
 
-def _lark(grammar: str) -> str:
+def _lark(tokenizer: LLTokenizer, grammar: str) -> str:
     """The grammar in Lark's syntax."""
     if not is_gbnf(grammar):
         return grammar
     try:
-        return lark_of(grammar)
+        text = lark_of(grammar)
+        matcher = _matcher(tokenizer, LLMatcher.grammar_from_lark(text))
+        # The library's expressions fail where they spell a text in two ways, such as "ab" and
+        # "a" "b"; its rules do not.
+        return lark_of(grammar, LIBRARY_FAILS) if _panics(matcher) else text
     # The converter raises its own errors, and whatever its recursion over the input raises.
     except Exception as error:  # noqa: BLE001 - the grammar is at fault
         raise GrammarError(_brief(f"is not valid GBNF: {error}", grammar)) from None

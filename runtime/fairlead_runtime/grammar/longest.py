@@ -3,37 +3,51 @@ r"""Grammars of llama.cpp that mean another thing where a lexer takes the longes
 llguidance reads an output in pieces, each a literal, a set of characters or a rule that refers to
 no recursive one, and gives none of their characters back: where ``ws ::= [ \t\n]*`` stands before a
 line end the blanks take it. llama.cpp reads characters. Owns the question whether the two differ,
-and the form in which every piece is one character, whose masks take up to ten times as long.
+which is answered with yes where that is not sure, and the reading of what the converter wrote.
 """
 
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Set as AbstractSet
 from typing import NamedTuple, cast
 
 from llguidance.gbnf_to_lark import (
     AlternativeNode,
     ASTNode,
-    GrammarParser,
     LiteralNode,
     RegexNode,
     RepetitionNode,
     RuleNode,
     RuleRefNode,
     SequenceNode,
-    resolve,
 )
 
-MAX_PIECES = 300  # and rules of a grammar, and characters of a piece, that are looked at
-MAX_WORK = 200_000  # looks at nodes and characters: a fifth of a second
+MAX_WORK = 1_000_000  # looks at ranges and members of sets: less than half a second
+_NODE = 10  # looks that one at a node or a place of a character takes as long as
 _LAST = 0x10FFFF
 _NAMED = {"n": "\n", "r": "\r", "t": "\t"}
-_ANY = ((0, _LAST),)
+GIVES_BACK = "a run gives characters back"
+TOO_LARGE = "it is too large to tell whether a run gives characters back"
+TOO_DEEP = "its rules go too deep to tell whether a run gives characters back"
 
-Ranges = tuple[tuple[int, int], ...]
-Spot = tuple[int, int]  # a piece's number and the place of a character in it
+Ranges = list[tuple[int, int]]  # of characters, ends included
+State = frozenset[int]  # places of characters, one of which comes next
 
 
 class TooLargeError(ValueError):
-    """The grammar has more pieces than are looked at."""
+    """The answer takes more work than is done for it."""
+
+
+def difference(rules: Iterable[RuleNode]) -> str:
+    """Why the rules, as the converter resolves them, may mean another thing where pieces are the
+    longest; empty where they do not. After MAX_WORK, or too deep, it is that nobody knows.
+    """
+    try:
+        return GIVES_BACK if _Grammar(list(rules)).differs() else ""
+    except TooLargeError:
+        return TOO_LARGE
+    except RecursionError:
+        return TOO_DEEP
 
 
 class _Ends(NamedTuple):
@@ -44,112 +58,159 @@ class _Ends(NamedTuple):
     last: frozenset[int]
 
 
-class _Piece:
-    """The texts of one piece, by Glushkov's automaton: places of characters, and what follows each.
-    Counted repetitions are endless ones, which allows more.
+class _Pieces:
+    """The texts of all pieces, by Glushkov's automaton: places of characters, and what follows
+    each. Counted repetitions are endless ones, which allows more.
     """
 
-    def __init__(self, node: ASTNode) -> None:
-        self.chars: list[Ranges] = []
-        self.follow: list[set[int]] = []
-        self.ends = self._ends(node)
+    def __init__(self, spend: Callable[[int], None]) -> None:
+        self._spend = spend
+        self._known: dict[int | str, int] = {}  # sets of characters, by their writing
+        self._sets: list[Ranges] = []
+        self._set_of: list[int] = []  # by place
+        self.follow: list[set[int]] = []  # by place
+        self.piece_of: list[int] = []  # by place
+        self.ends: list[_Ends] = []  # by piece
+
+    def add(self, node: ASTNode) -> int:
+        number = len(self.ends)
+        self.ends.append(self._ends(node))
+        self.piece_of += [number] * (len(self.follow) - len(self.piece_of))
+        return number
 
     def _ends(self, node: ASTNode) -> _Ends:
+        self._spend(_NODE)
         match node:
             case LiteralNode():
-                parts = [self._place(((ord(char), ord(char)),)) for char in _text(node.value)]
-                return self._sequence(parts)
+                return self._sequence(self._place(ord(char)) for char in _text(node.value))
             case RegexNode():
-                return self._place(_ranges(node.rx))
+                return self._place(node.rx)
             case RuleRefNode():
                 return self._ends(_target(node).alternatives)
             case RepetitionNode():
                 inner = self._ends(node.node)
-                if node.max_times is None or node.max_times > 1:
+                if _again(node):
                     self._join(inner.last, inner.first)
                 return inner._replace(empty=inner.empty or node.min_times == 0)
             case SequenceNode():
                 return self._sequence(self._ends(each) for each in node.nodes)
-        parts = [self._ends(each) for each in node.children()]
-        return _Ends(
-            any(part.empty for part in parts),
-            frozenset[int]().union(*(part.first for part in parts)),
-            frozenset[int]().union(*(part.last for part in parts)),
-        )
+        empty, first, last = False, set[int](), set[int]()
+        for part in (self._ends(each) for each in node.children()):
+            self._spend(len(part.first) + len(part.last))
+            empty = empty or part.empty
+            first |= part.first
+            last |= part.last
+        return _Ends(empty, frozenset(first), frozenset(last))
 
-    def _place(self, chars: Ranges) -> _Ends:
-        place = len(self.chars)
-        if place == MAX_PIECES:
-            raise TooLargeError
-        self.chars.append(chars)
+    def _place(self, written: int | str) -> _Ends:
+        """A place of the character or of one of the set."""
+        self._spend(_NODE)
+        if written not in self._known:
+            found = [(written, written)] if isinstance(written, int) else self._ranges(written)
+            self._known[written] = len(self._sets)
+            self._sets.append(found)
+        place = frozenset({len(self.follow)})
+        self._set_of.append(self._known[written])
         self.follow.append(set())
-        return _Ends(False, frozenset({place}), frozenset({place}))
+        return _Ends(False, place, place)
+
+    def _ranges(self, written: str) -> Ranges:
+        self._spend(len(written))
+        members = members_of(written)
+        found = _merged(members.ranges)
+        return _others(found) if members.negated else found
 
     def _sequence(self, parts: Iterable[_Ends]) -> _Ends:
         whole = _Ends(True, frozenset(), frozenset())
         for part in parts:
             self._join(whole.last, part.first)
-            whole = _Ends(
-                whole.empty and part.empty,
-                whole.first | part.first if whole.empty else whole.first,
-                whole.last | part.last if part.empty else part.last,
-            )
+            first = whole.first | part.first if whole.empty else whole.first
+            last = whole.last | part.last if part.empty else part.last
+            self._spend((len(first) if whole.empty else 0) + (len(last) if part.empty else 0))
+            whole = _Ends(whole.empty and part.empty, first, last)
         return whole
 
-    def _join(self, last: Iterable[int], first: frozenset[int]) -> None:
+    def _join(self, last: frozenset[int], first: frozenset[int]) -> None:
+        self._spend(len(last) * len(first))
         for place in last:
             self.follow[place] |= first
+
+    def classes(self) -> list[frozenset[int]]:
+        """By place, the classes of characters of its set: no set tells two of a class apart."""
+        edges = defaultdict[int, list[tuple[bool, int]]](list)
+        for number, ranges in enumerate(self._sets):
+            self._spend(len(ranges))
+            for low, high in ranges:
+                edges[low].append((True, number))
+                edges[high + 1].append((False, number))
+        known = set[frozenset[int]]()
+        inside, found = set[int](), [set[int]() for _ in self._sets]
+        for edge in sorted(edges):
+            for begins, number in edges[edge]:
+                (inside.add if begins else inside.remove)(number)
+            self._spend(1 + len(inside))
+            if (now := frozenset(inside)) not in known:
+                for number in now:
+                    found[number].add(len(known))
+                known.add(now)
+        frozen = [frozenset(each) for each in found]
+        return [frozen[number] for number in self._set_of]
 
 
 class _Grammar:
     """The pieces of a grammar and those that may follow each, by its rules' FIRST and FOLLOW."""
 
-    def __init__(self, rules: dict[str, RuleNode]) -> None:
-        self._rules = [rule for rule in rules.values() if not rule.rule_is_terminal]
+    def __init__(self, rules: list[RuleNode]) -> None:
+        self._rules = [rule for rule in rules if not rule.rule_is_terminal]
         self._numbers: dict[int, int] = {}  # by the identity of a node
         self._work = 0
-        self.pieces: list[_Piece] = []
+        self._pieces = _Pieces(self._spend)
         self._empty = {rule.name: False for rule in self._rules}
-        self._first = {rule.name: frozenset[int]() for rule in self._rules}
-        self._follow = {rule.name: frozenset[int]() for rule in self._rules}
-        self.next: dict[int, frozenset[int]] = {}
-        while self._grown():
+        self._first = {rule.name: set[int]() for rule in self._rules}
+        self._follow = {rule.name: set[int]() for rule in self._rules}
+        self._next = defaultdict[int, set[int]](set)
+        size = -1
+        while size < (size := self._grow()):
             pass
-        self.start = self._first["start"]
+        self._classes = self._pieces.classes()
 
     def _spend(self, looks: int) -> None:
         self._work += looks
         if self._work > MAX_WORK:
             raise TooLargeError
 
-    def _grown(self) -> bool:
-        before = (dict(self._empty), dict(self._first), dict(self._follow), dict(self.next))
+    def _grow(self) -> int:
+        """Let the sets grow by one round. Returns their size."""
+        for rule in reversed(self._rules):  # most rules refer to later ones
+            self._empty[rule.name] |= self._is_empty(rule.alternatives)
+            self._unite(self._first[rule.name], self._begin(rule.alternatives))
         for rule in self._rules:
-            body = rule.alternatives
-            self._empty[rule.name] |= self._is_empty(body)
-            self._first[rule.name] |= self._begin(body)
-            self._walk(body, self._follow[rule.name])
-        return before != (self._empty, self._first, self._follow, self.next)
+            self._walk(rule.alternatives, self._follow[rule.name])
+        sets = [*self._first.values(), *self._follow.values(), *self._next.values()]
+        self._spend(len(sets))
+        return sum(map(len, sets)) + sum(self._empty.values())
+
+    def _unite(self, into: set[int], more: set[int]) -> set[int]:
+        self._spend(1 + len(more))
+        into |= more
+        return into
 
     def _piece(self, node: ASTNode) -> int | None:
         """The number of a node that is one piece."""
-        self._spend(1)
+        self._spend(_NODE)
         if isinstance(node, RuleRefNode):
             if not _target(node).rule_is_terminal:
                 return None
         elif not isinstance(node, LiteralNode | RegexNode):
             return None
         if id(node) not in self._numbers:
-            if len(self.pieces) == MAX_PIECES:
-                raise TooLargeError
-            self._numbers[id(node)] = len(self.pieces)
-            self.pieces.append(_Piece(node))
+            self._numbers[id(node)] = self._pieces.add(node)
         return self._numbers[id(node)]
 
     def _is_empty(self, node: ASTNode) -> bool:
         number = self._piece(node)
         if number is not None:
-            return self.pieces[number].ends.empty
+            return self._pieces.ends[number].empty
         match node:
             case RuleRefNode():
                 return self._empty[_target(node).name]
@@ -159,131 +220,113 @@ class _Grammar:
                 return any(map(self._is_empty, node.alternatives))
         return all(map(self._is_empty, node.children()))
 
-    def _begin(self, node: ASTNode) -> frozenset[int]:
+    def _begin(self, node: ASTNode) -> set[int]:
+        """Not to be changed."""
         number = self._piece(node)
         if number is not None:
-            return frozenset({number})
+            return {number}
         if isinstance(node, RuleRefNode):
             return self._first[_target(node).name]
-        found = frozenset[int]()
+        found = set[int]()
         for each in node.children():
-            found |= self._begin(each)
+            self._unite(found, self._begin(each))
             if isinstance(node, SequenceNode) and not self._is_empty(each):
                 break
         return found
 
-    def _walk(self, node: ASTNode, follow: frozenset[int]) -> None:
+    def _walk(self, node: ASTNode, follow: set[int]) -> None:
         number = self._piece(node)
         if number is not None:
-            self.next[number] = self.next.get(number, frozenset()) | follow
+            self._unite(self._next[number], follow)
             return
         match node:
             case RuleRefNode():
-                self._follow[_target(node).name] |= follow
-            case RepetitionNode():
-                again = node.max_times is None or node.max_times > 1
-                self._walk(node.node, follow | self._begin(node) if again else follow)
+                self._unite(self._follow[_target(node).name], follow)
+            case RepetitionNode() if _again(node):
+                self._walk(node.node, self._both(follow, self._begin(node)))
             case SequenceNode():
                 for each in reversed(node.nodes):
                     self._walk(each, follow)
                     begin = self._begin(each)
-                    follow = begin | follow if self._is_empty(each) else begin
+                    follow = self._both(follow, begin) if self._is_empty(each) else begin
             case _:
                 for each in node.children():
                     self._walk(each, follow)
 
+    def _both(self, follow: set[int], begin: set[int]) -> set[int]:
+        return self._unite(self._unite(set(), follow), begin)
+
     def differs(self) -> bool:
-        """Whether a piece may end where it, or another one that may stand there, could go on with a
-        character that may also come after its end.
+        """Whether pieces may end where they, or others that may stand there, could go on with a
+        character that may also come after their end. A state of the lexer is a set of places,
+        since several pieces may have ended in one text.
         """
-        seen: set[frozenset[Spot]] = set()
-        for begin in {self.start, *self.next.values()}:
-            todo = [frozenset(self._begins(begin))]
-            while todo:
-                spots = todo.pop()
-                for read in self._read(spots):
-                    going_on = frozenset(
-                        (number, place)
-                        for number, at in read
-                        for place in self.pieces[number].follow[at]
-                    )
-                    if self._ends_within(read, going_on):
-                        return True
-                    if going_on and going_on not in seen:
-                        seen.add(going_on)
-                        todo.append(going_on)
-        return False
-
-    def _begins(self, numbers: Iterable[int]) -> Iterator[Spot]:
-        return ((number, place) for number in numbers for place in self.pieces[number].ends.first)
-
-    def _chars(self, spot: Spot) -> Ranges:
-        return self.pieces[spot[0]].chars[spot[1]]
-
-    def _read(self, spots: frozenset[Spot]) -> set[frozenset[Spot]]:
-        """The spots that one character is at, for every character that tells them apart."""
-        edges = {0}
-        for spot in spots:
-            for low, high in self._chars(spot):
-                edges |= {low, high + 1}
-        self._spend(len(edges) * len(spots))
-        reads = (
-            frozenset(spot for spot in spots if _has(self._chars(spot), edge)) for edge in edges
-        )
-        return {read for read in reads if read}
-
-    def _ends_within(self, read: frozenset[Spot], going_on: frozenset[Spot]) -> bool:
-        for number, place in read if going_on else ():
-            if place in self.pieces[number].ends.last:
-                later = [*self._begins(self.next[number])]
-                self._spend(len(going_on) * len(later))
-                if any(_meet(self._chars(a), self._chars(b)) for a in going_on for b in later):
+        ends = self._pieces.ends
+        last = frozenset[int]().union(*(each.last for each in ends))
+        begin = self._begins(self._first["start"])
+        seen, todo = {begin}, [begin]
+        while todo:
+            for read in self._reads(todo.pop()):
+                going_on = self._union(self._pieces.follow[place] for place in read)
+                ended = {self._pieces.piece_of[place] for place in read if place in last}
+                later = self._begins(self._union(self._next[number] for number in ended))
+                if going_on and later and not self._chars(going_on).isdisjoint(self._chars(later)):
                     return True
+                for state in (going_on, later):
+                    if state not in seen:
+                        seen.add(state)
+                        todo.append(state)
         return False
 
+    def _union(self, parts: Iterable[AbstractSet[int]]) -> State:
+        found = set[int]()
+        for part in parts:
+            self._spend(1 + len(part))
+            found |= part
+        return frozenset(found)
 
-def by_characters(grammar: str) -> str | None:
-    """The grammar in Lark's syntax with pieces of one character, where pieces of more mean another
-    thing; None where they do not, and for a grammar that is too large to tell. ``grammar``: as the
-    converter reads it. Raises whatever its parser raises.
-    """
-    if grammar.count("::=") > MAX_PIECES:
-        return None
-    rules = GrammarParser().parse(grammar)
-    resolve(rules)
-    try:
-        if not _Grammar(rules).differs():
-            return None
-    except (TooLargeError, RecursionError):  # the latter of rules that go deep
-        return None
-    lines = ["%llguidance {}"]
-    for rule in sorted(rules.values(), key=lambda rule: rule.order):
-        rule.name = rule.name.lower()  # no piece, which has a name in capitals
-    for rule in sorted(rules.values(), key=lambda rule: rule.order):
-        rule.alternatives = _split(rule.alternatives)
-        lines.append(f"{rule.name}: {rule.alternatives.top_str()}")
-    return "\n".join(lines)
+    def _begins(self, numbers: Iterable[int]) -> State:
+        return self._union(self._pieces.ends[number].first for number in numbers)
 
+    def _chars(self, state: State) -> frozenset[int]:
+        return self._union(self._classes[place] for place in state)
 
-def _split(node: ASTNode) -> ASTNode:
-    """The node with a literal for each character of one."""
-    match node:
-        case LiteralNode() if len(chars := [*_escapes(node.value)]) > 1:
-            return AlternativeNode([SequenceNode([LiteralNode(char) for char in chars])])
-        case RepetitionNode():
-            node.node = _split(node.node)
-        case SequenceNode():
-            node.nodes = [_split(each) for each in node.nodes]
-        case AlternativeNode():
-            node.alternatives = [_split(each) for each in node.alternatives]
-    return node
+    def _reads(self, state: State) -> set[State]:
+        """The places that one character is at, for every character that tells them apart."""
+        places = defaultdict[int, list[int]](list)
+        for place in state:
+            self._spend(1 + len(self._classes[place]))
+            for each in self._classes[place]:
+                places[each].append(place)
+        return {frozenset(each) for each in places.values()}
 
 
-def _target(node: RuleRefNode) -> RuleNode:
-    return cast("RuleNode", node.target)  # resolved
+class Members(NamedTuple):
+    """The members of a set as it is written, such as ``[^a-z]``."""
+
+    negated: bool
+    ranges: Ranges
 
 
-def _escapes(text: str) -> Iterator[str]:
+def members_of(written: str) -> Members:
+    if written == ".":
+        return Members(True, [])
+    inside = written[1:-1]
+    negated = inside.startswith("^")
+    chars = [*escapes(inside[negated:])]
+    found: Ranges = []
+    place = 0
+    while place < len(chars):
+        low = high = ord(_character(chars[place]))
+        if chars[place + 1 : place + 2] == ["-"] and place + 2 < len(chars):
+            high = ord(_character(chars[place + 2]))
+            place += 2
+        found.append((low, high))
+        place += 1
+    return Members(negated, found)
+
+
+def escapes(text: str) -> Iterator[str]:
     """The characters of a literal or a set as the converter writes them, escapes whole."""
     place = 0
     while place < len(text):
@@ -292,8 +335,16 @@ def _escapes(text: str) -> Iterator[str]:
         place += size
 
 
+def _again(node: RepetitionNode) -> bool:
+    return node.max_times is None or node.max_times > 1
+
+
+def _target(node: RuleRefNode) -> RuleNode:
+    return cast("RuleNode", node.target)  # resolved
+
+
 def _text(value: str) -> str:
-    return "".join(map(_character, _escapes(value)))
+    return "".join(map(_character, escapes(value)))
 
 
 def _character(written: str) -> str:
@@ -304,37 +355,21 @@ def _character(written: str) -> str:
     )
 
 
-def _ranges(rx: str) -> Ranges:
-    """The characters of a set, such as ``[^a-z]``."""
-    if rx == ".":
-        return _ANY
-    inside = rx[1:-1]
-    negated = inside.startswith("^")
-    written = [*_escapes(inside[negated:])]
-    found: list[tuple[int, int]] = []
-    place = 0
-    while place < len(written):
-        low = high = ord(_character(written[place]))
-        if written[place + 1 : place + 2] == ["-"] and place + 2 < len(written):
-            high = ord(_character(written[place + 2]))
-            place += 2
-        found.append((low, high))
-        place += 1
-    return _others(found) if negated else tuple(found)
+def _merged(ranges: Ranges) -> Ranges:
+    """The ranges in order, none beside another."""
+    found: Ranges = []
+    for low, high in sorted(each for each in ranges if each[0] <= each[1]):
+        if found and low <= found[-1][1] + 1:
+            found[-1] = (found[-1][0], max(high, found[-1][1]))
+        else:
+            found.append((low, high))
+    return found
 
 
-def _others(ranges: list[tuple[int, int]]) -> Ranges:
+def _others(merged: Ranges) -> Ranges:
     rest, low = [], 0
-    for begin, end in sorted(ranges):
+    for begin, end in merged:
         if begin > low:
             rest.append((low, begin - 1))
-        low = max(low, end + 1)
-    return (*rest, (low, _LAST)) if low <= _LAST else tuple(rest)
-
-
-def _has(ranges: Ranges, char: int) -> bool:
-    return any(low <= char <= high for low, high in ranges)
-
-
-def _meet(a: Ranges, b: Ranges) -> bool:
-    return any(low <= end and begin <= high for low, high in a for begin, end in b)
+        low = end + 1
+    return [*rest, (low, _LAST)] if low <= _LAST else rest

@@ -29,6 +29,8 @@ _ALWAYS = "always so: leave it out"
 _TEXT_ONLY = "models are served for text alone: leave it out"
 _NO_LORA = "adapters are not served: merge one into its model and serve that"
 _ONE_NODE = "a pod is one process group on one machine: scale with replicas"
+_TENSOR_ONLY = "a model is split by tensor_parallel alone: use --tensor-parallel"
+_WITH_TENSORS = "experts are split by tensor_parallel alone: leave it out"
 _NO_COMPILER = "nothing is compiled at start: leave it out; see --cuda-graphs"
 _NO_PLUGIN = "there are no plug-ins: leave it out"
 _NO_DRAFT = "drafts are not computed: leave it out"
@@ -78,12 +80,12 @@ FLAGS: Mapping[str, tuple[str, str]] = {
     # -- parallelism
     "tensor_parallel_size": ("tensor_parallel", ""),
     "tp": ("tensor_parallel", ""),
-    "pipeline_parallel_size": ("", "a model is split by tensor_parallel alone"),
-    "pp": ("", "a model is split by tensor_parallel alone"),
+    "pipeline_parallel_size": ("", _TENSOR_ONLY),
+    "pp": ("", _TENSOR_ONLY),
     "data_parallel_size": ("", _ONE_NODE),
     "dp": ("", _ONE_NODE),
     "api_server_count": ("", "one process answers HTTP: leave it out"),
-    "enable_expert_parallel": ("", "experts are split by tensor_parallel alone"),
+    "enable_expert_parallel": ("", _WITH_TENSORS),
     "distributed_executor_backend": ("", "ranks are processes of one pod: leave it out"),
     "nnodes": ("", _ONE_NODE),
     "headless": ("", _ONE_NODE),
@@ -99,12 +101,12 @@ FLAGS: Mapping[str, tuple[str, str]] = {
     "node_rank": ("", _ONE_NODE),
     "master_addr": ("", _ONE_NODE),
     "master_port": ("", _ONE_NODE),
-    "decode_context_parallel_size": ("", "a model is split by tensor_parallel alone"),
-    "enable_eplb": ("", "experts are split by tensor_parallel alone"),
-    "eplb_config": ("", "experts are split by tensor_parallel alone"),
-    "expert_placement_strategy": ("", "experts are split by tensor_parallel alone"),
-    "all2all_backend": ("", "experts are split by tensor_parallel alone"),
-    "enable_dbo": ("", "experts are split by tensor_parallel alone"),
+    "decode_context_parallel_size": ("", _TENSOR_ONLY),
+    "enable_eplb": ("", _WITH_TENSORS),
+    "eplb_config": ("", _WITH_TENSORS),
+    "expert_placement_strategy": ("", _WITH_TENSORS),
+    "all2all_backend": ("", _WITH_TENSORS),
+    "enable_dbo": ("", _WITH_TENSORS),
     "worker_cls": ("", _NO_PLUGIN),
     "worker_extension_cls": ("", _NO_PLUGIN),
     "ray_workers_use_nsight": ("", "ranks are processes of one pod: leave it out"),

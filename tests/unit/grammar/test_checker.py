@@ -4,6 +4,7 @@ notices.
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import sys
@@ -168,6 +169,19 @@ def test_the_engine_gets_what_is_enforced_from_the_check(
         assert enforced in checked.enforced
         assert bool(enforced) == bool(checked.enforced)
         assert checked.digest == StructuredOutputs.of(value).digest
+
+
+@pytest.mark.parametrize(("rest", "lines"), [('"b"', 1), ('"c"', 0)])
+def test_a_slower_reading_of_a_grammar_is_logged(
+    rest: str, lines: int, shared: Checker, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.DEBUG, "fairlead.grammar"):
+        shared.check_now(StructuredOutputs(grammar=f"root ::= run {rest}\nrun ::= [ab]*"))
+    assert (
+        caplog.messages
+        == ["a grammar is read by characters, whose masks take longer: a run gives characters back"]
+        * lines
+    )
 
 
 def test_equal_questions_are_asked_once(checker: Checker) -> None:

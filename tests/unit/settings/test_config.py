@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import re
 from typing import Any
 
 import pytest
@@ -131,6 +132,14 @@ def test_flags_of_vllm_that_are_said_to_be_the_same_are_flags_of_ours() -> None:
     assert set(SAME) <= ours
     assert not set(SAME) & set(FLAGS)
     assert set(FLAGS) >= SHORT
+
+
+def test_a_flag_of_vllm_without_a_place_here_comes_with_what_to_do() -> None:
+    action = re.compile(
+        r"(^|[:,] )(or )?(leave it out|use|set|send|write|scale|edit|merge|put|take|let)\b"
+    )
+    for flag, (setting, note) in FLAGS.items():
+        assert setting or action.search(note), flag
 
 
 def test_a_short_flag_of_vllm_is_said_with_one_dash() -> None:
