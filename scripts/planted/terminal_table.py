@@ -226,6 +226,27 @@ BUGS = (
         ("unit/engine/test_cache_map.py",),
     ),
     PackageBug(
+        "requests of other tenants take a request's place in its cell of the block map",
+        "fairlead_runtime.engine.cache_map:CacheCopy.view",
+        "of_tenant.setdefault((cell, tenant), [])",
+        'of_tenant.setdefault((cell, ""), [])',
+        ("unit/engine/test_cache_map.py",),
+    ),
+    PackageBug(
+        "a tenant sees how many sequences hold a block of another one in its cell",
+        "fairlead_runtime.api.ports.live:_anonymous",
+        "(not own or per_cell > 1)",
+        "not own",
+        ("functional/api/test_chat_page.py",),
+    ),
+    PackageBug(
+        "the largest cache is copied as often as the smallest",
+        "fairlead_runtime.api.ports.live:LivePicture._looked",
+        "max(1.0, cache.units / _UNITS)",
+        "1.0",
+        ("functional/api/test_chat_page.py",),
+    ),
+    PackageBug(
         "a page shows the first 4,096 blocks",
         "fairlead_runtime.api.ports.live:LivePicture._looked",
         "service.cache(WHOLE_CACHE)",
