@@ -3722,6 +3722,13 @@ BUGS = (
         ("unit/sizing/test_shape.py",),
     ),
     PackageBug(
+        "null is refused where a family's class makes the number of heads of others",
+        "fairlead_runtime.sizing.config_json:ConfigReader.own",
+        "made = name in self.family.made or self.family.defaults.get(name) is None",
+        "made = self.family.defaults.get(name) is None",
+        ("unit/sizing/test_shape.py",),
+    ),
+    PackageBug(
         "null is a number of heads in every family",
         "fairlead_runtime.sizing.config_json:ConfigReader.own",
         "return self.optional(name) if made else self.integer(name)",
