@@ -30,6 +30,13 @@ BUGS = (
         ("unit/processes/test_cli.py",),
     ),
     PackageBug(
+        "the negation that a refusal suggests is the one that it refuses",
+        "fairlead_runtime.settings.arguments:ArgumentParser._refuse_flags",
+        "theirs = no == flag and flag_of(name) not in ours",
+        "theirs = no == flag",
+        ("unit/processes/test_cli.py",),
+    ),
+    PackageBug(
         "a chat has no key for the server that it starts",
         "fairlead_runtime.commands.chat:_endpoint",
         "Endpoint(url, key, local=True)",
