@@ -129,7 +129,10 @@ def test_the_message_that_is_continued_stays_the_last() -> None:
 
 def test_messages_that_are_one_have_a_name_where_all_have_it() -> None:
     forms = TemplateForms(joined=frozenset({"user"}))
-    named = [{"role": "user", "content": text, "name": name} for text, name in zip("abc", "xxy")]
+    named = [
+        {"role": "user", "content": text, "name": name}
+        for text, name in zip("abc", "xxy", strict=True)
+    ]
     assert forms.fit(named[:2]) == [{"role": "user", "content": "a\nb", "name": "x"}]
     assert forms.fit(named) == [{"role": "user", "content": "a\nb\nc"}]
     assert forms.fit([{"role": "user", "content": "z"}, named[0]]) == [

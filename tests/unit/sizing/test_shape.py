@@ -17,8 +17,8 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 from fairlead_runtime.models import families, text_model
 from fairlead_runtime.sizing.config_json import ShapeError, UnknownFamilyError
 from fairlead_runtime.sizing.families.judged import SIZED
-from fairlead_runtime.sizing.families.with_states import WITH_STATES
 from fairlead_runtime.sizing.families.wholes import TRIED, WHOLES
+from fairlead_runtime.sizing.families.with_states import WITH_STATES
 from fairlead_runtime.sizing.family_table import FAMILIES, JUDGED, PARTS, TEXTS
 from fairlead_runtime.sizing.shape import ModelShape
 from support import tiny_parts
