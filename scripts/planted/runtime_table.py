@@ -3764,6 +3764,13 @@ BUGS = (
         ("unit/models/test_families.py",),
     ),
     PackageBug(
+        "two matrices of one layer's attention are taken for two layers'",
+        "fairlead_runtime.models.unlisted:_differ_in_heads",
+        """_LAYER.sub(".", name, count=1)""",
+        """_LAYER.sub(".", name)""",
+        ("unit/models/test_families.py",),
+    ),
+    PackageBug(
         "a list of numbers of heads is not seen before loading",
         "fairlead_runtime.models.unlisted:_differ_in_heads",
         "and _has_several(value):",
