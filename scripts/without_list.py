@@ -34,6 +34,17 @@ class Filter:
         self._rest = text if text[:1] == b" " else b""
         return shown if self._rest else shown + text
 
+    def end(self) -> bytes:
+        """What was kept, since no more comes: a last line without an end, but for a listed one."""
+        rest, self._rest = self._rest, b""
+        return b"" if _LISTED.match(rest) else rest
+
+
+def _read(terminal: int) -> bytes:
+    with contextlib.suppress(OSError):  # nobody has their end open any more
+        return os.read(terminal, 65536)
+    return b""
+
 
 def run(command: list[str]) -> int:
     """The exit code of the command, whose terminal is as wide as this one's."""
@@ -42,11 +53,19 @@ def run(command: list[str]) -> int:
     termios.tcsetwinsize(theirs, termios.tcgetwinsize(2))
     process = subprocess.Popen(command, stdout=theirs, stderr=theirs)
     os.close(theirs)
-    with contextlib.suppress(OSError):  # nobody has their end open any more
-        while data := os.read(ours, 65536):
-            sys.stdout.buffer.write(seen(data))
-            sys.stdout.flush()
-    return process.wait()
+    try:
+        while data := _read(ours):
+            _show(seen(data))
+        _show(seen.end())
+    finally:
+        os.close(ours)  # a command that still writes ends, where nobody reads this one's output
+        code = process.wait()
+    return code
+
+
+def _show(text: bytes) -> None:
+    sys.stdout.buffer.write(text)
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -170,8 +170,8 @@ class BlockState(StrEnum):
 @dataclass(frozen=True, slots=True)
 class BlockRun:
     """``count`` neighbouring units of one state from ``first`` on. ``references``: sequences that
-    hold each of them. ``requests``: the first few of their requests, as places in
-    ``CacheView.requests``.
+    hold each of them. ``requests``: the first few of each tenant's requests that hold one, as
+    places in ``CacheView.requests``.
     """
 
     first: int
@@ -189,7 +189,7 @@ class CacheView:
     """The cache in /debug/cache: counts of all its units, and the map of those from ``start`` to
     ``end`` (exclusive). A unit is a block of one of the ``groups`` of layers. A cell of
     ``per_cell`` units (the last one may have fewer) is held if one of them is, else cached if one
-    is, and has the most references of one and the requests of all.
+    is, and has the most references of one.
     """
 
     block_size: int  # tokens

@@ -281,15 +281,15 @@ PAGES = (
     PackageBug(
         "the block map shows how many others hold a block",
         "fairlead_runtime.api.ports.live:_anonymous",
-        "replace(run, references=1, requests=())",
-        "replace(run, requests=())",
+        "replace(run, references=1, requests=own)",
+        "replace(run, requests=own)",
         ("functional/api/test_chat_page.py",),
     ),
     PackageBug(
         "the block map shows where a request of others ends",
         "fairlead_runtime.api.ports.live:_map",
-        "_joined(_anonymous(run, numbers) for run in cache.blocks)",
-        "(_anonymous(run, numbers) for run in cache.blocks)",
+        "_joined(_anonymous(run, numbers, cache.per_cell) for run in cache.blocks)",
+        "(_anonymous(run, numbers, cache.per_cell) for run in cache.blocks)",
         ("functional/api/test_chat_page.py",),
     ),
     PackageBug(

@@ -3767,6 +3767,13 @@ BUGS = (
         ("unit/sizing/test_shape.py",),
     ),
     PackageBug(
+        "null is refused where a family's class makes the number of heads of others",
+        "fairlead_runtime.sizing.config_json:ConfigReader.own",
+        "made = name in self.family.made or self.family.defaults.get(name) is None",
+        "made = self.family.defaults.get(name) is None",
+        ("unit/sizing/test_shape.py",),
+    ),
+    PackageBug(
         "null is a number of heads in every family",
         "fairlead_runtime.sizing.config_json:ConfigReader.own",
         "return self.optional(name) if made else self.integer(name)",
@@ -3799,6 +3806,13 @@ BUGS = (
         "fairlead_runtime.models.unlisted:_differ_in_heads",
         "if found.setdefault(matrix, dimensions) != dimensions:",
         "if False:",
+        ("unit/models/test_families.py",),
+    ),
+    PackageBug(
+        "two matrices of one layer's attention are taken for two layers'",
+        "fairlead_runtime.models.unlisted:_differ_in_heads",
+        """_LAYER.sub(".", name, count=1)""",
+        """_LAYER.sub(".", name)""",
         ("unit/models/test_families.py",),
     ),
     PackageBug(

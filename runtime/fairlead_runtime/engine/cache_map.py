@@ -13,7 +13,7 @@ from fairlead_runtime.scheduling.scheduler import Scheduler
 from fairlead_runtime.sizing.arithmetic import ceil_div
 
 WINDOW = 4096  # cells of one map
-HOLDERS = 4  # requests named for one unit
+HOLDERS = 4  # requests of one tenant that are named for one cell
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,8 @@ class CacheCopy:
     per_cell: int
     references: list[int]  # by unit
     content: list[bytes | None]  # by unit, the hash of what it holds
-    # of all sequences, with their request; the units of states, too
-    tables: list[tuple[str, list[list[int]]]]
+    # of all sequences, with their request and its tenant; the units of states, too
+    tables: list[tuple[str, str, list[list[int]]]]
 
     @classmethod
     def of(cls, scheduler: Scheduler, start: int) -> Self:
@@ -57,7 +57,11 @@ class CacheCopy:
             references=pool.refs[part],
             content=pool.content[part],
             tables=[
-                (sequence.request.id, [units[:] for units in (*sequence.tables, *sequence.states)])
+                (
+                    sequence.request.id,
+                    sequence.request.tenant,
+                    [units[:] for units in (*sequence.tables, *sequence.states)],
+                )
                 for sequence in scheduler.live()
                 if sequence.holds_units
             ],
@@ -67,15 +71,22 @@ class CacheCopy:
         """Takes time in proportion to all blocks that requests hold."""
         numbers: dict[str, int] = {}  # of the requests that are named, in order
         holders: dict[int, list[int]] = {}  # by cell
+        of_tenant: dict[tuple[int, str], list[int]] = {}  # the same of one tenant alone
         end = self.start + len(self.references)
-        for request_id, tables in self.tables:
-            for table in tables:
-                for unit in table:
-                    if self.start <= unit < end:
-                        named = holders.setdefault((unit - self.start) // self.per_cell, [])
-                        number = numbers.setdefault(request_id, len(numbers))
-                        if number not in named and len(named) < HOLDERS:
-                            named.append(number)
+        for request_id, tenant, tables in self.tables:
+            held = {
+                (unit - self.start) // self.per_cell
+                for table in tables
+                for unit in table
+                if self.start <= unit < end
+            }
+            for cell in held:
+                number = numbers.setdefault(request_id, len(numbers))
+                # Each tenant sees its own alone: those of others take no place from it.
+                named = of_tenant.setdefault((cell, tenant), [])
+                if number not in named and len(named) < HOLDERS:
+                    named.append(number)
+                    holders.setdefault(cell, []).append(number)
         return CacheView(
             block_size=self.block_size,
             groups=self.groups,
@@ -100,7 +111,7 @@ class CacheCopy:
             state = BlockState.FREE
             if references:
                 state = BlockState.REFERENCED
-            elif any(content is not None for content in self.content[part]):
+            elif self.content[part].count(None) < len(self.content[part]):
                 state = BlockState.CACHED
             now = (state, references, tuple(holders.get(cell, ())))
             if before is not None and now != before:

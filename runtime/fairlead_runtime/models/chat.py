@@ -134,7 +134,8 @@ def render_chat(
             raise RequestError(
                 field, f"this model's chat template has no place for {field}; leave them out"
             )
-    fitted = _forms(tokenizer, source, **some).fit(messages)
+    forms = _forms(tokenizer, source, **some)
+    fitted = forms.fit(messages, continues=inputs.continue_final_message)
 
     def render(inputs: TemplateInputs) -> str:
         return _rendered(tokenizer, source, fitted, tools or (), inputs)

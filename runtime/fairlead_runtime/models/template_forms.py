@@ -24,10 +24,16 @@ class TemplateForms(NamedTuple):
     joined: frozenset[str] = frozenset()
     early: bool = False
 
-    def fit(self, messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-        """Messages for the template. Their contents are texts, the arguments of calls JSON text."""
+    def fit(
+        self, messages: Sequence[Mapping[str, Any]], *, continues: bool = False
+    ) -> list[Message]:
+        """Messages for the template. Their contents are texts, the arguments of calls JSON text.
+        ``continues``: the last one is continued, so it stays the last.
+        """
         if self.early:
-            messages = sorted(messages, key=lambda message: message.get("role") != "system")
+            end = len(messages) - continues
+            early = sorted(messages[:end], key=lambda message: message.get("role") != "system")
+            messages = [*early, *messages[end:]]
         return [self._fit(message) for message in _joined(messages, self.joined)]
 
     def _fit(self, message: Mapping[str, Any]) -> Message:
@@ -117,7 +123,9 @@ def _joined(
         # What is neither a role nor a text is for the template to refuse.
         known = isinstance(role, str) and role in roles and role == last.get("role")
         if known and all(isinstance(text, str) for text in texts):
-            joined[-1] = {**last, "content": "\n".join(map(str, texts))}
+            # A name is that of the whole only where both have it.
+            same = {key: value for key, value in last.items() if message.get(key) == value}
+            joined[-1] = {**same, "content": "\n".join(map(str, texts))}
         else:
             joined.append(message)
     return joined

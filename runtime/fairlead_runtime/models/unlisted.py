@@ -6,6 +6,7 @@ headers. Loads no weight. The self-test decides whether its text is right
 (``device/proof/selftest.py``); a model that fails it never becomes ready.
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -17,6 +18,14 @@ from fairlead_runtime.models.model_error import ModelError, first_line, unsuppor
 from fairlead_runtime.sizing.checkpoint_formats import published
 from fairlead_runtime.sizing.config_json import STANDARD, ShapeError, nearest_family
 from fairlead_runtime.sizing.shape import ModelShape
+
+# The word of a tensor's name for a matrix with rows or columns for each head.
+_OF_HEADS = re.compile(
+    r"w?[qkvo]|w?qkv|kv|to_\w+|c_attn|query_key_value|query|key|value|dense|proj|out|output"
+    r"|(q|k|v|o|qkv|kv|c|out|in)_(proj|lin|linear)",
+    re.IGNORECASE,
+)
+_LAYER = re.compile(r"(^|\.)\d+\.")
 
 
 def shape_of(config: Mapping[str, Any], weights: Mapping[str, Header]) -> ModelShape:
@@ -55,7 +64,7 @@ def _differ_in_heads(
     config: PretrainedConfig, sizes: Iterable[tuple[str, tuple[int, ...]]]
 ) -> bool:
     """Whether layers have other numbers or sizes of heads than others: as a list of the
-    configuration says, or as rows of the same matrix of their attention do, by ``sizes``, the names
+    configuration says, or as the same projection of their attention does, by ``sizes``, the names
     and dimensions of stored tensors.
     """
     for name, value in config.to_dict().items():
@@ -63,9 +72,10 @@ def _differ_in_heads(
             return True
     found: dict[str, tuple[int, ...]] = {}
     for name, dimensions in sizes:
-        words = name.split(".")
-        if len(dimensions) > 1 and any("attn" in w or "attention" in w for w in words):
-            matrix = ".".join(word for word in words if not word.isdigit())
+        _, _, rest = name.replace("attention", "attn").partition("attn")
+        if len(dimensions) > 1 and any(map(_OF_HEADS.fullmatch, rest.split("."))):
+            # Other numbers than the layer's tell matrices of one layer apart.
+            matrix = _LAYER.sub(".", name, count=1)
             if found.setdefault(matrix, dimensions) != dimensions:
                 return True
     return False

@@ -67,11 +67,15 @@ class ArgumentParser(argparse.ArgumentParser):
         name = flag.lstrip("-").removeprefix("no-").replace("-", "_")
         if name in SERVER_ONLY:
             self.refuse(message, _OF_SERVE)
-        negated = flag.startswith("--no-")
+        ours = self._option_string_actions
 
         def spell(name: str) -> str:
+            if not flag.startswith("--no-"):
+                return flag_of(name)
             no = flag_of(f"no_{name}")
-            return no if negated and no in {flag, *self._option_string_actions} else flag_of(name)
+            # The flag itself is a name of another engine's, where it is none of a setting of ours.
+            theirs = no == flag and flag_of(name) not in ours
+            return no if no in ours or theirs else flag_of(name)
 
         self.refuse(message, hint_for(name, self._settings(), spell))
 

@@ -124,7 +124,7 @@ class EngineConfig:
         "",
         "model name clients use, or several, separated by commas (default: the source)",
         when="To keep clients unchanged when the source changes. An answer has the name that it "
-        "was asked by, metrics have the first.",
+        "was asked by, metrics have the first. The resource takes one name.",
         cr="model.servedName",
     )
     trust_remote_code: bool = knob(

@@ -416,6 +416,7 @@ FAMILIES: Mapping[str, Family] = {
 _QWEN_VL = Family(
     _defaults(152064, 8192, 29568, 80, 64, 32768, num_key_value_heads=8)
     | {"sliding_window": 4096, "max_window_layers": 80},
+    made=("num_key_value_heads",),
     reads_head_dim=False,
     qkv_bias=True,
     **_QWEN_WINDOWS,
@@ -426,6 +427,7 @@ TEXTS: Mapping[str, Family] = {
     "qwen2_5_vl_text": _QWEN_VL,
     "qwen3_vl_text": Family(
         _defaults(151936, 4096, 22016, 32, 32, 128000, num_key_value_heads=32, head_dim=128),
+        made=("num_key_value_heads",),
         shardable=False,
         qk_norm="head",
         **_ATTENTION_BIAS,
@@ -440,6 +442,7 @@ TEXTS: Mapping[str, Family] = {
     ),
     "glm4v_text": Family(
         _defaults(151552, 4096, 13696, 40, 32, 32768, num_key_value_heads=2),
+        made=("num_key_value_heads",),
         reads_head_dim=False,
         shardable=False,
         qkv_bias=True,

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +177,33 @@ def test_a_caller_sees_its_own_requests_and_of_others_counts(keys: KeyRing) -> N
             assert [r["id"] for r in theirs["requests"]] == ["secret-a", "secret-b"]
             assert theirs["requests"][1]["waits_for"] == "next: needs blocks"
 
+    run(scenario())
+
+
+def test_the_references_of_a_cell_are_none_of_the_callers() -> None:
+    held = BlockState.REFERENCED
+    runs = (BlockRun(0, 4, held, 7, (0, 1)), BlockRun(4, 4, held, 3, (1,)))
+    cache = CacheView(16, 1, 8, 0, 0, 0, 0, 0, 8, ("a", "b"), runs, per_cell=4)
+    views = [view("a", "theirs"), view("b", "ours")]
+    (shown,) = live.picture(views, cache, "ours")["cache"]["blocks"]
+    assert shown == BlockRun(0, 8, held, 1, (0,))
+    assert [run.references for run in live.picture(views, cache, None)["cache"]["blocks"]] == [7, 3]
+
+
+def test_a_large_cache_is_looked_at_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Large(BusyService):
+        async def cache(self, start: int) -> CacheView:
+            return replace(await super().cache(start), units=10**9)
+
+    async def scenario() -> None:
+        for service, looks in ((BusyService(), 2), (Large(), 1)):
+            async with fake_server(service, page=True) as (server, _), server.client() as client:
+                for _ in range(2):
+                    await client.get("/page/live")
+                    await asyncio.sleep(0.01)
+            assert service.looks == looks
+
+    monkeypatch.setattr(live, "FRESH_SECONDS", 0.005)
     run(scenario())
 
 
@@ -401,6 +428,15 @@ def test_a_key_is_asked_for_and_kept_in_the_tab_alone(keys: KeyRing) -> None:
         page.until("at('queue').tBodies[0].rows.length === 1")
         assert text(page, "running-more") == "1 of others"
         page.until("live.size === 1 && cells.length === 8")
+        point = (
+            "(() => { const event = new MouseEvent('mousemove');"
+            "Object.defineProperties(event, { offsetX: { value: 1 }, offsetY: { value: 1 } });"
+            "const before = cacheView; cacheView = { ...before, per_cell: %d }; drawMap();"
+            "at('map').dispatchEvent(event); cacheView = before; drawMap();"
+            "return at('hint').textContent; })()"
+        )
+        assert page.value(point % 1) == "0: held by 1 sequence of secret-a"
+        assert page.value(point % 2) == "0 to 1: held by secret-a"
         write(page, "hi")
         press(page, "Enter")
         page.until("at('progress').textContent === 'the answer is complete'")

@@ -8,6 +8,7 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from fairlead_runtime.api.bodies.tool_bodies import MAX_TOOLS
 from fairlead_runtime.api.responses import bodies
 from fairlead_runtime.front.errors import ApiError
 from fairlead_runtime.request.sequence import FinishReason
@@ -91,6 +92,11 @@ def test_earlier_calls_and_a_forced_one_have_the_name_that_the_model_knows() -> 
     ("tool", "param"),
     [
         ({"type": "namespace", "tools": []}, "tools.1.name"),
+        ({**AGENTS, "name": ""}, "tools.1.name"),
+        ({**AGENTS, "name": "my agents"}, "tools.1.name"),
+        ({**AGENTS, "name": "a" * 129}, "tools.1.name"),
+        ({**AGENTS, "description": 3}, "tools.1.description"),
+        ({**AGENTS, "tools": [function("a", description=3)]}, "tools.1.tools.0.description"),
         ({**AGENTS, "tools": None}, "tools.1.tools"),
         ({**AGENTS, "tools": ["spawn"]}, "tools.1.tools"),
         ({**AGENTS, "tools": [function("a"), {"type": "custom"}]}, "tools.1.tools.1.type"),
@@ -108,3 +114,27 @@ def test_what_is_wrong_in_a_namespace_is_refused_at_its_place(tool: Any, param: 
     with pytest.raises(ApiError) as refused:
         bodies.response(body(tools=[function("shell"), tool]), MODEL)
     assert (refused.value.status, refused.value.param) == (400, param)
+
+
+def test_too_many_functions_are_refused_before_any_is_looked_at() -> None:
+    many = [{"type": "nothing"}] * MAX_TOOLS
+    for tools, param in (
+        ([function("shell"), {**AGENTS, "tools": many}], "tools.1.tools"),
+        ([{**AGENTS, "tools": many}, function("shell")], "tools"),
+        ([{**AGENTS, "tools": many[:100]}, {**AGENTS, "tools": many[:100]}], "tools.1.tools"),
+    ):
+        with pytest.raises(ApiError, match=f"more than {MAX_TOOLS} functions") as refused:
+            bodies.response(body(tools=tools), MODEL)
+        assert refused.value.param == param
+    some = [function(f"f{number}") for number in range(MAX_TOOLS)]
+    request = bodies.response(body(tools=[{**AGENTS, "tools": some}]), MODEL)
+    assert len(request.tools.for_template) == MAX_TOOLS
+
+
+def test_the_model_reads_what_a_namespace_is_for_before_each_of_its_functions() -> None:
+    request = bodies.response(body(), MODEL)
+    told = {each["function"]["name"]: each["function"] for each in request.tools.for_template}
+    assert told["agents__spawn"]["description"] == "Agents."
+    assert told["agents__wait"]["description"] == "Agents.\nWait for it."
+    assert "description" not in told["shell"]
+    assert request.echo["tools"][1] == AGENTS

@@ -90,3 +90,22 @@ def test_thinking_among_the_parts_of_an_answer_is_its_reasoning() -> None:
     assert (alone["content"], alone["reasoning_content"]) == ("", "hm")
     with pytest.raises(ApiError, match=r"messages\.0\.content: "):
         templated({"role": "user", "content": parts})
+
+
+def test_a_functions_result_answers_the_newer_call_of_its_name() -> None:
+    def call(id_: str, name: str) -> dict[str, Any]:
+        return {"id": id_, "type": "function", "function": {"name": name, "arguments": "{}"}}
+
+    calls = [call("a", "f"), call("b", "g"), call("c", "f"), call("d", "f")]
+    results = [{"role": "function", "name": name, "content": "1"} for name in "gffh"]
+    shown = templated(
+        ASKED,
+        {"role": "assistant", "content": "", "tool_calls": [call("old", "f")]},
+        {"role": "tool", "tool_call_id": "old", "content": "0"},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "c", "content": "2"},
+        *results,
+    )
+    ids = [message["tool_call_id"] for message in shown[5:]]
+    assert ids[:3] == ["b", "a", "d"]
+    assert ids[3] not in {"a", "b", "c", "d", "old"}, "no call has this name"

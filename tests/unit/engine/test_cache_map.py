@@ -82,6 +82,21 @@ def test_a_shared_block_names_its_requests_and_counts_all_who_hold_it() -> None:
     assert len(shared) == 4, "the full blocks of the prompt, whose last token is always computed"
 
 
+def test_a_cell_names_requests_of_every_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = rig(max_requests=16, max_batch_tokens=256, num_blocks=256)
+    names = [f"theirs{number}" for number in range(HOLDERS + 2)]
+    for name in names:
+        engine.submit(replace(request(name), tenant="theirs"))
+    engine.submit(replace(request("ours"), tenant="ours"))
+    for _ in range(3):
+        engine.step()
+    monkeypatch.setattr(cache_map, "WINDOW", 1)
+    (run_,) = (view := copy(engine, WHOLE_CACHE).view()).blocks
+    named = {view.requests[number] for number in run_.requests}
+    assert "ours" in named
+    assert len(named & {*names}) == HOLDERS
+
+
 def test_what_nobody_holds_any_more_is_cached_until_it_is_evicted() -> None:
     engine = rig()
     engine.submit(request("a", prompt=16, max_tokens=1))

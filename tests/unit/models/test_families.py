@@ -318,10 +318,10 @@ def test_what_works_of_a_maker_is_served() -> None:
         assert "'" in works
 
 
-def attention_of(*rows: int) -> dict[str, Header]:
-    """Headers of files with so many rows of keys in each layer."""
+def attention_of(*rows: int, name: str = "model.layers.%d.self_attn.k_proj") -> dict[str, Header]:
+    """Headers of files with so many rows in that matrix, by default of keys, of each layer."""
     tensors = {
-        f"model.layers.{layer}.self_attn.k_proj.weight": TensorEntry("F32", (count, 32), 0, 0)
+        f"{name % layer}.weight": TensorEntry("F32", (count, 32), 0, 0)
         for layer, count in enumerate(rows)
     }
     return {
@@ -340,6 +340,12 @@ def test_layers_that_differ_in_their_heads_are_refused_before_weights_are_read()
         architecture.check(several)
     with pytest.raises(ModelError, match=r"laguna.*differ in the number or size of their heads"):
         architecture.check(laguna, weights=attention_of(32, 32, 16, 32))
+    for word in ("q_proj", "qkv", "query_key_value", "c_attn", "out_proj", "self.key", "Wqkv"):
+        differing = attention_of(32, 32, 16, 32, name=f"h.%d.attention.{word}")
+        with pytest.raises(ModelError, match=r"laguna.*differ"):
+            architecture.check(laguna, weights=differing)
+    for name in ("h.0.attn.proj.%d", "h.%d.attn.conv", "h.%d.post_attention.mlp", "h.%d.up_proj"):
+        architecture.check(laguna, weights=attention_of(32, 32, 16, 32, name=name))
 
 
 @pytest.mark.parametrize(

@@ -111,6 +111,35 @@ def test_messages_of_one_role_stay_apart_where_the_template_takes_them() -> None
     assert rendered(template, late) == "<|user|>The folder is empty.<|system|>late<|user|>Hello"
 
 
+def test_the_message_that_is_continued_stays_the_last() -> None:
+    continued = chat.TemplateInputs(add_generation_prompt=False, continue_final_message=True)
+    late = [*SENT_APART[2:5], {"role": "system", "content": "late"}]
+    for last in ("system", "user", "assistant"):
+        messages = [*late[:3], late[3], {"role": last, "content": "to go on"}]
+        if last == "system":
+            with pytest.raises(RequestError, match="messages: the model's chat template refuses"):
+                rendered(ONE_SYSTEM, messages, inputs=continued)
+        else:
+            text = rendered(ONE_SYSTEM, messages, inputs=continued)
+            assert text.startswith("<|system|>late<|end|>")
+            assert text.endswith(f"<|{last}|>to go on")
+    with pytest.raises(RequestError, match="messages: the model's chat template refuses"):
+        rendered(ONE_SYSTEM, late, inputs=continued)
+
+
+def test_messages_that_are_one_have_a_name_where_all_have_it() -> None:
+    forms = TemplateForms(joined=frozenset({"user"}))
+    named = [
+        {"role": "user", "content": text, "name": name}
+        for text, name in zip("abc", "xxy", strict=True)
+    ]
+    assert forms.fit(named[:2]) == [{"role": "user", "content": "a\nb", "name": "x"}]
+    assert forms.fit(named) == [{"role": "user", "content": "a\nb\nc"}]
+    assert forms.fit([{"role": "user", "content": "z"}, named[0]]) == [
+        {"role": "user", "content": "z\na"}
+    ]
+
+
 SHOWN = "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}"
 PRIVATE = [
     {"role": "user", "content": "secret"},

@@ -72,6 +72,10 @@ def test_a_commands_own_help_imports_no_torch(command: str) -> None:
         ("--reasoning-config={}", "send thinking_token_budget with a request"),
         ("--kv-padding-interval-size", "a captured step serves keys of every length"),
         ("--max-request", "did you mean --max-requests?"),
+        ("--no-cuda-graphs", "did you mean --cuda-graphs?"),
+        ("--no-kernels", "did you mean --kernels?"),
+        ("--no-max-requests=3", "did you mean --max-requests?"),
+        ("--no-allow-block-sharin", "did you mean --no-allow-block-sharing?"),
         ("--qqq", "see fairlead generate --help"),
     ],
 )

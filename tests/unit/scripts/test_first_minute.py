@@ -1,5 +1,6 @@
 """What the walk through the README takes of it, and how it compares."""
 
+import re
 from pathlib import Path
 
 from first_minute import ROOT, Walk, blocks, missing
@@ -54,9 +55,10 @@ def test_every_block_of_the_readme_is_walked() -> None:
     readme = (ROOT / "README.md").read_text("utf-8")
     found = list(blocks(readme))
     assert sum(bool(block.output) for block in found) == 3, "three commands with their output"
-    fences = readme.count("\n```\n") - readme.count("```yaml")
-    assert len([b for b in found if b.commands]) + sum(bool(b.program) for b in found) > 7
-    assert fences > 7
+    fences = re.findall(r"^```(.*)$", readme, re.MULTILINE)[::2]  # those that open a block
+    assert len(found) == sum(language in ("", "python") for language in fences) > 7
+    assert {*fences} == {"", "python", "yaml"}
+    assert all(block.commands or block.program for block in found)
 
 
 def test_the_table_has_a_row_for_each_command() -> None:

@@ -1,5 +1,8 @@
 """uv's output on a terminal, without its list of packages."""
 
+import os
+import pty
+import subprocess
 import sys
 from pathlib import Path
 
@@ -21,6 +24,33 @@ def test_the_list_is_left_out_in_whatever_parts_it_comes(size: int) -> None:
     parts = [seen(written[at : at + size]) for at in range(0, len(written), size)]
     assert b"".join(parts) == BAR + OTHER + b"end"
     assert seen(BAR) == BAR, "what has no end is shown at once"
+    assert seen.end() == b""
+
+
+@pytest.mark.parametrize(("last", "shown"), [(b" a hint", b" a hint"), (b" + x==1", b"")])
+def test_a_last_line_without_an_end_is_shown(last: bytes, shown: bytes) -> None:
+    seen = Filter()
+    assert (seen(OTHER + last), seen.end()) == (OTHER, shown)
+    code = f"import os; os.write(1, {last!r})"
+    with on_a_terminal(sys.executable, SCRIPT, sys.executable, "-c", code) as terminal:
+        assert terminal.end() == 0
+    assert terminal.text == shown.decode()
+
+
+def test_output_that_nobody_reads_is_an_error_and_ends_the_command() -> None:
+    code = "import os, time\nwhile True: os.write(1, b'x' * 9999); time.sleep(0.001)"
+    words = [sys.executable, SCRIPT, sys.executable, "-c", code]
+    ours, theirs = pty.openpty()  # it asks its stderr for a width
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=theirs)
+    os.close(theirs)
+    try:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.wait(20) == 1
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
 
 
 def test_the_command_has_a_terminal_and_its_exit_code_is_kept() -> None:

@@ -18,6 +18,7 @@ from fairlead_runtime.models import families, text_model
 from fairlead_runtime.sizing.config_json import ShapeError, UnknownFamilyError
 from fairlead_runtime.sizing.families.judged import SIZED
 from fairlead_runtime.sizing.families.wholes import TRIED, WHOLES
+from fairlead_runtime.sizing.families.with_states import WITH_STATES
 from fairlead_runtime.sizing.family_table import FAMILIES, JUDGED, PARTS, TEXTS
 from fairlead_runtime.sizing.shape import ModelShape
 from support import tiny_parts
@@ -587,15 +588,17 @@ def test_settings_that_a_class_does_not_read_change_nothing(
 
 
 @pytest.mark.parametrize("key", ["num_key_value_heads", "head_dim", "intermediate_size"])
-@pytest.mark.parametrize("family", sorted({*FAMILIES, *SIZED}))
+@pytest.mark.parametrize("family", sorted({**FAMILIES, **SIZED, **TEXTS, **WITH_STATES}))
 def test_null_is_a_number_where_the_class_makes_one_of_it(family: str, key: str) -> None:
-    row = SIZED.get(family) or FAMILIES[family]
+    row = {**FAMILIES, **SIZED, **TEXTS, **WITH_STATES}[family]
     read = key != "intermediate_size" or not row.experts
     if not read or key in row.needs or key not in CONFIG_MAPPING[family].__dataclass_fields__:
         return
     config: dict[str, Any] = {"model_type": family, key: None}
+    wholes = [name for name, parts in PARTS.items() if family in TEXTS and parts.text == family]
+    whole = {"model_type": wholes[0], "text_config": config} if wholes else config
     try:
-        ModelShape.from_config(config)
+        ModelShape.from_config(whole)
         refused = ""
     except ShapeError as error:
         refused = error.field

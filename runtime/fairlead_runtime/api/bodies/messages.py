@@ -99,17 +99,25 @@ def for_template(messages: Sequence[Message]) -> tuple[dict[str, Any], ...]:
     """Raises ApiError 400, which names the message. Calls and results in OpenAI's older form, which
     had one a turn and no ids, are those of tools.
     """
-    call_id = ""
+    open_call, answered = "", {message.tool_call_id for message in messages}
+    by_name: dict[str, list[str]] = {}  # the ids of the last turn that called that function
     templated = []
     for place, message in enumerate(messages):
         path = f"messages.{place}"
         newer = message
         if message.function_call is not None:
-            call_id = _id_of(place)
-            newer = _with_call(path, message, call_id)
+            open_call = _id_of(place)
+            newer = _with_call(path, message, open_call)
         elif message.role == "function":
-            answered, call_id = call_id or _id_of(place), ""
-            newer = message.model_copy(update={"role": "tool", "tool_call_id": answered})
+            named = (each for each in by_name.get(message.name or "", ()) if each not in answered)
+            call_id = next(named, open_call) or _id_of(place)
+            answered.add(call_id)
+            open_call = "" if call_id == open_call else open_call
+            newer = message.model_copy(update={"role": "tool", "tool_call_id": call_id})
+        calls = newer.tool_calls or ()
+        by_name |= {call.function.name: [] for call in calls}
+        for call in calls:
+            by_name[call.function.name].append(call.id)
         templated.append(_templated(path, newer))
     return tuple(templated)
 

@@ -17,11 +17,11 @@ MAX_TOOLS = 128
 _TYPES = frozenset({"array", "boolean", "integer", "null", "number", "object", "string"})
 _ALL_TYPES = ", ".join(sorted(_TYPES))
 ALLOWED = "allowed_tools"
-_FUNCTION_NAME = r"^[a-zA-Z0-9_.-]{1,128}$"  # OpenAI has 64; coding tools name those of MCP longer
+FUNCTION_NAME = r"^[a-zA-Z0-9_.-]{1,128}$"  # OpenAI has 64; coding tools name those of MCP longer
 
 
 class Function(StrictBody):
-    name: str = Field(pattern=_FUNCTION_NAME)
+    name: str = Field(pattern=FUNCTION_NAME)
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None

@@ -27,6 +27,7 @@ from fairlead_runtime.outputs import (
 from fairlead_runtime.request.sequence import Status
 
 FRESH_SECONDS = 0.5  # a look at the engine serves everybody for so long
+_UNITS = 100_000  # of a larger cache, longer in proportion: a map of 400,000 units takes 0.1 s
 _HIDDEN = ("tenant", "priority")  # of a request
 
 
@@ -38,14 +39,15 @@ class _Look:
 
 
 class LivePicture:
-    """However often it is asked for, the engine is looked at once in FRESH_SECONDS, and the answer
-    to a caller is made once: it counts in no key's limits.
+    """However often it is asked for, the engine is looked at once in FRESH_SECONDS, of a large
+    cache less often, and the answer to a caller is made once: it counts in no key's limits.
     """
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
         self._look: asyncio.Task[_Look] | None = None
         self._began = 0.0
+        self._longer = 1.0
 
     async def __call__(self, request: Request) -> Response:
         """Raises ApiError 503 while the model loads, ServiceError."""
@@ -63,10 +65,13 @@ class LivePicture:
         service = self._state.loaded().service
 
         async def look() -> _Look:
-            return _Look(await service.requests(), await service.cache(WHOLE_CACHE))
+            requests, cache = await service.requests(), await service.cache(WHOLE_CACHE)
+            self._longer = max(1.0, cache.units / _UNITS)
+            return _Look(requests, cache)
 
         now = asyncio.get_running_loop().time()
-        old = self._look is not None and self._look.done() and now >= self._began + FRESH_SECONDS
+        fresh = now < self._began + FRESH_SECONDS * self._longer
+        old = self._look is not None and self._look.done() and not fresh
         if self._look is None or old:
             self._look, self._began = asyncio.create_task(look()), now
         # One caller that leaves does not end what others wait for.
@@ -102,16 +107,17 @@ def _map(cache: CacheView, own: set[str] | None) -> dict[str, Any]:
         kept = [number for number, name in enumerate(cache.requests) if name in own]
         names = (cache.requests[number] for number in kept)
         numbers = {number: place for place, number in enumerate(kept)}
-        runs = _joined(_anonymous(run, numbers) for run in cache.blocks)
+        runs = _joined(_anonymous(run, numbers, cache.per_cell) for run in cache.blocks)
         cache = replace(cache, requests=tuple(names), blocks=tuple(runs))
     return {field.name: getattr(cache, field.name) for field in dataclasses.fields(cache)}
 
 
-def _anonymous(run: BlockRun, numbers: dict[int, int]) -> BlockRun:
+def _anonymous(run: BlockRun, numbers: dict[int, int], per_cell: int) -> BlockRun:
     """``run`` without what is known of requests that have no place in ``numbers``."""
     own = tuple(numbers[number] for number in run.requests if number in numbers)
-    if run.state is BlockState.REFERENCED and not own:
-        return replace(run, references=1, requests=())
+    # In a cell of several units the most references may be those of a unit of others.
+    if run.state is BlockState.REFERENCED and (not own or per_cell > 1):
+        return replace(run, references=1, requests=own)
     return replace(run, requests=own)
 
 

@@ -2,13 +2,16 @@
 functions in it. A model knows each as one function, by both names; its calls come back as two.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from fairlead_runtime.api.bodies.tool_bodies import FUNCTION_NAME, MAX_TOOLS
 from fairlead_runtime.front.errors import invalid
 
 KIND = "namespace"  # the type of such a tool, and the field of a call
 _BETWEEN = "__"
+_NAME = re.compile(FUNCTION_NAME)
 Tool = Mapping[str, Any]
 
 
@@ -32,19 +35,46 @@ def joined(namespace: str | None, name: str) -> str:
 
 
 def functions_of(tools: Sequence[Tool]) -> Iterator[Placed]:
-    """The functions of the tools, in their order. Raises ApiError 400 for any other tool."""
+    """The functions of the tools, in their order, each with the description of its namespace before
+    its own. Raises ApiError 400 for any other tool, and for more than MAX_TOOLS functions.
+    """
+    _count(tools)
     for place, tool in enumerate(tools):
         path = f"tools.{place}"
         if tool.get("type") != KIND:
             yield _function(path, tool)
             continue
         name, inner = tool.get("name"), tool.get("tools")
-        if not isinstance(name, str) or not name:
-            raise invalid(f"{path}.name", "must be text: name the namespace")
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise invalid(
+                f"{path}.name", "must name the namespace: 1 to 128 letters, digits, _, . or -"
+            )
+        described = tool.get("description")
+        if not isinstance(described, str | None):
+            raise invalid(f"{path}.description", "must be text; leave it out")
         if not isinstance(inner, list) or not all(isinstance(each, dict) for each in inner):
             raise invalid(f"{path}.tools", "must be a list of functions")
         for number, each in enumerate(inner):
-            yield _function(f"{path}.tools.{number}", each)._replace(namespace=name)
+            placed = _function(f"{path}.tools.{number}", each)
+            yield Placed(placed.path, _described(each, described), name)
+
+
+def _count(tools: Sequence[Tool]) -> None:
+    count = 0
+    for place, tool in enumerate(tools):
+        inner = tool.get("tools") if tool.get("type") == KIND else None
+        count += len(inner) if isinstance(inner, list) else 1
+        if count > MAX_TOOLS:
+            path = f"tools.{place}.tools" if isinstance(inner, list) else "tools"
+            raise invalid(path, f"more than {MAX_TOOLS} functions in all; send fewer")
+
+
+def _described(tool: Tool, namespace: str | None) -> Tool:
+    own = tool.get("description")
+    if not namespace or not isinstance(own, str | None):
+        return tool
+    texts = [namespace, own] if own else [namespace]
+    return {**tool, "description": "\n".join(texts)}
 
 
 def _function(path: str, tool: Tool) -> Placed:

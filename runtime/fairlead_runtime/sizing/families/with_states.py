@@ -179,7 +179,6 @@ WITH_STATES: Mapping[str, Family] = {
         | {"moe_shared_expert_intermediate_size": 7688, "moe_latent_size": None},
         aliases=_BLOCKS | {"num_local_experts": "n_routed_experts"},
         mixer="nemotron_mamba2",
-        made=("num_key_value_heads",),
         one_part=True,
         norms=1,
         gated=False,
@@ -237,7 +236,6 @@ WITH_STATES: Mapping[str, Family] = {
         | {"mamba_conv_bias": True, "mamba_proj_bias": False},
         aliases=_EXPERTS,
         mixer="jamba_mamba1",
-        made=("num_key_value_heads",),
         kinds="period",
         experts="intermediate_size",
         sparse_every=("expert_layer_period", "expert_layer_offset"),
@@ -292,7 +290,6 @@ WITH_STATES: Mapping[str, Family] = {
         defaults(32000, 4096, 14336, 32, 32, 131072, num_key_value_heads=8, block_size=256)
         | {"num_local_experts": 8, "num_experts_per_tok": 2},
         mixer="lightning",
-        made=("num_key_value_heads",),
         full_rule=lambda index, _: index % 2 == 0,
         experts="intermediate_size",
         **_STATE,

@@ -88,6 +88,8 @@ def test_every_setting_of_the_engine_arrives() -> None:
             "did you mean enabled?",
         ),
         ({"engine": []}, "spec.engine", "must be an object"),
+        # docs/runtime.md says that the resource takes one name.
+        ({"model": {"source": "demo:", "servedName": "a,b"}}, "spec.model.servedName", ""),
         ({"cache": {"numBlocks": "7"}}, "spec.cache.numBlocks", "expected int"),
         ({"scheduler": {"safetyMargin": 2}}, "spec.scheduler.safetyMargin", "set at most 0.9"),
         ({"replicas": True}, "spec.replicas", "a whole number"),

@@ -215,8 +215,10 @@ at("map").addEventListener("mousemove", (event) => {
   const run = cells[place];
   if (!run) return;
   const who = run.requests.map((number) => short(cacheView.requests[number])).join(", ");
-  const held = who ? `held by ${run.references} sequence${run.references > 1 ? "s" : ""} of ${who}` : "held by others";
   const many = cacheView.per_cell, first = cacheView.start + place * many;
+  // The references of a square are those of one of its blocks, not of all who are named.
+  const count = many > 1 ? "" : `${run.references} sequence${run.references > 1 ? "s" : ""} of `;
+  const held = who ? `held by ${count}${who}` : "held by others";
   const last = Math.min(first + many, cacheView.units) - 1;
   const units = many > 1 ? `${whole(first)} to ${whole(last)}` : first;
   say("hint", `${units}: ${run.state === "held" ? held : run.state}`);
