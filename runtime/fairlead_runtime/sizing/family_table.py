@@ -104,8 +104,9 @@ class Family:
     head_bias: bool | str = False
     position_offset: int = 0  # rows of the learned positions before the first
     embedding_width: str = ""  # the setting for embeddings narrower than the hidden state
+    # Of each layer: parameters of its activation, and numbers of buffers that a checkpoint has.
     activation_parameters: int = 0
-    activation_buffers: int = 0
+    layer_buffers: int = 0
     # Of a mixture: how many experts every token meets (or the setting that says it) and the width
     # of one; the layers before the first mixture, and whether mlp_layer_types says it instead; the
     # last mixture; the width of a dense layer.
@@ -222,6 +223,7 @@ _GEMMA4 = Family(
     shared="num_kv_shared_layers",
     wide_readers="use_double_wide_mlp",
     layer_inputs="hidden_size_per_layer_input",
+    layer_buffers=1,
 )
 
 # One entry per model_type: the defaults of transformers 5.23's configuration class and what its

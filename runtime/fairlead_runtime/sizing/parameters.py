@@ -246,7 +246,7 @@ def _mlp(
             inner *= 2
         rest = family.activation_parameters + (inner if family.inner_norms else 0)
         count = _dense(s, family, inner)
-        count += ParameterCount(rest=rest, typed=family.activation_buffers)
+        count += ParameterCount(rest=rest, typed=family.layer_buffers)
         return count, family.mlp_copies * inner, inner
     return *_experts(s, family), s.integer(family.experts)
 

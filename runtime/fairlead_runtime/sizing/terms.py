@@ -60,7 +60,7 @@ LIST_ROOM, LISTED = 4096, 12
 # is launched ahead of another's tokens, which would need a third.
 STATE_VERSIONS = 2
 # Of the states of one layer that a step of decodes reads, copies that are alive at once, measured.
-STATE_COPIES = 5
+STATE_COPIES = 6
 TERMS = ("weights", "activations", "attention", "logits", "sampling", "graphs", "batch")
 HOST_TERMS = ("process", "offload", "shared_memory", "grammars", "tokenizers")
 

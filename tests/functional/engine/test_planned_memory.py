@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from fairlead_runtime.device.conversion.fusion import fuse
 from fairlead_runtime.device.memory.storage import CacheStorage
 from fairlead_runtime.device.model.paged_model import PagedModel
 from fairlead_runtime.device.warmup import profiling
-from fairlead_runtime.models import architecture, families, rope, text_model
+from fairlead_runtime.models import architecture, families, loading, rope, text_model
 from fairlead_runtime.models.headers import Header, TensorEntry
 from fairlead_runtime.settings.engine_config import EngineConfig
 from fairlead_runtime.sizing.shape import ModelShape
@@ -109,6 +110,11 @@ NOT_IN_GPT2 = (
 )
 
 
+def stored_bytes(model: torch.nn.Module) -> int:
+    """Bytes of the parameters and buffers that a checkpoint has; tied ones count once."""
+    return sum({x.data_ptr(): x.nbytes for x in model.state_dict().values()}.values())
+
+
 @pytest.mark.parametrize(
     ("family", "dtype", "cache_dtype"),
     [
@@ -135,7 +141,6 @@ def test_planned_terms_are_within_a_fifth_of_measured_ones(
         max_requests=64,
         max_model_len=LENGTH,
     ).measured
-    weights = {p.data_ptr(): p.nbytes for p in model.parameters()}
     limits = EngineConfig(
         max_batch_tokens=256, max_requests=64, kernels="torch", cache_dtype=cache_dtype
     )
@@ -143,7 +148,7 @@ def test_planned_terms_are_within_a_fifth_of_measured_ones(
     plan = plan_memory(shape, limits, DeviceFacts("cpu", 8 * GIB))
     groups, planned = paged.groups, plan.terms
     assert plan.unit_bytes == CacheStorage.unit_bytes(groups, paged.cache_heads, plan.block_size)
-    assert planned["weights"] == sum(weights.values())
+    assert planned["weights"] == stored_bytes(model)
     for term in ("activations", "logits"):
         assert 1.0 <= planned[term] / measured[term] <= 1.2, term
     for term in ("attention", "sampling", "batch"):
@@ -293,9 +298,12 @@ def test_no_term_of_a_tiny_model_is_planned_too_low(family: str, hidden: int) ->
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", tiny_states.FAMILIES)
-def test_no_term_of_a_tiny_model_with_states_is_planned_too_low(family: str, dtype: str) -> None:
+def test_no_term_of_a_tiny_model_with_states_is_planned_too_low(
+    family: str, dtype: str, tmp_path: Path
+) -> None:
     """Copies of a layer's states do not shrink with a step, so that a step of one token counts."""
-    model = tiny_states.build(family).to(getattr(torch, dtype))
+    saved = tiny.save(tiny_states.build(family), tmp_path)
+    model = loading.load(saved, config=EngineConfig(dtype=dtype, kernels="torch")).model  # type: ignore[arg-type]
     paged = PagedModel(model, families.check(model.config))
     rope.pin(model, tiny.CONTEXT)
     shape = ModelShape.from_config(json.loads(model.config.to_json_string()) | {"dtype": dtype})
@@ -321,7 +329,7 @@ def test_no_term_of_a_tiny_model_with_states_is_planned_too_low(family: str, dty
             if plan.terms[term] < size
         }
     assert not low
-    assert plan.terms["weights"] == sum(p.nbytes for p in model.parameters())
+    assert plan.terms["weights"] == stored_bytes(model)
     layout = paged.state_layout
     assert layout is not None
     cache = CacheStorage(

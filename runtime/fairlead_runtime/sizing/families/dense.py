@@ -37,7 +37,7 @@ DENSE: Mapping[str, Family] = {
         gated=False,
         mlp_copies=6,
         activation_parameters=2,
-        activation_buffers=2,
+        layer_buffers=2,
         **ATTENTION_BIAS,
     ),
     "arcee": Family(

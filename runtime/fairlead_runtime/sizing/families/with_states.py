@@ -86,6 +86,8 @@ def _of_lfm2(family: Family, settings: Mapping[str, Any]) -> tuple[Family, Mappi
 
 
 def _of_lfm2_moe(family: Family, settings: Mapping[str, Any]) -> tuple[Family, Mapping[str, Any]]:
+    if settings.get("use_expert_bias", True):
+        family = replace(family, choice_buffer="float32")
     return family, _with_tie(settings)
 
 
