@@ -158,8 +158,29 @@ BUGS = (
     PackageBug(
         "another package's gated delta rule is taken where it is installed",
         "fairlead_runtime.models.text_model:",
-        'for _package in ("fla", "mamba_ssm",',
-        'for _package in ("mamba_ssm",',
+        'KERNELS = ("fla", "mamba_ssm",',
+        'KERNELS = ("mamba_ssm",',
+        _LAYERS,
+    ),
+    PackageBug(
+        "a program cannot import other packages' kernels for itself",
+        "fairlead_runtime.models.text_model:without_kernels",
+        "            sys.modules.pop(name, None)\n",
+        "            pass\n",
+        _LAYERS,
+    ),
+    PackageBug(
+        "another package's scan is taken once it can be imported",
+        "fairlead_runtime.models.text_model:without_kernels",
+        "        is_mambapy_available()",
+        "        pass",
+        _LAYERS,
+    ),
+    PackageBug(
+        "code that another package's kernels are in is taken for states",
+        "fairlead_runtime.models.loading:_read_weights",
+        "    if inspected.shape.states:\n",
+        "    if False:\n",
         _LAYERS,
     ),
     PackageBug(

@@ -139,6 +139,10 @@ class BlockPool:
         """The layer group of a unit's content."""
         return self._group[unit]
 
+    def block_of(self, unit: int) -> int:
+        """The index in its sequence of the block that a unit with content has, or ends with."""
+        return self._block[unit]
+
     def is_indexed(self, unit: int) -> bool:
         """Whether a unit with content is found by it."""
         digest = self.content[unit]

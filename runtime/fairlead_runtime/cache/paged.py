@@ -68,7 +68,9 @@ class PagedCache:
         self.pool = BlockPool(units, len(groups) + state_units, state_units)
         # None: no layer keeps a state.
         self.states = (
-            StateUnits(self.pool, len(groups), state_units, state_versions) if state_units else None
+            StateUnits(self.pool, len(groups), state_units, state_versions, block_size)
+            if state_units
+            else None
         )
         self.state_need = 0 if self.states is None else self.states.held  # of a running sequence
         self.host = HostPool(host_units)
@@ -357,7 +359,7 @@ class PagedCache:
                         self.pool.register(unit, index, digest, block)
             sequence.registered = full
             if self.states is not None and computed % self.block_size == 0:
-                self._keep_state(self.states, sequence, full)
+                self.states.keep(sequence, full)
         for group in self._windowed:
             table = sequence.tables[group.index]
             at = group.first_block(computed, self.block_size) - 1
@@ -373,7 +375,7 @@ class PagedCache:
         if forget:
             for digest in digests(sequence.hashes, 0, sequence.registered):
                 if self.states is not None:
-                    self.states.drop(digest, held=True)
+                    self.states.drop(digest)
                 for group in self.groups:
                     unit = self.pool.find(group.index, digest)
                     if unit is not None:
@@ -384,22 +386,16 @@ class PagedCache:
         sequence.tables, sequence.host = [], []
         sequence.computed = sequence.registered = 0
 
-    def _keep_state(self, states: StateUnits, sequence: Sequence, full: int) -> None:
-        """Keep the state after so many full blocks. Of those after its prompt only the last is
-        worth its units: a text that goes on from there has all of it.
-        """
-        states.register(sequence, digests(sequence.hashes, full - 1, full)[0], full - 1)
-        if (full - 1) * self.block_size > sequence.prompt_len:
-            states.drop(digests(sequence.hashes, full - 2, full - 1)[0])
-
     def _release_units(self, sequence: Sequence) -> None:
-        if self.states is not None:
-            self.states.release(sequence)
         # Release tails first, over all groups together: the pool evicts in this order, so prefixes
         # stay longest.
         tails = zip(*(reversed(table) for table in sequence.tables), strict=True)
-        units = chain.from_iterable(tails)
+        if self.states is None:
+            units: Iterable[int] = chain.from_iterable(tails)
+        else:
+            units = self.states.released_with(sequence, [*tails])
         self.pool.release([unit for unit in units if unit != NULL])
+        sequence.states = []
 
     def _extend_hashes(self, sequence: Sequence, until: int) -> None:
         if len(sequence.hashes) < until // self.block_size * DIGEST:

@@ -9,20 +9,26 @@ content of group ``first_group + i``. Owns the versions of sequences; ``paged`` 
 change.
 """
 
-from collections.abc import Mapping
+from collections import abc
+from collections.abc import Iterable, Mapping
+from itertools import chain
 
 from fairlead_runtime.cache.blocks import BlockPool
+from fairlead_runtime.cache.prefix import digests
 from fairlead_runtime.request.sequence import Sequence
 
 
 class StateUnits:
     """``units`` of one version, of which a running sequence has ``versions``."""
 
-    def __init__(self, pool: BlockPool, first_group: int, units: int, versions: int) -> None:
+    def __init__(
+        self, pool: BlockPool, first_group: int, units: int, versions: int, block_size: int
+    ) -> None:
         self.units = units
         self.versions = versions
         self.groups = range(first_group, first_group + units)
         self._pool = pool
+        self._block_size = block_size
 
     @property
     def held(self) -> int:
@@ -64,29 +70,77 @@ class StateUnits:
             at = (sequence.turn + sequence.steps_in_flight + 1) % self.versions
             sequence.states[at] = pool.take(self.units)
 
-    def register(self, sequence: Sequence, digest: bytes, block: int) -> None:
-        """Make the current version the snapshot at the end of this block, unless there is one."""
-        pool = self._pool
+    def keep(self, sequence: Sequence, full: int) -> None:
+        """Make the current version the snapshot after so many full blocks, unless there is one. It
+        stays only where others will look for it. Of those after its prompt the last is enough: a
+        text that goes on from there has all of it.
+        """
+        # Those that wait for tokens of a prompt start once it is past them: the last state before.
+        last = 1 if full * self._block_size < sequence.prompt_len else 0
+        self._withdraw(sequence, len(sequence.passing) - last)
+        pool, digest = self._pool, _digest(sequence, full)
         found = [pool.find(group, digest) for group in self.groups]
         if None not in found:
             return
         for unit in found:  # what is left of an older one, whose other units are lost
             if unit is not None:
                 pool.forget(unit)
-        for group, unit in zip(self.groups, self.current(sequence), strict=True):
-            pool.register(unit, group, digest, block)
+        units = self.current(sequence)
+        for group, unit in zip(self.groups, units, strict=True):
+            pool.register(unit, group, digest, full - 1)
+        if full not in self._lasting(sequence):
+            sequence.passing.append((full, units))
 
-    def drop(self, digest: bytes, *, held: bool = False) -> None:
-        """Remove a snapshot from the index; one that somebody holds only where ``held``."""
+    def drop(self, digest: bytes) -> None:
+        """Remove a snapshot from the index, also one that somebody holds."""
         for unit in self.find(digest):
-            if held or not self._pool.refs[unit]:
-                self._pool.forget(unit)
+            self._pool.forget(unit)
 
     def current(self, sequence: Sequence) -> list[int]:
         """The units that the last collected step wrote."""
         return sequence.states[sequence.turn % self.versions]
 
-    def release(self, sequence: Sequence) -> None:
-        for units in sequence.states:
-            self._pool.release(units)
-        sequence.states = []
+    def released_with(
+        self, sequence: Sequence, tails: abc.Sequence[tuple[int, ...]]
+    ) -> Iterable[int]:
+        """What a sequence gives back, in the order of eviction: ``tails``, the units of its blocks,
+        last ones first, and before those of a block the snapshot at its end, also one that it has
+        left and does not hold any more. Takes a reference of such a one.
+        """
+        passing, size = sequence.passing, self._block_size
+        passed = bool(passing) and passing[-1][0] * size < sequence.prompt_len <= sequence.computed
+        self._withdraw(sequence, len(passing) - (not passed))
+        passing.clear()
+        pool, versions = self._pool, [*sequence.states]
+        for full in self._lasting(sequence):
+            if 0 < full <= sequence.registered and (left := self.find(_digest(sequence, full))):
+                pool.share(left)
+                versions.append(left)
+        ends = [(len(tails) - i, 0, units) for i, units in enumerate(tails)]
+        for units in versions:
+            kept = pool.content[units[0]] is not None
+            ends.append((pool.block_of(units[0]) + 1 if kept else len(tails) + 1, 1, (*units,)))
+        ends.sort(key=lambda end: end[:2], reverse=True)
+        return chain.from_iterable(units for _, _, units in ends)
+
+    def _lasting(self, sequence: Sequence) -> set[int]:
+        """The full blocks at whose end others will look for its state: where they part from it, the
+        last ones before the token that predicts the next, and those of the whole prompt.
+        """
+        ends = (sequence.branch, sequence.prompt_len - 1, sequence.prompt_len)
+        return {end // self._block_size for end in ends}
+
+    def _withdraw(self, sequence: Sequence, count: int) -> None:
+        """Remove the first ``count`` of the snapshots that later ones take the place of, unless
+        others hold them, or another's has come after they were evicted.
+        """
+        for full, units in sequence.passing[: max(0, count)]:
+            digest, own = _digest(sequence, full), sequence.states.count(units)
+            if self.find(digest) == units and self._pool.refs[units[0]] == own:
+                self.drop(digest)
+        del sequence.passing[: max(0, count)]
+
+
+def _digest(sequence: Sequence, full: int) -> bytes:
+    """Of the last of so many full blocks."""
+    return digests(sequence.hashes, full - 1, full)[0]

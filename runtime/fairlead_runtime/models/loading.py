@@ -196,10 +196,12 @@ def _read_weights(
     inspected: InspectedModel, device: torch.device, report: Report, *, sharded: bool
 ) -> PreTrainedModel:
     path, stored = inspected.files.path, stored_format(inspected.config_json)
+    if inspected.shape.states:
+        text_model.refuse_kernels()
     try:
         settings = text_model.config_to_load(path, inspected.config_json)
         factory = text_model.class_to_load(settings)
-        with _reported(inspected, report):
+        with text_model.without_kernels(), _reported(inspected, report):
             model, info = factory.from_pretrained(
                 path,
                 config=settings,

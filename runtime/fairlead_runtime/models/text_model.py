@@ -8,7 +8,8 @@ own code and names, so that transformers maps the names of published tensors, ol
 import logging
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +23,44 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.utils.import_utils import is_mambapy_available
 
+from fairlead_runtime.models.model_error import ModelError
 from fairlead_runtime.sizing.config_json import CAUSAL_TEXT, TEXT
 from fairlead_runtime.sizing.families.wholes import WHOLES
 
 # Kernels of other packages, which transformers' layers with states take where it can import them,
 # for tensors on a CPU, too: their results are not those that are tested here.
-for _package in ("fla", "mamba_ssm", "causal_conv1d", "mambapy"):
-    sys.modules.setdefault(_package, None)  # type: ignore[arg-type]
+KERNELS = ("fla", "mamba_ssm", "causal_conv1d", "mambapy")
 # It asks users to install them.
 logging.getLogger("transformers.integrations.hub_kernels").setLevel(logging.ERROR)
+
+
+@contextmanager
+def without_kernels() -> Iterator[None]:
+    """Transformers' code that is imported or built here takes none of ``KERNELS``. A program's own
+    import of one works before and after.
+    """
+    before = {name: sys.modules[name] for name in KERNELS if name in sys.modules}
+    sys.modules.update(dict.fromkeys(KERNELS))  # type: ignore[arg-type]
+    try:
+        is_mambapy_available()  # its code asks at every call, and keeps the first answer
+        yield
+    finally:
+        for name in KERNELS:
+            sys.modules.pop(name, None)
+        sys.modules.update(before)
+
+
+def refuse_kernels() -> None:
+    """Raise ModelError where one of ``KERNELS`` is imported: transformers' code for layers with
+    states may have taken it before.
+    """
+    loaded = [name for name in KERNELS if sys.modules.get(name) is not None]
+    if loaded:
+        problem = f"this process has imported {loaded[0]}, whose kernels such a model may take"
+        fix = f"load the model in a process that does not import {loaded[0]} before"
+        raise ModelError("UnsupportedModel", f"the model's layers keep states: {problem}", fix)
 
 
 def text_of(config: PretrainedConfig) -> PretrainedConfig:
@@ -95,7 +124,8 @@ def text_class_of(config: PretrainedConfig) -> Any:
 
 
 def _only(mapping: Any, config: PretrainedConfig) -> Any:
-    classes = mapping.get(type(config), None)
+    with without_kernels():  # the first look imports the class's code
+        classes = mapping.get(type(config), None)
     return classes[0] if isinstance(classes, list | tuple) else classes
 
 

@@ -333,6 +333,9 @@ class Sequence:
     states: list[list[int]] = field(default_factory=list)
     turn: int = 0
     branch: int = 0  # tokens that it shares with an earlier one that left no state there
+    # Snapshots that it left where its chunks happened to end, and those of its generated text: the
+    # full blocks up to each, and its units. Later ones take their place.
+    passing: list[tuple[int, list[int]]] = field(default_factory=list)
     # the tables for units in host memory, and last the units of the state; empty unless offloaded
     host: list[list[int]] = field(default_factory=list)
     # digests of its leading full blocks, as far as hashed yet, one after another

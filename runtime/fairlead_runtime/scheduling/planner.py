@@ -307,7 +307,10 @@ class _Draft:
             return branch
         size, most = self.cache.block_size, sequence.length - 1
         rounded = min(end, most) // size * size
-        least = start + (1 if rounded == most // size * size else size)
+        if rounded == most // size * size:
+            least = start + 1
+        else:  # less than a quarter of the tokens may be lost for a state that soon has no use
+            least = max(start + size, end - (end - start - 1) // 4)
         return rounded if rounded >= max(done, least) else end
 
     def _end_of_row(self, sequence: Sequence) -> int:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -152,14 +153,39 @@ def test_what_does_not_work_with_states_is_refused_by_name(
 
 
 def test_packages_of_other_kernels_are_never_taken(tmp_path: Path) -> None:
+    """Nor are they kept from a program that imports its own."""
     for name in ("fla", "mamba_ssm", "causal_conv1d", "mambapy"):
-        (tmp_path / f"{name}.py").write_text("raise SystemExit('taken')")
+        (tmp_path / f"{name}.py").write_text("import sys\nsys.exit('taken')")
     code = (
-        "import fairlead_runtime.models.text_model\n"
-        "import transformers.models.qwen3_5.modeling_qwen3_5\n"
+        "import sys\n"
+        "from transformers import JambaConfig, Qwen3_5TextConfig\n"
+        "from fairlead_runtime.models import text_model\n"
+        "text_model.class_of(Qwen3_5TextConfig())\n"
+        "text_model.class_of(JambaConfig())\n"
         "import transformers.models.jamba.modeling_jamba as jamba\n"
-        "assert not jamba.is_mambapy_available()"
+        "assert not jamba.is_mambapy_available()\n"
+        "for name in ('fla', 'mamba_ssm', 'causal_conv1d', 'mambapy'):\n"
+        "    assert name not in sys.modules\n"
+        "    try:\n"
+        "        __import__(name)\n"
+        "    except SystemExit:\n"
+        "        continue\n"
+        "    raise AssertionError(name)"
     )
     paths = os.pathsep.join([str(tmp_path), *sys.path])
     environment = {**os.environ, "PYTHONPATH": paths}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+
+
+def test_a_model_with_states_is_refused_where_other_kernels_are_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tiny.save(tiny_states.build("qwen3_5_text"), tmp_path)
+    package = ModuleType("fla")
+    monkeypatch.setitem(sys.modules, "fla", package)
+    with pytest.raises(ModelError, match="has imported fla"):
+        loading.load(path)
+    assert sys.modules["fla"] is package
+    monkeypatch.delitem(sys.modules, "fla")
+    loading.load(path)
+    assert "fla" not in sys.modules

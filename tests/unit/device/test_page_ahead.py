@@ -15,6 +15,8 @@ from fairlead_kernels.interface.attention import Heads
 from fairlead_runtime.device.memory import page_mapping
 from fairlead_runtime.device.memory.page_mapping import PAGE, PIECE, PageMapper
 from fairlead_runtime.device.memory.storage import CacheStorage
+from fairlead_runtime.request.sequence import Request, SamplingParams, Sequence
+from fairlead_runtime.scheduling.plan import Row
 from fairlead_runtime.sizing.groups import group_layers
 
 UNIT = PIECE // 2  # bytes of a unit in one layer
@@ -113,7 +115,7 @@ def test_what_is_there_stays() -> None:
     assert not tensor[:, 1::2].any()
 
 
-def test_a_large_cache_is_mapped_and_given_back() -> None:
+def test_a_large_cache_is_mapped_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     heads = Heads(4, 2, 64, 64, torch.float32)
     blocks = page_mapping.SMALLEST // CacheStorage.unit_bytes(group_layers([None]), heads, 16)
 
@@ -132,6 +134,13 @@ def test_a_large_cache_is_mapped_and_given_back() -> None:
         running.append(pages._running)
     running.append(pages._running)
     assert running == [True, False]
+    tops: list[int] = []
+    monkeypatch.setattr(pages, "begin", tops.append)
+    state = Sequence(0, Request("a", (1,), SamplingParams(), 1), 0, [1])
+    state.tables, state.states = [[3, 5]], [[9, 1], [2, 4]]
+    with cache.step([Row(state, 0, 1, True)]):
+        assert tops == [9], "a state's units lie in any order"
+    monkeypatch.undo()
     pages.begin(0)
     del cache
     pages.thread.join(60)

@@ -65,6 +65,8 @@ def test_a_step_reads_what_the_last_one_wrote_and_writes_elsewhere(keys: bool) -
         (30, 13, [12, 24, 28, 30]),
         (11, 3, [3, 6, 8, 11]),
         (3, 64, [3]),
+        (40, 7, [7, 14, 20, 27, 34, 36, 40]),
+        (40, 9, [8, 16, 24, 32, 36, 40]),
     ],
 )
 def test_chunks_of_a_prompt_end_where_others_find_its_state(
@@ -143,6 +145,92 @@ def test_a_prompt_that_ends_with_a_block_is_found_whole(keys: bool) -> None:
     assert rows(step(s)) == [(8, 10)]
 
 
+def run(s: Scheduler, name: str, prompt: Iterable[int], output: int = 1) -> None:
+    s.add(request(name, prompt, output))
+    while s.has_work:
+        step(s)
+
+
+def snapshots(s: Scheduler) -> list[int]:
+    """The ends of those that the cache has, in tokens."""
+    pool = s.state.cache.pool
+    kept = [u for u in range(pool.units) if pool.content[u] and pool.group_of(u) == 1]
+    return sorted((pool.block_of(unit) + 1) * s.state.cache.block_size for unit in kept)
+
+
+def hit(s: Scheduler, name: str, prompt: Iterable[int]) -> int:
+    """The tokens that a new request finds."""
+    (sequence,) = s.add(request(name, prompt, 1))
+    found = s.state.cache.hit(sequence).tokens
+    s.abort(name)
+    return found
+
+
+@pytest.mark.parametrize("budget", [8, 64])
+def test_a_long_prompt_leaves_one_snapshot_and_evicts_no_others(budget: int) -> None:
+    s = scheduler(num_blocks=120, max_batch_tokens=budget)
+    run(s, "hot", range(21))
+    s.add(request("long", range(200, 399), 1))
+    while s.has_work:
+        step(s)
+        assert len([end for end in snapshots(s) if end != 20]) <= 2, "while it runs: two"
+    assert snapshots(s) == [20, 196]
+    assert hit(s, "again", range(21)) == 20
+
+
+def test_those_that_wait_for_a_long_prompt_go_on_from_its_last_state_before_they_part() -> None:
+    s = scheduler(max_batch_tokens=8)
+    s.add(request("a", range(60), 1))
+    step(s)
+    s.add(request("b", [*range(20), *range(80, 90)], 1))
+    starts = [start for _ in range(9) for start, _ in rows(step(s))]
+    assert starts.count(16) == 2
+    assert starts.count(0) == 0
+
+
+def test_a_preempted_prompt_goes_on_from_the_last_state_that_it_left() -> None:
+    s = scheduler(max_batch_tokens=8)
+    (sequence,) = s.add(request("a", range(60), 1))
+    for _ in range(3):
+        step(s)
+    s.state.cache.release(sequence)
+    assert snapshots(s) == [24]
+    assert s.state.cache.hit(sequence).tokens == 24
+
+
+def test_a_text_like_a_shared_prompt_leaves_the_snapshot_of_that() -> None:
+    s = scheduler()
+    run(s, "a", [*range(16), 50])
+    (writer,) = s.add(request("w", range(9), 14))
+    while s.has_work:
+        step(s, len(writer.tokens))
+    assert [*writer.tokens] == [*range(23)]
+    assert hit(s, "b", [*range(16), 70]) == 16
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 4])
+def test_of_a_text_one_snapshot_is_left_whatever_a_block_has(block_size: int) -> None:
+    s = scheduler(block_size=block_size)
+    run(s, "a", range(10), 40)
+    # The same prompt again finds the first, one that goes on the second where that is a block's.
+    of_prompt = {9 // block_size * block_size, 10 // block_size * block_size}
+    assert {*snapshots(s)} >= of_prompt
+    assert len(snapshots(s)) == len(of_prompt) + 1
+
+
+def test_snapshots_are_evicted_with_the_blocks_that_they_end() -> None:
+    s = scheduler()
+    run(s, "a", range(10), 12)
+    pool = s.state.cache.pool
+    pool.take(len(pool.free))
+    found = []
+    for i in range(len(pool.cached)):
+        found.append(hit(s, f"b{i}", [*range(10), *[7] * 11]))
+        pool.take(1)
+    # The text's snapshot and its blocks, then those of the prompt.
+    assert found == [20, *[8] * 6, *[0] * 4]
+
+
 def test_choices_wait_for_the_firsts_snapshot_and_share_no_state() -> None:
     s = scheduler()
     sequences = s.add(request("a", range(10), 5, n=3))
@@ -162,7 +250,7 @@ def test_a_state_that_another_holds_is_not_written_once_its_content_is_forgotten
     step(s)
     shared = [units for units in a.states if units in b.states]
     assert len(shared) == 1
-    s.state.cache.states.drop(bytes(a.hashes[32:64]), held=True)  # type: ignore[union-attr]
+    s.state.cache.states.drop(bytes(a.hashes[32:64]))  # type: ignore[union-attr]
     assert s.state.cache.pool.content[shared[0][0]] is None
     for _ in range(3):
         work = s.commit(s.plan())

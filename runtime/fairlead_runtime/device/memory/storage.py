@@ -178,10 +178,10 @@ class CacheStorage:
         if self._pages is None:
             yield
             return
-        tables = (
-            table for row in rows for table in (*row.sequence.tables, *row.sequence.states) if table
-        )
-        self._pages.begin(max((table[-1] for table in tables), default=0))
+        tops = [table[-1] for row in rows for table in row.sequence.tables if table]
+        # A state that takes the place of another may lie in any order.
+        tops += [max(units) for row in rows for units in row.sequence.states if units]
+        self._pages.begin(max(tops, default=0))
         try:
             yield
         finally:
