@@ -7,7 +7,7 @@ lightning attention (arXiv:2401.04658). ``families/with_states.py`` says whose t
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fairlead_runtime.sizing.config_json import ConfigReader, ShapeError
 from fairlead_runtime.sizing.states import StatePart
@@ -19,7 +19,8 @@ CHUNK = 64  # tokens of a chunk of the gated delta rule, in transformers' code
 class Mixer:
     """Parameters in ``matrices``, with so many output rows (``channels``), and all others
     (``rest``); ``alive``: elements in float32 that it keeps of each token, measured at most;
-    ``chunk``: a row's tokens are filled up to a multiple of it.
+    ``chunk``: a row's tokens are filled up to a multiple of it; ``wide``: of ``rest``, those that
+    its class makes in float32, whatever the model's type.
     """
 
     matrices: int
@@ -29,6 +30,7 @@ class Mixer:
     state: tuple[StatePart, ...]
     chunk: int = 1
     buffers: int = 0  # numbers beside the parameters, of the model's type
+    wide: int = 0
 
 
 def gated_delta(s: ConfigReader) -> Mixer:
@@ -59,6 +61,11 @@ def gated_delta(s: ConfigReader) -> Mixer:
         ),
         chunk=CHUNK,
     )
+
+
+def olmo_gated_delta(s: ConfigReader) -> Mixer:
+    """Of OLMo Hybrid, whose decays are float32."""
+    return replace(gated_delta(s), wide=s.optional("linear_num_value_heads") or s.heads)
 
 
 # Names of the settings of Mamba 2 in its own family; others have their own for them.
@@ -220,6 +227,7 @@ def lightning(s: ConfigReader) -> Mixer:
 
 MIXERS: Mapping[str, Callable[[ConfigReader], Mixer]] = {
     "gated_delta": gated_delta,
+    "olmo_gated_delta": olmo_gated_delta,
     "mamba2": mamba2,
     "prefixed_mamba2": prefixed_mamba2,
     "nemotron_mamba2": nemotron_mamba2,

@@ -98,7 +98,9 @@ def count_layer(
         attention = _attention(s, family, heads, keeps=keeps)
     if mixes(family, kind):
         mixer = MIXERS[family.mixer](s)
-        attention += ParameterCount(mixer.matrices, mixer.channels, mixer.rest, typed=mixer.buffers)
+        attention += ParameterCount(
+            mixer.matrices, mixer.channels, mixer.rest, wide=mixer.wide, typed=mixer.buffers
+        )
     if family.sinks or (family.windowed_sinks and windowed):
         attention += ParameterCount(rest=heads.query, wide=heads.query * family.wide_sinks)
     return attention + mlp + norms + _beside(s, family), width, inner

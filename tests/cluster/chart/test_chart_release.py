@@ -297,16 +297,17 @@ def test_an_older_definition_is_upgraded_as_documented_with_its_resources_in_pla
     assert "cpuOffloadSpace" not in old["spec"]["cache"]
 
     (line,) = re.findall(
-        r"^kubectl apply --server-side .*$",
+        r"^helm show crds charts/fairlead \| kubectl (apply --server-side .*)$",
         (ROOT / "docs" / "install.md").read_text(),
         re.MULTILINE,
     )
     kubectl = [
         str(binaries.program("kubectl")),
         f"--kubeconfig={plane.kubeconfig()}",
-        *shlex.split(line)[1:],
+        *shlex.split(line),
     ]
-    done = subprocess.run(kubectl, cwd=ROOT, capture_output=True, text=True, check=False)
+    shown = helm.run("show", "crds", str(CHART))
+    done = subprocess.run(kubectl, input=shown, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     helm.run("upgrade", "fairlead", str(CHART), f"--namespace={namespace}", *NO_HUB)
 

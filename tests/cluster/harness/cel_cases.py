@@ -251,7 +251,7 @@ CASES: tuple[Case, ...] = (
     _spec("an fp8 cache", cache={"dtype": "fp8"}),
     _spec(
         "steps ahead on a CPU",
-        "engine.asyncBatching on",
+        "engine.asyncBatching 'on'",
         engine={"asyncBatching": "on"},
         resources={"accelerator": {"count": 0}},
     ),
@@ -267,7 +267,7 @@ CASES: tuple[Case, ...] = (
     ),
     _spec(
         "graphs on a CPU",
-        "engine.cudaGraphs.enabled on",
+        "engine.cudaGraphs.enabled 'on'",
         engine={"cudaGraphs": {"enabled": "on"}},
         resources={"accelerator": {"count": 0}},
     ),

@@ -6,9 +6,16 @@ from pathlib import Path
 import pytest
 
 from fairlead_runtime import cli
+from fairlead_runtime.processes import lean_imports
 from support import tiny
 
 CACHE = ["--num-blocks=256", "--block-size=8"]
+
+
+@pytest.fixture(autouse=True)
+def compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command runs in the tests' own process, where other tests import every model's code."""
+    monkeypatch.setattr(lean_imports, "leave_compiler_out", lambda: None)
 
 
 def test_the_demo_model_answers_a_chat(capsys: pytest.CaptureFixture[str]) -> None:

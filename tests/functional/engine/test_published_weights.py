@@ -239,7 +239,7 @@ def test_four_bits_are_planned_for_gpus_and_refused_on_cpus_before_they_load(
     quantized, _ = publish(saved, tmp_path, *made())
     config = json.loads((quantized / "config.json").read_text())
     on_cpu = pod.resource("2Gi")
-    words = "quantization: int4 is not supported in float16 on cpu yet: products with"
+    words = "quantization: int4 is not supported in float16 on cpu yet: fp8 and int4 weights need"
     with pytest.raises(PlanError, match=f"^spec.engine.{words}"):
         plan_of(config, on_cpu)
     with pytest.raises(ConfigError, match=f"^{words}"):

@@ -152,7 +152,7 @@ WITH_STATES: Mapping[str, Family] = {
     ),
     "olmo_hybrid": Family(
         defaults(100352, 3840, 11008, 32, 30, 65536, linear_conv_kernel_dim=4),
-        mixer="gated_delta",
+        mixer="olmo_gated_delta",
         full_rule=lambda index, layers: index % 4 == 3 or index == layers - 1 < 3,
         needs_both=True,
         qk_norm="flat",
