@@ -79,10 +79,10 @@ class StateUnits:
         last = 1 if full * self._block_size < sequence.prompt_len else 0
         self._withdraw(sequence, len(sequence.passing) - last)
         pool, digest = self._pool, _digest(sequence, full)
-        found = [pool.find(group, digest) for group in self.groups]
-        if None not in found:
+        entries = [pool.find(group, digest) for group in self.groups]
+        if None not in entries:
             return
-        for unit in found:  # what is left of an older one, whose other units are lost
+        for unit in entries:  # what is left of an older one, whose other units are lost
             if unit is not None:
                 pool.forget(unit)
         units = self.current(sequence)
@@ -113,13 +113,15 @@ class StateUnits:
         passing.clear()
         pool, versions = self._pool, [*sequence.states]
         for full in self._lasting(sequence):
-            if 0 < full <= sequence.registered and (left := self.find(_digest(sequence, full))):
-                pool.share(left)
-                versions.append(left)
+            if 0 < full <= sequence.registered and (snapshot := self.find(_digest(sequence, full))):
+                pool.share(snapshot)
+                versions.append(snapshot)
         ends = [(len(tails) - i, 0, units) for i, units in enumerate(tails)]
         for units in versions:
-            kept = pool.content[units[0]] is not None
-            ends.append((pool.block_of(units[0]) + 1 if kept else len(tails) + 1, 1, (*units,)))
+            is_snapshot = pool.content[units[0]] is not None
+            ends.append(
+                (pool.block_of(units[0]) + 1 if is_snapshot else len(tails) + 1, 1, (*units,))
+            )
         ends.sort(key=lambda end: end[:2], reverse=True)
         return chain.from_iterable(units for _, _, units in ends)
 
@@ -135,8 +137,8 @@ class StateUnits:
         others hold them, or another's has come after they were evicted.
         """
         for full, units in sequence.passing[: max(0, count)]:
-            digest, own = _digest(sequence, full), sequence.states.count(units)
-            if self.find(digest) == units and self._pool.refs[units[0]] == own:
+            digest, references = _digest(sequence, full), sequence.states.count(units)
+            if self.find(digest) == units and self._pool.refs[units[0]] == references:
                 self.drop(digest)
         del sequence.passing[: max(0, count)]
 

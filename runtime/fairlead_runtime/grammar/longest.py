@@ -93,9 +93,9 @@ class _Pieces:
                     self._join(inner.last, inner.first)
                 return inner._replace(empty=inner.empty or node.min_times == 0)
             case SequenceNode():
-                return self._sequence(self._ends(each) for each in node.nodes)
+                return self._sequence(self._ends(child) for child in node.nodes)
         empty, first, last = False, set[int](), set[int]()
-        for part in (self._ends(each) for each in node.children()):
+        for part in (self._ends(child) for child in node.children()):
             self._spend(len(part.first) + len(part.last))
             empty = empty or part.empty
             first |= part.first
@@ -106,9 +106,9 @@ class _Pieces:
         """A place of the character or of one of the set."""
         self._spend(_NODE)
         if written not in self._known:
-            found = [(written, written)] if isinstance(written, int) else self._ranges(written)
+            ranges = [(written, written)] if isinstance(written, int) else self._ranges(written)
             self._known[written] = len(self._sets)
-            self._sets.append(found)
+            self._sets.append(ranges)
         place = frozenset({len(self.follow)})
         self._set_of.append(self._known[written])
         self.follow.append(set())
@@ -117,18 +117,18 @@ class _Pieces:
     def _ranges(self, written: str) -> Ranges:
         self._spend(len(written))
         members = members_of(written)
-        found = _merged(members.ranges)
-        return _others(found) if members.negated else found
+        ranges = _merged(members.ranges)
+        return _complement(ranges) if members.negated else ranges
 
     def _sequence(self, parts: Iterable[_Ends]) -> _Ends:
-        whole = _Ends(True, frozenset(), frozenset())
+        joint = _Ends(True, frozenset(), frozenset())
         for part in parts:
-            self._join(whole.last, part.first)
-            first = whole.first | part.first if whole.empty else whole.first
-            last = whole.last | part.last if part.empty else part.last
-            self._spend((len(first) if whole.empty else 0) + (len(last) if part.empty else 0))
-            whole = _Ends(whole.empty and part.empty, first, last)
-        return whole
+            self._join(joint.last, part.first)
+            first = joint.first | part.first if joint.empty else joint.first
+            last = joint.last | part.last if part.empty else part.last
+            self._spend((len(first) if joint.empty else 0) + (len(last) if part.empty else 0))
+            joint = _Ends(joint.empty and part.empty, first, last)
+        return joint
 
     def _join(self, last: frozenset[int], first: frozenset[int]) -> None:
         self._spend(len(last) * len(first))
@@ -144,16 +144,16 @@ class _Pieces:
                 edges[low].append((True, number))
                 edges[high + 1].append((False, number))
         known = set[frozenset[int]]()
-        inside, found = set[int](), [set[int]() for _ in self._sets]
+        inside, classes = set[int](), [set[int]() for _ in self._sets]
         for edge in sorted(edges):
             for begins, number in edges[edge]:
                 (inside.add if begins else inside.remove)(number)
             self._spend(1 + len(inside))
             if (now := frozenset(inside)) not in known:
                 for number in now:
-                    found[number].add(len(known))
+                    classes[number].add(len(known))
                 known.add(now)
-        frozen = [frozenset(each) for each in found]
+        frozen = [frozenset(numbers) for numbers in classes]
         return [frozen[number] for number in self._set_of]
 
 
@@ -227,12 +227,12 @@ class _Grammar:
             return {number}
         if isinstance(node, RuleRefNode):
             return self._first[_target(node).name]
-        found = set[int]()
-        for each in node.children():
-            self._unite(found, self._begin(each))
-            if isinstance(node, SequenceNode) and not self._is_empty(each):
+        begin = set[int]()
+        for child in node.children():
+            self._unite(begin, self._begin(child))
+            if isinstance(node, SequenceNode) and not self._is_empty(child):
                 break
-        return found
+        return begin
 
     def _walk(self, node: ASTNode, follow: set[int]) -> None:
         number = self._piece(node)
@@ -245,13 +245,13 @@ class _Grammar:
             case RepetitionNode() if _again(node):
                 self._walk(node.node, self._both(follow, self._begin(node)))
             case SequenceNode():
-                for each in reversed(node.nodes):
-                    self._walk(each, follow)
-                    begin = self._begin(each)
-                    follow = self._both(follow, begin) if self._is_empty(each) else begin
+                for child in reversed(node.nodes):
+                    self._walk(child, follow)
+                    begin = self._begin(child)
+                    follow = self._both(follow, begin) if self._is_empty(child) else begin
             case _:
-                for each in node.children():
-                    self._walk(each, follow)
+                for child in node.children():
+                    self._walk(child, follow)
 
     def _both(self, follow: set[int], begin: set[int]) -> set[int]:
         return self._unite(self._unite(set(), follow), begin)
@@ -262,9 +262,9 @@ class _Grammar:
         since several pieces may have ended in one text.
         """
         ends = self._pieces.ends
-        last = frozenset[int]().union(*(each.last for each in ends))
+        last = frozenset[int]().union(*(piece.last for piece in ends))
         begin = self._begins(self._first["start"])
-        seen, todo = {begin}, [begin]
+        states, todo = {begin}, [begin]
         while todo:
             for read in self._reads(todo.pop()):
                 going_on = self._union(self._pieces.follow[place] for place in read)
@@ -273,17 +273,17 @@ class _Grammar:
                 if going_on and later and not self._chars(going_on).isdisjoint(self._chars(later)):
                     return True
                 for state in (going_on, later):
-                    if state not in seen:
-                        seen.add(state)
+                    if state not in states:
+                        states.add(state)
                         todo.append(state)
         return False
 
     def _union(self, parts: Iterable[AbstractSet[int]]) -> State:
-        found = set[int]()
+        union = set[int]()
         for part in parts:
             self._spend(1 + len(part))
-            found |= part
-        return frozenset(found)
+            union |= part
+        return frozenset(union)
 
     def _begins(self, numbers: Iterable[int]) -> State:
         return self._union(self._pieces.ends[number].first for number in numbers)
@@ -296,9 +296,9 @@ class _Grammar:
         places = defaultdict[int, list[int]](list)
         for place in state:
             self._spend(1 + len(self._classes[place]))
-            for each in self._classes[place]:
-                places[each].append(place)
-        return {frozenset(each) for each in places.values()}
+            for number in self._classes[place]:
+                places[number].append(place)
+        return {frozenset(group) for group in places.values()}
 
 
 class Members(NamedTuple):
@@ -314,16 +314,16 @@ def members_of(written: str) -> Members:
     inside = written[1:-1]
     negated = inside.startswith("^")
     chars = [*escapes(inside[negated:])]
-    found: Ranges = []
+    ranges: Ranges = []
     place = 0
     while place < len(chars):
         low = high = ord(_character(chars[place]))
         if chars[place + 1 : place + 2] == ["-"] and place + 2 < len(chars):
             high = ord(_character(chars[place + 2]))
             place += 2
-        found.append((low, high))
+        ranges.append((low, high))
         place += 1
-    return Members(negated, found)
+    return Members(negated, ranges)
 
 
 def escapes(text: str) -> Iterator[str]:
@@ -357,16 +357,16 @@ def _character(written: str) -> str:
 
 def _merged(ranges: Ranges) -> Ranges:
     """The ranges in order, none beside another."""
-    found: Ranges = []
-    for low, high in sorted(each for each in ranges if each[0] <= each[1]):
-        if found and low <= found[-1][1] + 1:
-            found[-1] = (found[-1][0], max(high, found[-1][1]))
+    merged: Ranges = []
+    for low, high in sorted(span for span in ranges if span[0] <= span[1]):
+        if merged and low <= merged[-1][1] + 1:
+            merged[-1] = (merged[-1][0], max(high, merged[-1][1]))
         else:
-            found.append((low, high))
-    return found
+            merged.append((low, high))
+    return merged
 
 
-def _others(merged: Ranges) -> Ranges:
+def _complement(merged: Ranges) -> Ranges:
     rest, low = [], 0
     for begin, end in merged:
         if begin > low:

@@ -39,7 +39,7 @@ class UnreadName(NamedTuple):
     known: frozenset[str]
 
 
-_Found = dict[tuple[str, type], UnreadName]
+_Unread = dict[tuple[str, type], UnreadName]
 
 
 def unread_names(
@@ -51,7 +51,7 @@ def unread_names(
     of the objects do not read, each once for a path and a type. ``known``: by type what else has a
     meaning there.
     """
-    found: _Found = {}
+    found: _Unread = {}
 
     @functools.cache  # thousands of names share one set
     def known_of(kind: type[StrictBody]) -> frozenset[str]:
@@ -67,7 +67,7 @@ def _collect(
     known_of: Callable[[type[StrictBody]], frozenset[str]],
     place: str,
     shown: str,
-    found: _Found,
+    found: _Unread,
 ) -> None:
     fields, known = _fields(kind), known_of(kind)
     for name, value in body.items():

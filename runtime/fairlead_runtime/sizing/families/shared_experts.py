@@ -301,6 +301,7 @@ SHARED_EXPERTS: Mapping[str, Family] = {
             num_local_experts=1,
             num_experts_per_tok=1,
         ),
+        wide_router=True,
         qk_norm="head",
         shardable=False,
         experts="intermediate_size",
