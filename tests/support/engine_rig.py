@@ -593,13 +593,24 @@ def check_greedy_texts(engine: Rig, seed: int) -> None:
 
 def compare_greedy_texts(engine: Rig, seed: int) -> SchedulerStats:
     """The same without a look at what happened, which is returned."""
-    arrivals = [
+    arrivals = greedy_arrivals(seed)
+    return compare_texts(engine, arrivals, engine.run(TIGHT, arrivals))
+
+
+def greedy_arrivals(seed: int) -> list[tuple[int, Request]]:
+    """Five prompts with the steps in which they come, some with two choices."""
+    return [
         (due, greedy(str(i), prompt, NEW, 1 + i % 2))
         for i, (due, prompt) in enumerate(
             zip((0, 0, 4, 5, 9), prompts(seed, LENGTHS, SHARED), strict=True)
         )
     ]
-    outcome = engine.run(TIGHT, arrivals)
+
+
+def compare_texts(
+    engine: Rig, arrivals: Iterable[tuple[int, Request]], outcome: Outcome
+) -> SchedulerStats:
+    """Assert that each text is that of the reference; what happened beside them is returned."""
     for _, request in arrivals:
         want = engine.reference(request.prompt, NEW)
         for choice in range(request.params.n):

@@ -47,6 +47,12 @@ class Outcome:
     delivered: dict[tuple[str, int], list[int]] = field(default_factory=dict)
     finishes: dict[tuple[str, int], FinishReason] = field(default_factory=dict)
 
+    def count(self, outcome: "Outcome") -> None:
+        """Add another run's numbers to these."""
+        for name, value in vars(outcome).items():
+            if isinstance(value, int):
+                setattr(self, name, getattr(self, name) + value)
+
 
 RESERVATIONS = 4  # of preempted sequences; of more only the needs count
 

@@ -14,11 +14,20 @@ from fairlead_runtime.request.sequence import SamplingParams
 from fairlead_runtime.scheduling.scheduler import Scheduler, SchedulerStats
 from support import tiny, tiny_states
 from support.bad_steps import BadSteps, Isolating
-from support.engine_rig import NEW, Rig, Setting, greedy, prompts, rig, run_to_end
+from support.engine_rig import (
+    NEW,
+    TIGHT,
+    Rig,
+    Setting,
+    compare_texts,
+    greedy,
+    greedy_arrivals,
+    prompts,
+    rig,
+    run_to_end,
+)
 from support.full import LONG_FORM
 
-LENGTHS, SHARED = (17, 41, 26, 53, 34), 24
-TIGHT = Setting(block_size=4, chunk=16, num_blocks=28)
 SETTINGS = {
     "offload": Setting(block_size=4, chunk=13, num_blocks=28, offload=True),
     "one token": Setting(block_size=1, chunk=5, num_blocks=76, max_requests=3),
@@ -31,23 +40,13 @@ KINDS = ("qwen3_5_text", "falcon_h1", "mamba2", "jamba", "lfm3")
 
 def compare(engine: Rig, setting: Setting, seed: int, *, bad: bool = False) -> SchedulerStats:
     """Run five prompts, some with two choices, and compare each text; what happened is returned."""
-    arrivals = [
-        (due, greedy(str(i), prompt, NEW, 1 + i % 2))
-        for i, (due, prompt) in enumerate(
-            zip((0, 0, 4, 5, 9), prompts(seed, LENGTHS, SHARED), strict=True)
-        )
-    ]
+    arrivals = greedy_arrivals(seed)
     runner = engine.runner(setting)
     device = BadSteps(runner)
     scheduler = Scheduler(engine.limits(setting), engine.groups, b"rig")
     outcome = run_to_end(scheduler, Isolating(device) if bad else runner, arrivals)
     assert not bad or device.failed > 3
-    for _, request in arrivals:
-        want = engine.reference(request.prompt, NEW)
-        for choice in range(request.params.n):
-            assert outcome.texts[request.id, choice] == want
-    assert outcome.stats is not None
-    return outcome.stats
+    return compare_texts(engine, arrivals, outcome)
 
 
 @pytest.mark.parametrize("family", tiny_states.FAMILIES)

@@ -25,11 +25,7 @@ def test_random_workloads_give_each_request_the_tokens_of_a_run_alone(batch: int
             raise AssertionError(
                 f"seed {seed}: {error}\nsmallest that fails:\n{smallest}"
             ) from error
-        total.steps += outcome.steps
-        total.preemptions += outcome.preemptions
-        total.offloads += outcome.offloads
-        total.forks += outcome.forks
-        total.hits += outcome.hits
+        total.count(outcome)
     # A workload without preemptions and prefix hits would test little.
     assert total.steps >= 500 * share
     assert min(total.preemptions, total.offloads, total.forks, total.hits) > 0, total
@@ -46,12 +42,7 @@ def test_launched_steps_give_each_request_the_tokens_of_a_run_alone() -> None:
             outcome = whole_run.run(whole_run.draw(seed, requests), ahead=True)
         except Exception as error:
             raise AssertionError(f"seed {seed}: {error}") from error
-        total.ahead += outcome.ahead
-        total.started += outcome.started
-        total.dead += outcome.dead
-        total.recalls += outcome.recalls
-        total.preemptions += outcome.preemptions
-        total.offloads += outcome.offloads
+        total.count(outcome)
     kinds = (total.ahead, total.started, total.dead, total.recalls, total.preemptions)
     assert min(*kinds, total.offloads) > 0, total
 
@@ -76,10 +67,6 @@ def test_sequences_with_states_read_the_state_of_their_own_tokens(ahead: bool) -
             outcome = whole_run.run(whole_run.draw_states(seed, 24), ahead=ahead)
         except Exception as error:
             raise AssertionError(f"seed {seed}: {error}") from error
-        total.ahead += outcome.ahead
-        total.preemptions += outcome.preemptions
-        total.offloads += outcome.offloads
-        total.hits += outcome.hits
-        total.recalls += outcome.recalls
+        total.count(outcome)
     kinds = [total.preemptions, total.offloads, total.hits]
     assert min(*kinds, *([total.ahead, total.recalls] if ahead else [])) > 0, total
