@@ -219,13 +219,15 @@ async def test_an_event_that_no_frame_holds_ends_its_request_alone(
 async def test_the_end_of_the_connection_ends_every_stream_and_question(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    opened = threading.Event()
+    begun, opened = threading.Event(), threading.Event()
 
     def gate(_work: Work) -> None:
+        begun.set()
         opened.wait()
 
     async with linked(monkeypatch, runner=FakeRunner(gate)) as (service, link, child):
         stream = await service.submit(ask("a"))
+        assert await asyncio.to_thread(begun.wait, 10)  # a question is answered between steps
         views = asyncio.create_task(link.requests())
         await asyncio.sleep(0)
         child.kill()
