@@ -457,6 +457,13 @@ BUGS = (
         ("functional/api/test_namespaces.py",),
     ),
     PackageBug(
+        "a tool in a chat's form is told that it has no name",
+        "fairlead_runtime.api.responses.namespaces:_function",
+        'if "name" not in tool and isinstance',
+        'if "name" in tool and isinstance',
+        ("functional/api/test_namespaces.py",),
+    ),
+    PackageBug(
         "a search of the web that a coding tool offers is refused",
         "fairlead_runtime.api.responses.namespaces:functions_of",
         "if is_search(tool):",

@@ -161,6 +161,16 @@ def test_a_search_of_the_web_cannot_be_forced() -> None:
     assert bodies.response(body(tools=[SEARCH]), MODEL).tools.for_template in (None, [], ())
 
 
+@pytest.mark.parametrize("within", [False, True])
+def test_a_tool_in_a_chats_form_is_refused_with_the_form_of_this_api(within: bool) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    tools = [{**AGENTS, "tools": [tool]}] if within else [tool]
+    with pytest.raises(ApiError, match="beside type") as refused:
+        bodies.response(body(tools=tools), MODEL)
+    path = "tools.0.tools.0.function" if within else "tools.0.function"
+    assert (refused.value.status, refused.value.param) == (400, path)
+
+
 def test_too_many_functions_are_refused_before_any_is_looked_at() -> None:
     many = [{"type": "nothing"}] * MAX_TOOLS
     for tools, param in (

@@ -101,6 +101,9 @@ def _function(path: str, tool: Tool) -> Placed:
             f"{path}.type",
             'must be "function", or "namespace" for a group of them; no tool is built in',
         )
+    if "name" not in tool and isinstance(tool.get("function"), dict):
+        message = "is a chat's form: send name, description and parameters beside type"
+        raise invalid(f"{path}.function", message)
     return Placed(path, tool)
 
 
