@@ -73,8 +73,9 @@ def is_search(tool: Tool) -> bool:
 
 def searches_in(tools: Any) -> list[str]:
     """The searches among the tools, of any type yet, as the header shows what was ignored."""
-    found = tools if isinstance(tools, list) else []
-    return [f"tools.{tool['type']}" for tool in found if isinstance(tool, dict) and is_search(tool)]
+    if not isinstance(tools, list):
+        return []
+    return [f"tools.{tool['type']}" for tool in tools if isinstance(tool, dict) and is_search(tool)]
 
 
 def _count(tools: Sequence[Tool]) -> None:
