@@ -218,8 +218,8 @@ def test_the_gated_delta_rule_is_its_reference(
     expected, before = pool.copy(), pool.others()
     want = case.run(reference, expected)
     compare(case.run(operations(instruction_set), pool), want, dtype)
-    states = (x.states(x.rows.target, torch.float32) for x in (pool, expected))
-    compare(*states, torch.float32)
+    got, kept = (x.states(x.rows.target, torch.float32) for x in (pool, expected))
+    compare(got, kept, torch.float32)
     assert torch.equal(pool.others(), before)
 
 

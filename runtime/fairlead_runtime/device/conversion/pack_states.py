@@ -159,7 +159,10 @@ def _in_steps(
     """What the mixer makes of two sequences [2, TOKENS, hidden] in STEPS, with states that lie over
     units of NaN: [2 TOKENS, hidden].
     """
-    layout = StateLayout.of({0: parts}, str(dtype).removeprefix("torch."))
+    name = str(dtype).removeprefix("torch.")
+    # In 16 bits recurrent states are float32 all the same.
+    typed = [part._replace(dtype=part.dtype if part.dtype == "float32" else name) for part in parts]
+    layout = StateLayout.of({0: typed}, name)
     unit = aligned(max(ALIGNMENT, -(-layout.nbytes // UNITS)))
     count = layout.units(unit)
     pool = torch.full((4 * count, unit), 0xFF, dtype=torch.uint8)
@@ -181,7 +184,7 @@ def _in_steps(
         )
         x = torch.cat([hidden[row, done[row] : done[row] + step[row]] for row in rows])
         mixed = step_of(packed, states, torch.device("cpu")).run(0, mixer, x[None])[0]
-        for row, part in zip(rows, mixed.split(counts), strict=True):
+        for row, part in zip(rows, torch.split(mixed, list(counts)), strict=True):
             out[row].append(part)
             done[row] += step[row]
             versions[row] = 1 - versions[row]
