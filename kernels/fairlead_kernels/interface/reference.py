@@ -5,7 +5,8 @@ Slow on purpose: in float64, attention one token at a time, straight from the de
 """
 
 import functools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
@@ -15,6 +16,7 @@ from fairlead_kernels.formats.quantize import Quantized, as_quantized
 from fairlead_kernels.interface.attention import LayerSpec, RaggedRows
 from fairlead_kernels.interface.cache_write import rounded
 from fairlead_kernels.interface.layer import Activation, Norm, Packed
+from fairlead_kernels.interface.states import StatePlace, StateRows
 
 name = "reference"
 in_float32 = True
@@ -225,3 +227,93 @@ def gated(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
 def activate(x: torch.Tensor, activation: Activation) -> torch.Tensor:
     """``LayerOperations.activate``."""
     return ACTIVATIONS[activation](x.double()).to(x.dtype)
+
+
+def ssd(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    rows: StateRows,
+    place: StatePlace,
+    *,
+    d: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    softplus: bool = False,
+    bounds: tuple[float, float] = (-math.inf, math.inf),
+) -> torch.Tensor:
+    """``StateOperations.ssd``, one token at a time."""
+    (_, heads, dim), (groups, size) = x.shape, b.shape[1:]
+    out = torch.empty(x.shape)
+    bs, cs = (m.double().repeat_interleave(heads // groups, dim=1) for m in (b, c))
+    for row, tokens in _sequences(rows):
+        state = _read(rows, place, row, (heads, dim, size), torch.float32).double()
+        for t in range(tokens.start, tokens.stop):
+            step = _time_steps(dt[t], bias, softplus=softplus)
+            if t - tokens.start < int(rows.prompts[row]):
+                step = step.clamp(*bounds)
+            added = (step[:, None] * x[t].double())[..., None] * bs[t][:, None]
+            state = state * torch.exp(step * a.double())[:, None, None] + added
+            result = torch.einsum("hpn,hn->hp", state, cs[t])
+            out[t] = result if d is None else result + d.double()[:, None] * x[t].double()
+        _write(rows, place, row, state.float())
+    return out
+
+
+def selective_scan(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    rows: StateRows,
+    place: StatePlace,
+    *,
+    d: torch.Tensor | None = None,
+    z: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    softplus: bool = False,
+) -> torch.Tensor:
+    """``StateOperations.selective_scan``, one token at a time."""
+    out = torch.empty(x.shape)
+    for row, tokens in _sequences(rows):
+        state = _read(rows, place, row, tuple(a.shape), torch.float32).double()
+        for t in range(tokens.start, tokens.stop):
+            step = _time_steps(dt[t], bias, softplus=softplus)[:, None]
+            added = step * x[t].double()[:, None] * b[t].double()
+            state = state * torch.exp(step * a.double()) + added
+            result = state @ c[t].double()
+            result = result if d is None else result + d.double() * x[t].double()
+            out[t] = result if z is None else result * F.silu(z[t].double())
+        _write(rows, place, row, state.float())
+    return out
+
+
+def _time_steps(dt: torch.Tensor, bias: torch.Tensor | None, *, softplus: bool) -> torch.Tensor:
+    steps = dt.double() if bias is None else dt.double() + bias.double()
+    return F.softplus(steps) if softplus else steps
+
+
+def _sequences(rows: StateRows) -> Iterator[tuple[int, slice]]:
+    """Each sequence's number and its tokens."""
+    starts = rows.starts.tolist()
+    yield from enumerate(map(slice, starts[:-1], starts[1:]))
+
+
+def _read(
+    rows: StateRows, place: StatePlace, row: int, shape: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    """The state of a sequence."""
+    if rows.begins[row]:
+        return torch.zeros(shape, dtype=dtype)
+    run = place.pool[rows.source[row]].flatten()
+    end = place.offset + math.prod(shape) * dtype.itemsize
+    return run[place.offset : end].view(dtype).view(shape)
+
+
+def _write(rows: StateRows, place: StatePlace, row: int, state: torch.Tensor) -> None:
+    run = place.pool[rows.target[row]]
+    nbytes = state.contiguous().view(-1).view(torch.uint8)
+    run.view(-1)[place.offset : place.offset + len(nbytes)] = nbytes
+    place.pool[rows.target[row]] = run
