@@ -135,26 +135,6 @@ class GroupStruct(ctypes.Structure):
     _fields_ = (("rows", RowsStruct), ("slots", Pointer))
 
 
-class StatePlaceStruct(ctypes.Structure):
-    """``StatePlace`` of states.h."""
-
-    _fields_ = (("pool", Pointer), ("unit_bytes", Long), ("offset", Long))
-
-
-class StateRowsStruct(ctypes.Structure):
-    """``StateRows`` of states.h."""
-
-    _fields_ = (
-        ("starts", Pointer),
-        ("prompts", Pointer),
-        ("begins", Pointer),
-        ("source", Pointer),
-        ("target", Pointer),
-        ("count", Long),
-        ("units", Long),
-    )
-
-
 class SsdStruct(ctypes.Structure):
     """``Ssd`` of ssd.cpp."""
 
@@ -209,6 +189,64 @@ class StepStruct(ctypes.Structure):
         ("keep", Pointer),
         ("keep_count", Long),
         ("first", Long),
+    )
+
+
+class StatePlaceStruct(ctypes.Structure):
+    """``StatePlace`` of states.h."""
+
+    _fields_ = (("pool", Pointer), ("unit_bytes", Long), ("offset", Long))
+
+
+class StateRowsStruct(ctypes.Structure):
+    """``StateRows`` of states.h."""
+
+    _fields_ = (
+        ("starts", Pointer),
+        ("prompts", Pointer),
+        ("begins", Pointer),
+        ("source", Pointer),
+        ("target", Pointer),
+        ("count", Long),
+        ("units", Long),
+    )
+
+
+class ConvolutionStruct(ctypes.Structure):
+    """``Convolution`` of convolution.cpp."""
+
+    _fields_ = (
+        ("x", Pointer),
+        ("weight", Pointer),
+        ("bias", Pointer),
+        ("out", Pointer),
+        ("channels", Long),
+        ("taps", Int),
+        ("half", Int),
+        ("activated", Int),
+    )
+
+
+class DeltaStruct(ctypes.Structure):
+    """``Delta`` of delta.cpp."""
+
+    _fields_ = (
+        ("q", Pointer),
+        ("k", Pointer),
+        ("v", Pointer),
+        ("g", Pointer),
+        ("beta", Pointer),
+        ("out", Pointer),
+        ("q_stride", Long),
+        ("k_stride", Long),
+        ("v_stride", Long),
+        ("key_heads", Int),
+        ("value_heads", Int),
+        ("key_dim", Int),
+        ("value_dim", Int),
+        ("half", Int),
+        ("normalizes", Int),
+        ("scale", Float),
     )
 
 
@@ -279,6 +317,24 @@ _FUNCTIONS: dict[str, tuple[tuple[type, ...], type | None]] = {
             ctypes.POINTER(HeadsStruct),
             ctypes.POINTER(RowsStruct),
             ctypes.POINTER(AttentionStruct),
+            Int,
+        ),
+        None,
+    ),
+    "convolution": (
+        (
+            ctypes.POINTER(ConvolutionStruct),
+            ctypes.POINTER(StateRowsStruct),
+            ctypes.POINTER(StatePlaceStruct),
+            Int,
+        ),
+        None,
+    ),
+    "gated_delta": (
+        (
+            ctypes.POINTER(DeltaStruct),
+            ctypes.POINTER(StateRowsStruct),
+            ctypes.POINTER(StatePlaceStruct),
             Int,
         ),
         None,

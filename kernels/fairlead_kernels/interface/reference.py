@@ -1,12 +1,14 @@
 """Reference implementations in plain torch, which tests compare the backends with.
 
 Slow on purpose: in float64, attention one token at a time, straight from the definitions in
-``attention`` and ``layer``. Never on a hot path. The module is a ``LayerOperations``.
+``attention``, ``layer`` and ``states``. Never on a hot path. The module is a ``LayerOperations``
+and a ``StateOperations``.
 """
 
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
@@ -227,6 +229,61 @@ def gated(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
 def activate(x: torch.Tensor, activation: Activation) -> torch.Tensor:
     """``LayerOperations.activate``."""
     return ACTIVATIONS[activation](x.double()).to(x.dtype)
+
+
+def causal_convolution(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: Literal["silu"] | None,
+    rows: StateRows,
+    place: StatePlace,
+) -> torch.Tensor:
+    """``StateOperations.causal_convolution``."""
+    channels, taps = weight.shape
+    out = torch.empty_like(x)
+    for row, tokens in _sequences(rows):
+        kept = _read(rows, place, row, (channels, taps - 1), weight.dtype)
+        inputs = torch.cat([kept.T, x[tokens]])
+        windows = inputs.double().unfold(0, taps, 1)  # [T, C, K]
+        total = (windows * weight.double()).sum(-1)
+        total = (total if bias is None else total + bias.double()).to(x.dtype)
+        out[tokens] = total if activation is None else activate(total, activation)
+        _write(rows, place, row, inputs[len(inputs) - taps + 1 :].T)
+    return out
+
+
+def gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    scale: float,
+    rows: StateRows,
+    place: StatePlace,
+    *,
+    normalizes: bool,
+) -> torch.Tensor:
+    """``StateOperations.gated_delta_rule``."""
+    per_key = v.shape[1] // k.shape[1]
+    out = torch.empty_like(v, memory_format=torch.contiguous_format)
+    for row, tokens in _sequences(rows):
+        shape = (v.shape[1], k.shape[2], v.shape[2])
+        state = _read(rows, place, row, shape, torch.float32).double()
+        for t in range(tokens.start, tokens.stop):
+            query, key = (x[t].double().repeat_interleave(per_key, dim=0) for x in (q, k))
+            if normalizes:
+                query, key = (
+                    x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (query, key)
+                )
+            state = state * g[t].double().exp()[:, None, None]
+            known = torch.einsum("hkv,hk->hv", state, key)
+            change = (v[t].double() - known) * beta[t].double()[:, None]
+            state = state + key[:, :, None] * change[:, None]
+            out[t] = torch.einsum("hkv,hk->hv", state, query * scale)
+        _write(rows, place, row, state.float())
+    return out
 
 
 def ssd(

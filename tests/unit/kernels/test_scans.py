@@ -15,7 +15,8 @@ from torch import Tensor
 from transformers.models.jamba import modeling_jamba
 from transformers.models.nemotron_h import modeling_nemotron_h
 
-from fairlead_kernels.cpu import cpu_scans, library
+from fairlead_kernels.cpu import library
+from fairlead_kernels.cpu.cpu_states import CpuStates
 from fairlead_kernels.interface import reference
 from fairlead_kernels.interface.states import StatePlace, StateRows
 from support.full import LONG_FORM
@@ -186,12 +187,12 @@ def test_mamba1_is_its_reference(
     compare(selective_of(instruction_set), reference.selective_scan, case, arguments)
 
 
-def ssd_of(instruction_set: str) -> Scan:
-    return lambda **arguments: cpu_scans.ssd(library.load(instruction_set), **arguments)
+def ssd_of(instruction_set: str | None = None) -> Scan:
+    return CpuStates(library.load(instruction_set)).ssd
 
 
-def selective_of(instruction_set: str) -> Scan:
-    return lambda **arguments: cpu_scans.selective_scan(library.load(instruction_set), **arguments)
+def selective_of(instruction_set: str | None = None) -> Scan:
+    return CpuStates(library.load(instruction_set)).selective_scan
 
 
 @every_set
@@ -199,10 +200,10 @@ def selective_of(instruction_set: str) -> Scan:
 def test_mamba2_is_transformers_in_chunks_and_alone(
     instruction_set: str, dtype: torch.dtype
 ) -> None:
-    sizes = 4, dim, 2, size = 4, 24, 2, 40
+    dim, size = 24, 40
     case = state_case([Row(23, 23, begins=False), Row(1, 0, begins=False)], (4, dim, size))
     bounds = (0.3, 1.5)
-    arguments = drawn_ssd(24, sizes, dtype)
+    arguments = drawn_ssd(24, (4, dim, 2, size), dtype)
     got = ssd_of(instruction_set)(**arguments, bounds=bounds, rows=case.rows, place=case.place)
     x, dt, b, c = (arguments[name] for name in ("x", "dt", "b", "c"))
     a, d, bias = (arguments[name] for name in ("a", "d", "bias"))
@@ -353,8 +354,8 @@ def test_time_steps_of_any_size_are_those_of_torch(instruction_set: str) -> None
     [
         ({"x": torch.zeros(3, 4, 6, dtype=torch.float64)}, "x: torch.float64"),
         ({"x": torch.zeros(3, 6, 4).transpose(1, 2)}, "x: a token's elements"),
-        ({"dt": torch.zeros(3, 3)}, r"dt: \(3, 3\), not \(3, 4\)"),
-        ({"b": torch.zeros(3, 3, 5), "c": torch.zeros(3, 3, 5)}, "b: 3 groups for 4 heads"),
+        ({"dt": torch.zeros(3, 3)}, r"dt: \(3, 3\) of"),
+        ({"b": torch.zeros(3, 3, 5), "c": torch.zeros(3, 3, 5)}, "b: 4 heads cannot"),
         ({"c": torch.zeros(3, 2, 6)}, r"c: \(3, 2, 6\)"),
         ({"a": torch.zeros(5)}, "a: .* vector of 4"),
         ({"d": torch.zeros(4, dtype=torch.bfloat16)}, "d: .* vector of 4"),
@@ -366,16 +367,16 @@ def test_tensors_that_mamba2_cannot_take_are_refused(
     case = state_case([Row(3, 0, begins=True)], (4, 6, 5))
     arguments = drawn_ssd(3, (4, 6, 2, 5)) | change
     with pytest.raises(ValueError, match=message):
-        cpu_scans.ssd(library.load(), **arguments, rows=case.rows, place=case.place)
+        ssd_of()(**arguments, rows=case.rows, place=case.place)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"z": torch.zeros(3, 5)}, r"z: \(3, 5\)"),
-        ({"dt": torch.zeros(3, 4, dtype=torch.bfloat16)}, "dt: torch.bfloat16"),
+        ({"dt": torch.zeros(3, 4, dtype=torch.bfloat16)}, "dt: .* of torch.bfloat16"),
         ({"b": torch.zeros(2, 5)}, r"b: \(2, 5\)"),
-        ({"a": torch.zeros(5, 4)}, r"a: \(5, 4\), not \(4, 5\)"),
+        ({"a": torch.zeros(5, 4)}, r"a: \(5, 4\) of"),
         ({"bias": torch.zeros(3)}, "bias: .* vector of 4"),
     ],
 )
@@ -385,7 +386,7 @@ def test_tensors_that_mamba1_cannot_take_are_refused(
     case = state_case([Row(3, 0, begins=True)], (4, 5))
     arguments = drawn_selective(3, (4, 5)) | change
     with pytest.raises(ValueError, match=message):
-        cpu_scans.selective_scan(library.load(), **arguments, rows=case.rows, place=case.place)
+        selective_of()(**arguments, rows=case.rows, place=case.place)
 
 
 @pytest.mark.parametrize(
@@ -394,6 +395,7 @@ def test_tensors_that_mamba1_cannot_take_are_refused(
         (lambda rows: replace(rows, starts=rows.starts.int()), "starts: .*int32"),
         (lambda rows: replace(rows, begins=rows.begins[:0]), "begins: "),
         (lambda rows: replace(rows, target=rows.target.T), "target: "),
+        (lambda rows: replace(rows, starts=rows.starts + 1), "starts: .* of 3 tokens"),
     ],
 )
 def test_rows_that_are_not_as_they_should_be_are_refused(
@@ -402,16 +404,14 @@ def test_rows_that_are_not_as_they_should_be_are_refused(
     case = state_case([Row(3, 0, begins=True)], (4, 5))
     rows = changed(case.rows)
     with pytest.raises(ValueError, match=message):
-        cpu_scans.selective_scan(
-            library.load(), **drawn_selective(3, (4, 5)), rows=rows, place=case.place
-        )
+        selective_of()(**drawn_selective(3, (4, 5)), rows=rows, place=case.place)
 
 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        (lambda place: replace(place, offset=place.offset + 4), "offset: .* 64"),
-        (lambda place: replace(place, offset=1 << 20), "offset: .* bytes from"),
+        (lambda place: replace(place, offset=place.offset + 4), "offset: .* of 64"),
+        (lambda place: replace(place, offset=1 << 20), "source: .* units of"),
         (lambda place: replace(place, pool=place.pool.view(torch.int64)), "pool: "),
     ],
 )
@@ -421,9 +421,7 @@ def test_a_place_that_holds_no_such_state_is_refused(
     case = state_case([Row(3, 0, begins=True)], (4, 5))
     place = changed(case.place)
     with pytest.raises(ValueError, match=message):
-        cpu_scans.selective_scan(
-            library.load(), **drawn_selective(3, (4, 5)), rows=case.rows, place=place
-        )
+        selective_of()(**drawn_selective(3, (4, 5)), rows=case.rows, place=place)
 
 
 def test_a_state_that_is_put_somewhere_is_read_from_there() -> None:

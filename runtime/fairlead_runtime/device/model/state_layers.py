@@ -169,7 +169,7 @@ class StateMixer:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._module: Any = module  # torch types each attribute as tensor or module
+        self.module: Any = module  # torch types each attribute as tensor or module
         # Of the class: a module that was prepared before has another.
         self._forward: Callable[..., Any] = MethodType(type(module).forward, module)
         parameters = inspect.signature(self._forward).parameters
@@ -208,7 +208,16 @@ class StateMixer:
         """Let it run once a step on these operations, with the states ``parts``. Raises ValueError
         where it cannot.
         """
-        self._packed = PackedMixer(self._module, parts, operations)
+        self._packed = PackedMixer(self.module, parts, operations)
+
+    @contextmanager
+    def calling(self, functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+        """Inside the ``with`` block its code, row by row, calls these by their names."""
+        forward, self._forward = self._forward, forward_with(self.module, **functions)
+        try:
+            yield
+        finally:
+            self._forward = forward
 
     def unpack(self) -> None:
         """Let it run row by row, as transformers' code does."""
@@ -258,8 +267,8 @@ class StateMixer:
             if self.forgets and states is not None and hidden.shape[1] > 1:
                 mixed = self._continue(hidden, cache)
             elif self.bounds and bounded and states is not None and hidden.shape[1] == 1:
-                step = bounded_step(function_of(self._module, STEP), self.bounds)
-                forward = forward_with(self._module, **{STEP: step})
+                step = bounded_step(function_of(self.module, STEP), self.bounds)
+                forward = forward_with(self.module, **{STEP: step})
                 mixed = self._run(forward, hidden, cache)
             else:
                 mixed = self.call(hidden, cache)
@@ -269,21 +278,21 @@ class StateMixer:
         """Several tokens behind others by a mixer that forgets: with a scan that does not, or one
         after the other.
         """
-        if not calls(self._module, SCAN):
+        if not calls(self.module, SCAN):
             tokens = torch.split(hidden, 1, dim=1)
             return torch.cat([self.call(token, cache) for token in tokens], dim=1)
         state = cache.states[RECURRENT]
-        scan = continued_scan(function_of(self._module, SCAN), lambda: state)
-        return self._run(forward_with(self._module, **{SCAN: scan}), hidden, cache)
+        scan = continued_scan(function_of(self.module, SCAN), lambda: state)
+        return self._run(forward_with(self.module, **{SCAN: scan}), hidden, cache)
 
     @contextmanager
     def _unbounded(self) -> Iterator[None]:
         """Let the mixer's code keep no bounds on time steps."""
-        self._module.time_step_limit = UNBOUNDED
+        self.module.time_step_limit = UNBOUNDED
         try:
             yield
         finally:
-            self._module.time_step_limit = self.bounds
+            self.module.time_step_limit = self.bounds
 
     def hidden_of(self, *args: Any, **kwargs: Any) -> Tensor:
         """The hidden states [1, T, hidden] of a packed call. Raises RuntimeError for a call that

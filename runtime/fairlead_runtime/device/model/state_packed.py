@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fairlead_kernels.interface.states import StateOperations, StatePlace, StateRows
 from fairlead_runtime.device.model.state_cache import CONV, RECURRENT
-from fairlead_runtime.device.model.state_scans import calls, forward_with
+from fairlead_runtime.device.model.state_scans import calls, forward_with, function_of
 from fairlead_runtime.sizing.states import StatePart
 
 Function = Callable[..., Any]
@@ -92,6 +92,12 @@ class PackedMixer:
             return call()
         finally:
             self._current = None
+
+
+def functions_of(module: nn.Module, parts: tuple[StatePart, ...]) -> dict[str, Function]:
+    """Transformers' functions by which a mixer computes several tokens with its states, by name."""
+    names = (_role(module, part.name).several for part in parts)
+    return {name: function_of(module, name) for name in names}
 
 
 def _role(module: nn.Module, state: str) -> Role:
