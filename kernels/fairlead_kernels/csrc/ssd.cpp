@@ -79,7 +79,8 @@ void scan(const Ssd& s, const StateRows& rows, const StatePlace& place, int sequ
   const T *const c_rows = static_cast<const T*>(s.c) + int64_t(group) * s.size;
   const int64_t begin = rows.starts[sequence], after = rows.starts[sequence + 1];
   const int64_t generated = begin + rows.prompts[sequence];
-  const float bias = s.bias == nullptr ? 0.0f : s.bias[head], skip = s.d == nullptr ? 0.0f : s.d[head];
+  const float bias = s.bias == nullptr ? 0.0f : s.bias[head];
+  const float skip = s.d == nullptr ? 0.0f : s.d[head];
   for (int64_t part = begin; part < after; part += W) {  // time steps, a vector of tokens at once
     const int tokens = int(after - part < W ? after - part : W);
     Vec steps = gather(dt + part * s.dt_stride, s.dt_stride, tokens) + bias;
