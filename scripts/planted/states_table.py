@@ -11,6 +11,11 @@ _STATES_C, _CONVOLUTION_C, _DELTA_C = (
     f"kernels/fairlead_kernels/csrc/{name}" for name in ("states.h", "convolution.cpp", "delta.cpp")
 )
 _PROOF = "fairlead_runtime.device.conversion.pack_states"
+_SCANS = ("unit/kernels/test_scans.py",)
+_SSD_C, _SELECTIVE_C, _SCAN_C, _SIMD_C = (
+    f"kernels/fairlead_kernels/csrc/{name}"
+    for name in ("ssd.cpp", "selective.cpp", "scan.h", "simd.h")
+)
 
 BUGS = (
     PackageBug(
@@ -363,5 +368,96 @@ BUGS = (
         'if kernels == "auto" and device.type == "cpu":',
         'if device.type == "cpu":',
         _PACKED,
+    ),
+    PackageBug(
+        "time steps of generated tokens keep the bounds of prompts",
+        _SSD_C,
+        "? bounded : steps;",
+        "? bounded : bounded;",
+        _SCANS,
+    ),
+    PackageBug(
+        "the bounds of time steps hold from the first token of the packed row on",
+        _SSD_C,
+        "generated = begin + rows.prompts[sequence];",
+        "generated = rows.prompts[sequence];",
+        _SCANS,
+    ),
+    PackageBug(
+        "a head reads B and C of another group",
+        _SSD_C,
+        "const int group = head / (s.heads / s.groups);",
+        "const int group = head % s.groups;",
+        _SCANS,
+    ),
+    PackageBug(
+        "the second block of a head's state is kept in the place of the first",
+        _SSD_C,
+        "write_rows(rows, place, sequence, first_row,",
+        "write_rows(rows, place, sequence, int64_t(head) * s.dim,",
+        _SCANS,
+    ),
+    PackageBug(
+        "a state of Mamba 2 fades by the first of some tokens' time steps",
+        _SSD_C,
+        "splat(decays[i])",
+        "splat(decays[0])",
+        _SCANS,
+    ),
+    PackageBug(
+        "channels of Mamba 1 fade by each other's time steps",
+        _SELECTIVE_C,
+        "exp(load(a + at) * dt[first + row])",
+        "exp(load(a + at) * dt[first])",
+        _SCANS,
+    ),
+    PackageBug(
+        "time steps of Mamba 1 lie side by side",
+        _SELECTIVE_C,
+        "gather(dt + t * s.dt_stride + row * s.dt_column, s.dt_column, width)",
+        "gather(dt + t * s.dt_stride + row * s.dt_column, 1, width)",
+        _SCANS,
+    ),
+    PackageBug(
+        "a scan begins with what its units hold",
+        _SCAN_C,
+        "if (!rows.begins[sequence]) {",
+        "if (rows.count > 0) {",
+        _SCANS,
+    ),
+    PackageBug(
+        "a scan goes on from the state that it is to write",
+        _SCAN_C,
+        "rows.source + sequence * rows.units",
+        "rows.target + sequence * rows.units",
+        _SCANS,
+    ),
+    PackageBug(
+        "small time steps are lost to rounding",
+        _SIMD_C,
+        "- 0.5f * z + lost;",
+        "- 0.5f * z;",
+        _SCANS,
+    ),
+    PackageBug(
+        "a packed row's time steps have no bounds",
+        f"{_MODEL}.state_packed:_scan_of_mamba2",
+        "bounds=dt_limit,",
+        "bounds=(-math.inf, math.inf),",
+        _LAYERS,
+    ),
+    PackageBug(
+        "a packed row of Mamba 1 has no gate",
+        f"{_MODEL}.state_packed:_selective_scan",
+        "z=gate_rows[0] if gate_rows else None,",
+        "z=None,",
+        _LAYERS,
+    ),
+    PackageBug(
+        "a packed row of Mamba 2 has no bias of its time steps",
+        f"{_MODEL}.state_packed:_scan_of_mamba2",
+        "bias=None if dt_bias is None else dt_bias.float(),",
+        "bias=None,",
+        _LAYERS,
     ),
 )

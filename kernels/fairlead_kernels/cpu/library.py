@@ -135,12 +135,41 @@ class GroupStruct(ctypes.Structure):
     _fields_ = (("rows", RowsStruct), ("slots", Pointer))
 
 
+class SsdStruct(ctypes.Structure):
+    """``Ssd`` of ssd.cpp."""
+
+    _fields_ = (
+        *((name, Pointer) for name in ("x", "dt", "b", "c")),
+        *((f"{name}_stride", Long) for name in ("x", "dt", "b", "c")),
+        *((name, Pointer) for name in ("a", "d", "bias", "out")),
+        *((name, Int) for name in ("heads", "dim", "groups", "size")),
+        ("least", Float),
+        ("most", Float),
+        ("softplus", Int),
+        ("half", Int),
+    )
+
+
+class SelectiveStruct(ctypes.Structure):
+    """``Selective`` of selective.cpp."""
+
+    _fields_ = (
+        *((name, Pointer) for name in ("x", "dt", "b", "c", "z")),
+        ("x_stride", Long),
+        ("dt_stride", Long),
+        ("dt_column", Long),
+        *((f"{name}_stride", Long) for name in ("b", "c", "z")),
+        *((name, Pointer) for name in ("a", "d", "bias", "out")),
+        *((name, Int) for name in ("channels", "size", "softplus", "half")),
+    )
+
+
 class StepStruct(ctypes.Structure):
     """``Step`` of layers.cpp."""
 
     _fields_ = (
         ("count", Long),
-        ("width", Long),
+        ("units", Long),
         ("heads", HeadsStruct),
         ("half", Int),
         ("threads", Int),
@@ -311,6 +340,14 @@ _FUNCTIONS: dict[str, tuple[tuple[type, ...], type | None]] = {
         None,
     ),
     "layers": ((Pointer, Int, ctypes.POINTER(StepStruct)), None),
+    "ssd": (
+        (*(ctypes.POINTER(x) for x in (SsdStruct, StateRowsStruct, StatePlaceStruct)), Int),
+        None,
+    ),
+    "selective": (
+        (*(ctypes.POINTER(x) for x in (SelectiveStruct, StateRowsStruct, StatePlaceStruct)), Int),
+        None,
+    ),
 }
 _OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 

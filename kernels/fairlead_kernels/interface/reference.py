@@ -286,6 +286,72 @@ def gated_delta_rule(
     return out
 
 
+def ssd(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    rows: StateRows,
+    place: StatePlace,
+    *,
+    d: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    softplus: bool = False,
+    bounds: tuple[float, float] = (-math.inf, math.inf),
+) -> torch.Tensor:
+    """``StateOperations.ssd``, one token at a time."""
+    (_, heads, dim), (groups, size) = x.shape, b.shape[1:]
+    out = torch.empty(x.shape)
+    bs, cs = (m.double().repeat_interleave(heads // groups, dim=1) for m in (b, c))
+    for row, tokens in _sequences(rows):
+        state = _read(rows, place, row, (heads, dim, size), torch.float32).double()
+        for t in range(tokens.start, tokens.stop):
+            step = _time_steps(dt[t], bias, softplus=softplus)
+            if t - tokens.start < int(rows.prompts[row]):
+                step = step.clamp(*bounds)
+            added = (step[:, None] * x[t].double())[..., None] * bs[t][:, None]
+            state = state * torch.exp(step * a.double())[:, None, None] + added
+            result = torch.einsum("hpn,hn->hp", state, cs[t])
+            out[t] = result if d is None else result + d.double()[:, None] * x[t].double()
+        _write(rows, place, row, state.float())
+    return out
+
+
+def selective_scan(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    rows: StateRows,
+    place: StatePlace,
+    *,
+    d: torch.Tensor | None = None,
+    z: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    softplus: bool = False,
+) -> torch.Tensor:
+    """``StateOperations.selective_scan``, one token at a time."""
+    out = torch.empty(x.shape)
+    for row, tokens in _sequences(rows):
+        state = _read(rows, place, row, tuple(a.shape), torch.float32).double()
+        for t in range(tokens.start, tokens.stop):
+            step = _time_steps(dt[t], bias, softplus=softplus)[:, None]
+            added = step * x[t].double()[:, None] * b[t].double()
+            state = state * torch.exp(step * a.double()) + added
+            result = state @ c[t].double()
+            result = result if d is None else result + d.double() * x[t].double()
+            out[t] = result if z is None else result * F.silu(z[t].double())
+        _write(rows, place, row, state.float())
+    return out
+
+
+def _time_steps(dt: torch.Tensor, bias: torch.Tensor | None, *, softplus: bool) -> torch.Tensor:
+    steps = dt.double() if bias is None else dt.double() + bias.double()
+    return F.softplus(steps) if softplus else steps
+
+
 def _sequences(rows: StateRows) -> Iterator[tuple[int, slice]]:
     """Each sequence's number and its tokens."""
     starts = rows.starts.tolist()

@@ -12,6 +12,7 @@ The results of a token depend on its sequence's tokens before it alone, to the b
 these are cut into steps, nor on other sequences, nor on the number of threads.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -84,5 +85,52 @@ class StateOperations(Protocol):
         [Hv, Dk, Dv] becomes S e^g + k (beta (v - k S e^g)) at each token, and gives scale q S.
         ``normalizes``: q and k are divided by their length (with 1e-6 added to its square). Returns
         [T, Hv, Dv] of v's type.
+        """
+        ...
+
+    def ssd(
+        self,
+        x: Tensor,
+        dt: Tensor,
+        a: Tensor,
+        b: Tensor,
+        c: Tensor,
+        rows: StateRows,
+        place: StatePlace,
+        *,
+        d: Tensor | None = None,
+        bias: Tensor | None = None,
+        softplus: bool = False,
+        bounds: tuple[float, float] = (-math.inf, math.inf),
+    ) -> Tensor:
+        """Mamba 2's scan, the recurrent form of "state space duality" (Dao and Gu, "Transformers
+        are SSMs", 2024): x [T, H, P], b, c [T, G, N] and dt [T, H], float32 or bfloat16 alike, each
+        token's elements side by side; a, and d and bias where there are some, float32 [H]. G
+        divides H. A time step is dt + bias, or its ``softplus``, and within ``bounds`` for tokens
+        of prompts. The state S float32 [H, P, N] becomes S e^(a step) + step x b at each token, and
+        gives S c + d x. Returns float32 [T, H, P].
+        """
+        ...
+
+    def selective_scan(
+        self,
+        x: Tensor,
+        dt: Tensor,
+        a: Tensor,
+        b: Tensor,
+        c: Tensor,
+        rows: StateRows,
+        place: StatePlace,
+        *,
+        d: Tensor | None = None,
+        z: Tensor | None = None,
+        bias: Tensor | None = None,
+        softplus: bool = False,
+    ) -> Tensor:
+        """Mamba 1's scan (Gu and Dao, "Mamba", 2023): x, z [T, C] and b, c [T, N], float32 or
+        bfloat16 alike, each token's elements side by side; dt [T, C] of their type and of any
+        strides; a float32 [C, N], d and bias [C]. A time step is dt + bias, or its ``softplus``.
+        The state S float32 [C, N] becomes S e^(a step) + step x b at each token, and gives
+        (S c + d x) silu(z). Returns float32 [T, C].
         """
         ...

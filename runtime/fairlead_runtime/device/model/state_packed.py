@@ -9,6 +9,8 @@ too): the operations read and write them where they lie.
     calls        [ a   b   c c c   d   e e ] as [1, T]
 """
 
+import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -163,6 +165,79 @@ def _delta_rule(operations: StateOperations, states: Callable[[], PackedStates])
     return compute
 
 
+def _scan_of_mamba2(operations: StateOperations, states: Callable[[], PackedStates]) -> Function:
+    def scan(
+        hidden_states: Tensor,
+        dt: Tensor,
+        A: Tensor,  # noqa: N803 - as transformers names it
+        B: Tensor,  # noqa: N803 - as transformers names it
+        C: Tensor,  # noqa: N803 - as transformers names it
+        D: Tensor | None = None,  # noqa: N803 - as transformers names it
+        dt_bias: Tensor | None = None,
+        dt_softplus: bool = False,
+        dt_limit: tuple[float, float] = (0.0, math.inf),
+        z: Tensor | None = None,
+        **_settings: Any,
+    ) -> tuple[Tensor, None]:
+        """[1, T, heads, dim] in and out. The bounds hold in prompts, as in transformers' code."""
+        if z is not None:
+            raise ValueError("z: a scan of Mamba 2 with a gate of its own")
+        current = states()
+        x, dt, b, c = _side_by_side(hidden_states[0], dt[0], B[0], C[0])
+        out = operations.ssd(
+            *(x, dt, A.float(), b, c),
+            current.rows,
+            current.places[RECURRENT],
+            d=None if D is None else D.float(),
+            bias=None if dt_bias is None else dt_bias.float(),
+            softplus=dt_softplus,
+            bounds=dt_limit,
+        )
+        return out[None], None
+
+    return scan
+
+
+def _selective_scan(operations: StateOperations, states: Callable[[], PackedStates]) -> Function:
+    def scan(
+        hidden_states: Tensor,
+        dt: Tensor,
+        A: Tensor,  # noqa: N803 - as transformers names it
+        B: Tensor,  # noqa: N803 - as transformers names it
+        C: Tensor,  # noqa: N803 - as transformers names it
+        D: Tensor | None = None,  # noqa: N803 - as transformers names it
+        z: Tensor | None = None,
+        delta_bias: Tensor | None = None,
+        delta_softplus: bool = False,
+        **_settings: Any,
+    ) -> tuple[Tensor, None]:
+        """[1, channels, T] in and out, z too."""
+        current = states()
+        gate = () if z is None else (z[0].T,)
+        x, b, c, *gate_rows = _side_by_side(hidden_states[0].T, B[0].T, C[0].T, *gate)
+        out = operations.selective_scan(
+            *(x, dt[0].T.to(x.dtype), A.float(), b, c),
+            current.rows,
+            current.places[RECURRENT],
+            d=None if D is None else D.float(),
+            z=gate_rows[0] if gate_rows else None,
+            bias=None if delta_bias is None else delta_bias.float(),
+            softplus=delta_softplus,
+        )
+        return out.T[None], None
+
+    return scan
+
+
+def _side_by_side(*inputs: Tensor) -> list[Tensor]:
+    """Inputs [T, ...] of one type, a token's elements side by side: mostly themselves."""
+    kind = functools.reduce(torch.promote_types, (x.dtype for x in inputs))
+    return [
+        x if len(x) and x[0].is_contiguous() else x.contiguous()
+        for x in (x.to(kind) for x in inputs)
+    ]
+
+
 ROLES = (
     Role(CONV, "causal_conv1d_fn", "causal_conv1d_update", _convolution),
     Role(
@@ -171,6 +246,8 @@ ROLES = (
         "torch_recurrent_gated_delta_rule",
         _delta_rule,
     ),
+    Role(RECURRENT, "mamba2_chunk_scan", "mamba2_selective_state_update", _scan_of_mamba2),
+    Role(RECURRENT, "mamba_selective_scan", "mamba_selective_state_update", _selective_scan),
 )
 
 
