@@ -21,7 +21,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 from benchmarks import models
 from benchmarks.cpu_engine import Request
 from benchmarks.state_steps import SHAPES, shape_of
@@ -75,8 +74,8 @@ class Engine:
         return self._used() - began
 
     def _used(self) -> float:
-        times = psutil.Process(self._process.pid).cpu_times()
-        return float(times.user + times.system)
+        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
+        return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")  # proc(5): utime, stime
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
@@ -118,8 +117,9 @@ def compare(engines: dict[str, Engine], rounds: int, requests: int, part: int) -
             speed = statistics.median(n / s for n, s in zip(new, taken, strict=True))
             ratios = [s / o for s, o in zip(taken, seconds[OURS], strict=True)]
             print(
-                f"{workload}, {name}: {speed:.1f} tokens a second of a thread, {statistics.median(ratios):.2f} times "
-                f"ours ({min(ratios):.2f} to {max(ratios):.2f})",
+                f"{workload}, {name}: {speed:.1f} tokens a second of a thread, "
+                f"{statistics.median(ratios):.2f} times ours' ({min(ratios):.2f} to "
+                f"{max(ratios):.2f})",
                 flush=True,
             )
 
@@ -135,10 +135,8 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder)
-        print(
-            f"{options.family}: {save(options.family, model, small=options.small):.0f} M",
-            flush=True,
-        )
+        size = save(options.family, model, options.layers)
+        print(f"{options.family}: {size:.0f} million parameters", flush=True)
         engines = {OURS: Engine("fairlead", ROOT, model)}
         if options.before is not None:
             engines[BEFORE] = Engine("fairlead", options.before.resolve(), model)
