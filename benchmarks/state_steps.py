@@ -4,7 +4,7 @@ and in transformers' own code, in turns in one process.
 Times are those that one thread computes, so that what else the machine does counts little: the
 least of all turns. A context is only counted, not computed: what its cache holds changes no time.
 
-    python benchmarks/state_steps.py [--dtype bfloat16] [--turns 5]
+    python benchmarks/state_steps.py [--family nemotron_h] [--dtype bfloat16] [--turns 5]
 """
 
 import argparse
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import Qwen3_5TextConfig
+from transformers import CONFIG_MAPPING
 
 from fairlead_kernels.cpu import library
 from fairlead_kernels.cpu.cpu_states import CpuStates
@@ -27,22 +27,46 @@ from fairlead_runtime.models import families, text_model
 from fairlead_runtime.request.sequence import Request, SamplingParams, Sequence
 from fairlead_runtime.scheduling.plan import Row
 
-# About 0.5 B parameters, as Qwen3.5's smallest but for the vocabulary.
-SHAPE: dict[str, Any] = {
-    "vocab_size": 49152,
-    "hidden_size": 1024,
-    "intermediate_size": 3584,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 256,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 16,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "tie_word_embeddings": True,
-    "pad_token_id": 0,
+# About 0.5 B parameters each. Qwen3.5's is its smallest but for the vocabulary; Nemotron-H's layers
+# are half MLPs.
+_COMMON: dict[str, Any] = {"vocab_size": 49152, "tie_word_embeddings": True, "pad_token_id": 0}
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": {
+        **_COMMON,
+        "hidden_size": 1024,
+        "intermediate_size": 3584,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 16,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+    },
+    "nemotron_h": {
+        **_COMMON,
+        "hidden_size": 1536,
+        "layers_block_type": [*["linear_attention", "mlp"] * 5, "full_attention", "mlp"] * 2,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "intermediate_size": 6144,
+        "mamba_num_heads": 48,
+        "n_groups": 8,
+    },
 }
+
+
+def shape_of(family: str, layers: int) -> dict[str, Any]:
+    """Of the first of its layers."""
+    shape = dict(SHAPES[family])
+    if "layers_block_type" in shape:
+        shape["layers_block_type"] = shape["layers_block_type"][:layers]
+        return shape
+    return shape | {"num_hidden_layers": min(layers, shape["num_hidden_layers"])}
+
+
 BLOCK, UNITS = 256, 400
 
 
@@ -106,11 +130,13 @@ def timed(run: Callable[[], object]) -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Steps of a model whose layers keep states.")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--family", choices=tuple(SHAPES), default="qwen3_5_text")
+    parser.add_argument("--layers", type=int, default=24, help="the first of its layers")
     parser.add_argument("--turns", type=int, default=5)
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    config = Qwen3_5TextConfig(**SHAPE)
+    config = CONFIG_MAPPING[options.family](**shape_of(options.family, options.layers))
     dtype = getattr(torch, options.dtype)
     plain = text_model.class_of(config)._from_config(  # noqa: SLF001 - transformers' only way
         config, dtype=dtype, attn_implementation="eager"

@@ -444,20 +444,20 @@ BUGS = (
         f"{_MODEL}.state_packed:_scan_of_mamba2",
         "bounds=dt_limit,",
         "bounds=(-math.inf, math.inf),",
-        _LAYERS,
+        _PACKED,
     ),
     PackageBug(
         "a packed row of Mamba 1 has no gate",
         f"{_MODEL}.state_packed:_selective_scan",
         "z=gate_rows[0] if gate_rows else None,",
         "z=None,",
-        _LAYERS,
+        _PACKED,
     ),
     PackageBug(
         "a packed row of Mamba 2 has no bias of its time steps",
         f"{_MODEL}.state_packed:_scan_of_mamba2",
         "bias=None if dt_bias is None else dt_bias.float(),",
         "bias=None,",
-        _LAYERS,
+        _PACKED,
     ),
 )

@@ -1,6 +1,4 @@
-"""Mixers that run once a step on operations on states, or keep their own way. Their logits are in
-``test_state_layers``.
-"""
+"""Mixers that run once a step on operations on states: the same logits, or their own way."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,8 +18,14 @@ from fairlead_runtime.device.conversion.pack_states import PackedStates, pack_st
 from fairlead_runtime.device.proof import selftest
 from fairlead_runtime.models import loading
 from fairlead_runtime.models.model_error import SelfTestError
+from functional.engine.test_state_layers import BOUNDED, check_logits
 from support import tiny, tiny_states
 from support.engine_rig import paged
+
+DELTA = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid")
+CONVOLUTIONS = ("lfm2", "lfm2_moe", "lfm3")
+MAMBA2 = ("mamba2", "nemotron_h", "falcon_h1", "granitemoehybrid", "bamba")
+MAMBA1 = ("falcon_mamba", "jamba")
 
 
 @pytest.fixture(scope="module")
@@ -32,11 +36,28 @@ def states() -> CpuStates:
         pytest.skip(str(error))
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2"])
+@pytest.mark.parametrize("family", DELTA + CONVOLUTIONS + MAMBA2 + MAMBA1)
+def test_logits_are_those_of_one_pass_however_rows_are_cut(family: str, states: CpuStates) -> None:
+    model = paged(family)
+    found = pack_states(model, states)
+    assert found == PackedStates(len(model.mixers), len(model.mixers)), found
+    check_logits(model, seed=0, generated=True)
+
+
+@pytest.mark.parametrize("family", BOUNDED)
+def test_a_prompts_time_steps_are_bounded(family: str, states: CpuStates) -> None:
+    """Those of generated tokens are not, which the proof compares."""
+    model = paged(family, **BOUNDED[family])
+    assert pack_states(model, states).packed == len(model.mixers)
+    check_logits(model, seed=1, generated=False)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2", "falcon_h1", "jamba"])
 def test_a_model_in_bfloat16_is_proven_in_its_type(
     family: str, states: CpuStates, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert pack_states(paged(family, bfloat16=True), states) == PackedStates(3, 3)
+    model = paged(family, bfloat16=True)
+    assert pack_states(model, states) == PackedStates(len(model.mixers), len(model.mixers))
     convolve = CpuStates.causal_convolution
 
     def wrong_in_bfloat16(self: CpuStates, x: Tensor, *arguments: Any) -> Tensor:
@@ -75,9 +96,18 @@ def _merged(rows: StateRows) -> StateRows:
 
 
 @pytest.mark.parametrize("change", [_forgets, _never_begins, _mixed_up, _merged])
-@pytest.mark.parametrize("operation", ["causal_convolution", "gated_delta_rule"])
+@pytest.mark.parametrize(
+    ("operation", "family"),
+    [
+        ("causal_convolution", "qwen3_5_text"),
+        ("gated_delta_rule", "qwen3_5_text"),
+        ("ssd", "mamba2"),
+        ("selective_scan", "falcon_mamba"),
+    ],
+)
 def test_operations_that_keep_states_wrongly_are_not_taken(
     operation: str,
+    family: str,
     change: Callable[[StateRows], StateRows],
     states: CpuStates,
     monkeypatch: pytest.MonkeyPatch,
@@ -90,9 +120,10 @@ def test_operations_that_keep_states_wrongly_are_not_taken(
         return out
 
     monkeypatch.setattr(CpuStates, operation, wrong)
-    model = paged("qwen3_5_text")
+    model = paged(family)
     found = pack_states(model, states)
-    assert found == PackedStates(0, 3, {"operations on its states give other results": 0})
+    mixers = len(model.mixers)
+    assert found == PackedStates(0, mixers, {"operations on its states give other results": 0})
     assert not any(mixer.packs for mixer in model.mixers.values())
 
 

@@ -18,11 +18,8 @@ import numpy as np
 import pytest
 import torch
 
-from fairlead_kernels.cpu import library
-from fairlead_kernels.cpu.cpu_states import CpuStates
 from fairlead_kernels.plain.torch_attention import TorchAttention
 from fairlead_runtime.build.checks import check
-from fairlead_runtime.device.conversion.pack_states import pack_states
 from fairlead_runtime.device.memory.state_units import StateUnits
 from fairlead_runtime.device.model.paged_model import PagedModel, prepare
 from fairlead_runtime.device.proof import selftest
@@ -80,19 +77,6 @@ def test_a_prompts_time_steps_are_bounded_in_chunks_and_alone(family: str) -> No
     moved = differs(expected(model, tokens), expected(model_of(family), tokens))
     assert moved > 10 * CLOSE, "the bounds change nothing"
     check_logits(model, seed=1, generated=False)
-
-
-# Those whose mixers change their states by functions that operations on states replace.
-PACKED = tuple(family for family in tiny_states.FAMILIES if family != "minimax")
-
-
-@pytest.mark.parametrize("family", PACKED)
-def test_logits_are_those_of_one_pass_where_mixers_run_once_a_step(family: str) -> None:
-    model = paged(family, **BOUNDED.get(family, {}))
-    packed = pack_states(model, CpuStates(library.load()))
-    assert packed.packed == packed.mixers == len(model.mixers), packed
-    assert all(mixer.packs for mixer in model.mixers.values())
-    check_logits(model, seed=2, generated=family not in BOUNDED)
 
 
 def check_logits(model: PagedModel, seed: int, *, generated: bool) -> None:
