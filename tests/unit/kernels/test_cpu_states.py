@@ -182,9 +182,9 @@ def delta_rule(
     q, k, v = torch.split(mixed, widths, dim=-1)
     g, beta = torch.randn(2, tokens, value_heads, generator=generator)
     return Ruled(
-        q.unflatten(1, (key_heads, key_dim)),
-        k.unflatten(1, (key_heads, key_dim)),
-        v.unflatten(1, (value_heads, value_dim)),
+        q.view(tokens, key_heads, key_dim),
+        k.view(tokens, key_heads, key_dim),
+        v.view(tokens, value_heads, value_dim),
         -F.softplus(g),
         beta.sigmoid(),
         # Without, keys whose length is more than 1 let a state grow without bound.
