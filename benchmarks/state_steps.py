@@ -22,7 +22,7 @@ from fairlead_runtime.device.conversion.pack_states import pack_states
 from fairlead_runtime.device.memory.storage import CacheStorage
 from fairlead_runtime.device.model.batch import BatchBuilder
 from fairlead_runtime.device.model.paged_model import PagedModel
-from fairlead_runtime.device.model.state_layers import StateStep
+from fairlead_runtime.device.model.state_layers import StateMixer, StateStep
 from fairlead_runtime.models import families, text_model
 from fairlead_runtime.request.sequence import Request, SamplingParams, Sequence
 from fairlead_runtime.scheduling.plan import Row
@@ -110,9 +110,11 @@ def timed(run: Callable[[], object]) -> tuple[float, float]:
     """Seconds that a step computes, and those of them in mixers."""
     inside, plain = [0.0], StateStep.run
 
-    def measured(self: StateStep, *arguments: Any) -> torch.Tensor:
+    def measured(
+        self: StateStep, layer: int, mixer: StateMixer, hidden: torch.Tensor
+    ) -> torch.Tensor:
         began = time.thread_time()
-        out = plain(self, *arguments)
+        out = plain(self, layer, mixer, hidden)
         inside[0] += time.thread_time() - began
         return out
 
@@ -168,7 +170,8 @@ def main() -> None:
         for way, (whole, inside) in best.items():
             print(
                 f"{name}, {way}: {1e3 * whole:.1f} ms, in mixers {1e3 * inside:.1f} ms, "
-                f"{tokens / whole:.1f} tokens/s"
+                f"{tokens / whole:.1f} tokens/s",
+                flush=True,
             )
 
 

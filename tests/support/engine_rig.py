@@ -369,6 +369,8 @@ class Rig:
         plain = UNFUSED.get(self._kernels, "torch")
         if self._kernels in (plain, *UNFUSED.values()):
             return self
+        if self.model.states and not self.model.packed:  # transformers finds its mixers as it was
+            return self
         return rig(self.family, self._cached + plain, **self._overrides)
 
     def limits(self, setting: Setting) -> Limits:

@@ -90,8 +90,8 @@ def pick(
                 raise
             reason = f"; no C++ kernels: {error}"
         else:
-            attention = CpuAttention(heads, c_operations.library)
-            return BackendChoice(attention, c_operations, "", CpuStates(c_operations.library))
+            loaded = c_operations.library
+            return BackendChoice(CpuAttention(heads, loaded), c_operations, "", CpuStates(loaded))
     if kernels == "flashinfer" or (kernels == "auto" and device.type == "cuda"):
         attention, description, reason = _gpu_attention(heads, kinds, device, kernels, block_size)
         layers, name = gpu_operations(heads.dtype, device, heads.cache_dtype)

@@ -1,4 +1,6 @@
-"""Mixers that run once a step on operations on states: the same logits, or their own way."""
+"""Mixers that run once a step on operations on states, or keep their own way. Their logits are in
+``test_state_layers``.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -134,11 +136,12 @@ def test_the_self_test_sees_a_state_that_is_lost(
     assert pack_states(model, states).packed == 3
     attention = TorchAttention(model.heads, model.device)
     assert selftest.run(model, attention, 512).delta < 1e-4
-    rule = CpuStates.gated_delta_rule
+    rule: Any = CpuStates.gated_delta_rule
 
     def lost(self: CpuStates, *arguments: Any, **settings: Any) -> Tensor:
-        given = (_forgets(x) if isinstance(x, StateRows) else x for x in arguments)
-        return rule(self, *given, **settings)
+        changed = (_forgets(x) if isinstance(x, StateRows) else x for x in arguments)
+        out: Tensor = rule(self, *changed, **settings)
+        return out
 
     monkeypatch.setattr(CpuStates, "gated_delta_rule", lost)
     with pytest.raises(SelfTestError, match="would generate wrong text"):

@@ -179,7 +179,7 @@ def delta_rule(
     (key_heads, value_heads), (key_dim, value_dim) = heads, dims
     widths = [key_heads * key_dim, key_heads * key_dim, value_heads * value_dim]
     mixed = torch.randn(tokens, sum(widths), generator=generator).to(dtype)
-    q, k, v = mixed.split(widths, dim=-1)
+    q, k, v = torch.split(mixed, widths, dim=-1)
     g, beta = torch.randn(2, tokens, value_heads, generator=generator)
     return Ruled(
         q.unflatten(1, (key_heads, key_dim)),

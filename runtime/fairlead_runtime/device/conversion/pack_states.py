@@ -45,9 +45,9 @@ class PackedStates:
     def __str__(self) -> str:
         if not self.packed and not self.reasons:
             return ""
-        why = "; ".join(f"layer {layer}: {text}" for text, layer in self.reasons.items())
+        causes = "; ".join(f"layer {layer}: {text}" for text, layer in self.reasons.items())
         text = f", states in C++ in {self.packed}/{self.mixers} layers"
-        return f"{text} ({why})" if why else text
+        return f"{text} ({causes})" if causes else text
 
 
 @torch.inference_mode()
@@ -108,28 +108,28 @@ def _prove(
 ) -> None:
     """Raise DoesNotFitError unless rounding explains what the operations change."""
 
-    def whole(x: Tensor) -> Tensor:
+    def sequences_of(x: Tensor) -> Tensor:
         """What transformers' code makes of whole sequences [B, TOKENS, hidden]."""
         return mixer.compute(x, None, TOKENS // 2)[0]
 
     def again(changes: Changes) -> Iterator[Tensor]:
         batch = hidden.float().repeat(SAMPLES, 1, 1)
         with changes.inside(mixer.module.modules()), _changed(mixer, parts, changes):
-            out = whole(batch)
+            out = sequences_of(batch)
         yield from out.view(SAMPLES, -1, out.shape[-1])
 
     wide = hidden.float()
     with widened_to_float32(mixer.module):
-        want = whole(wide).flatten(0, 1)
+        want = sequences_of(wide).flatten(0, 1)
         noise = Noise.of(want, again)
         got = _in_steps(mixer, parts, torch.float32, wide)
     if not noise.explains(got, want):
         raise DoesNotFitError("operations on its states give other results")
     if dtype is torch.float32:
         return
-    own = whole(hidden).flatten(0, 1).float()
+    narrow = sequences_of(hidden).flatten(0, 1).float()
     got = _in_steps(mixer, parts, dtype, hidden).float()
-    away, allowed = ((x - want).square().mean().sqrt() for x in (got, own))
+    away, allowed = ((x - want).square().mean().sqrt() for x in (got, narrow))
     if not away <= OWN_TYPE * allowed:
         raise DoesNotFitError(f"operations on its states give other results in {dtype}")
 

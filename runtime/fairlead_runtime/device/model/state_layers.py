@@ -156,11 +156,11 @@ def step_of(rows: StateRows, states: States, device: torch.device) -> StateStep:
             own = slice(row, row + 1)
             first, read = end - count, None if begins else source[own]
             chunks.append(Chunk(first, first + prompt, end, read, target[own]))
-    whole = rows_of(*rows) if device.type == "cpu" else None
+    packed_rows = rows_of(*rows) if device.type == "cpu" else None
     if not chunks:
-        return StateStep(states, None, source, target, (), whole)
+        return StateStep(states, None, source, target, (), packed_rows)
     at, index = (torch.tensor(x, dtype=torch.int64, device=device) for x in (places, decodes))
-    return StateStep(states, at, source[index], target[index], tuple(chunks), whole)
+    return StateStep(states, at, source[index], target[index], tuple(chunks), packed_rows)
 
 
 class StateMixer:
