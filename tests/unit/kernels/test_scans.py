@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers.models.jamba import modeling_jamba
@@ -131,6 +131,19 @@ def close(got: Tensor, want: Tensor) -> None:
     bounds=bounds_of,
     unit_bytes=st.sampled_from([64, 320, 1 << 16]),
     seed=seeds,
+)
+@example(  # a head's state is more than a task computes
+    rows=[Row(3, 2, begins=False), Row(1, 0, begins=True)],
+    per_group=2,
+    groups=2,
+    dim=70,
+    size=128,
+    dtype=torch.float32,
+    optional=True,
+    shared=False,
+    bounds=(0.3, 0.9),
+    unit_bytes=320,
+    seed=0,
 )
 def test_mamba2_is_its_reference(
     instruction_set: str,
