@@ -56,11 +56,11 @@ def drawn_ssd(
     x, b, c, dt = torch.split(draw(g, count, sum(widths), dtype=dtype), widths, dim=1)
     more = {"d": draw(g, heads), "bias": draw(g, heads)} if optional else {}
     return {
-        "x": x.unflatten(1, (heads, dim)),
+        "x": x.view(count, heads, dim),
         "dt": dt * 3,
         "a": -draw(g, heads).exp() / 3,
-        "b": b.unflatten(1, (groups, size)),
-        "c": c.unflatten(1, (groups, size)),
+        "b": b.view(count, groups, size),
+        "c": c.view(count, groups, size),
         "softplus": optional,
         **more,
     }
