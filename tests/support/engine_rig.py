@@ -23,6 +23,7 @@ from fairlead_kernels.interface.attention import AttentionBackend, DecodeAttenti
 from fairlead_kernels.interface.layer import LayerOperations
 from fairlead_kernels.interface.not_available import NotAvailableError
 from fairlead_runtime.device.conversion.fusion import fuse, quantize_weights
+from fairlead_runtime.device.conversion.pack_states import pack_states
 from fairlead_runtime.device.memory.storage import CacheStorage
 from fairlead_runtime.device.model.batch import BatchBuilder
 from fairlead_runtime.device.model.experts import samples_of
@@ -302,7 +303,8 @@ class Rig:
     """One tiny model, run by our engine with any setting, and by transformers one prompt at a
     time.
 
-    ``kernels``: torch, or cpu for fused layers: in C++ where it is built, else by the reference.
+    ``kernels``: torch, or cpu for fused layers: in C++ where it is built, else by the reference;
+    mixers that keep states run once a step there.
     int8 is cpu with int8 weights; their reference, rounded, computes in torch with the same. So do
     the layers of GPUs, for int8 and fp8. flashinfer is its attention on the stand-in of its
     wrappers; resident the same with the decodes' state on the device; graphs with captured steps
@@ -347,6 +349,8 @@ class Rig:
             pair.hold(kernels, odd=odd, **self._described)
             rank_pair.shard(self.model, ranks, QUANTIZED.get(kernels))
         self.fusion = fuse(self.model, operations_of(self.model, kernels), ranks)
+        if kernels == "cpu":
+            pack_states(self.model, choice_of(self.model, kernels).states)
         use_experts(self.model, kernels)
         self.groups: tuple[LayerGroup, ...] = self.model.groups
         self._references: dict[tuple[int, ...], tuple[int, list[int]]] = {}
@@ -364,6 +368,8 @@ class Rig:
         """
         plain = UNFUSED.get(self._kernels, "torch")
         if self._kernels in (plain, *UNFUSED.values()):
+            return self
+        if self.model.states and not self.model.packed:  # transformers finds its mixers as it was
             return self
         return rig(self.family, self._cached + plain, **self._overrides)
 

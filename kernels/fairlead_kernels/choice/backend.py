@@ -11,10 +11,12 @@ import torch
 from fairlead_kernels.cpu import cpu_operations as cpu
 from fairlead_kernels.cpu.cpu_attention import CpuAttention
 from fairlead_kernels.cpu.cpu_operations import CpuOperations
+from fairlead_kernels.cpu.cpu_states import CpuStates
 from fairlead_kernels.gpu import triton_attention, triton_fixed, triton_operations, triton_package
 from fairlead_kernels.interface.attention import AttentionBackend, GroupKinds, Heads
 from fairlead_kernels.interface.layer import LayerOperations
 from fairlead_kernels.interface.not_available import NotAvailableError, fall_back, name_of
+from fairlead_kernels.interface.states import StateOperations
 from fairlead_kernels.packages import flashinfer_package, humming_package
 from fairlead_kernels.packages.flashinfer_attention import SUPPORTED, FlashinferAttention
 from fairlead_kernels.packages.flashinfer_package import FlashinferPackage
@@ -33,12 +35,14 @@ FP8_GPU = (8, 9)  # the oldest that multiply 8-bit floats
 @dataclass(frozen=True, slots=True, eq=False)
 class BackendChoice:
     """The kernels of this process and the reason for them. ``operations`` are those of fused
-    layers; None: the model's own code computes its layers.
+    layers; None: the model's own code computes its layers. ``states``: those of mixers that keep
+    one, None where the model's own code changes states.
     """
 
     attention: AttentionBackend
     operations: LayerOperations | None
     reason: str = ""
+    states: StateOperations | None = None
 
     def __str__(self) -> str:
         return f"{self.attention.name} ({self.reason})" if self.reason else self.attention.name
@@ -72,7 +76,11 @@ def pick(
     if deterministic:
         return fixed_kernels(heads, kinds, device, kernels)
     reason = f"; {torch_because}" if torch_because else ""
+    states: CpuStates | None = None
     if torch_because:
+        if kernels == "auto" and device.type == "cpu":
+            states, without = cpu_states(heads)
+            reason += without
         kernels = "torch"
     if kernels == "cpu" or (kernels == "auto" and device.type == "cpu"):
         try:
@@ -82,14 +90,15 @@ def pick(
                 raise
             reason = f"; no C++ kernels: {error}"
         else:
-            return BackendChoice(CpuAttention(heads, c_operations.library), c_operations)
+            loaded = c_operations.library
+            return BackendChoice(CpuAttention(heads, loaded), c_operations, "", CpuStates(loaded))
     if kernels == "flashinfer" or (kernels == "auto" and device.type == "cuda"):
         attention, description, reason = _gpu_attention(heads, kinds, device, kernels, block_size)
         layers, name = gpu_operations(heads.dtype, device, heads.cache_dtype)
         return BackendChoice(attention, layers, f"{description}, {name}{reason}")
     on_cpu = f"plain torch on {torch.get_num_threads()} CPU threads"
     description = on_cpu if device.type == "cpu" else PORTABLE.format(device.type)
-    return BackendChoice(TorchAttention(heads, device), None, f"{description}{reason}")
+    return BackendChoice(TorchAttention(heads, device), None, f"{description}{reason}", states)
 
 
 def _gpu_attention(
@@ -129,7 +138,10 @@ def fixed_kernels(
     if device.type == "cpu":
         c_operations = cpu_operations(device.type, heads.dtype, fp8_cache=heads.fp8_cache)
         return BackendChoice(
-            c_operations.attention(heads, fixed=True), c_operations, "sums in one order"
+            c_operations.attention(heads, fixed=True),
+            c_operations,
+            "sums in one order",
+            CpuStates(c_operations.library),
         )
     attention, operations = triton_fixed.load(heads, kinds, device)
     return BackendChoice(attention, operations, "sums in one order, layers in Triton")
@@ -200,6 +212,14 @@ def cpu_operations(device: str, dtype: torch.dtype, *, fp8_cache: bool = False) 
     if fp8_cache:
         raise NotAvailableError("their cache is in float32 or bfloat16, not in fp8")
     return cpu.load()
+
+
+def cpu_states(heads: Heads) -> tuple[CpuStates | None, str]:
+    """The C++ operations on states of a model of this type; None, and the reason, without any."""
+    try:
+        return CpuStates(cpu_operations("cpu", heads.dtype).library), ""
+    except NotAvailableError as error:
+        return None, f"; no C++ kernels: {error}"
 
 
 def flashinfer_for(heads: Heads, device: torch.device) -> FlashinferPackage:

@@ -135,12 +135,41 @@ class GroupStruct(ctypes.Structure):
     _fields_ = (("rows", RowsStruct), ("slots", Pointer))
 
 
+class SsdStruct(ctypes.Structure):
+    """``Ssd`` of ssd.cpp."""
+
+    _fields_ = (
+        *((name, Pointer) for name in ("x", "dt", "b", "c")),
+        *((f"{name}_stride", Long) for name in ("x", "dt", "b", "c")),
+        *((name, Pointer) for name in ("a", "d", "bias", "out")),
+        *((name, Int) for name in ("heads", "dim", "groups", "size")),
+        ("least", Float),
+        ("most", Float),
+        ("softplus", Int),
+        ("half", Int),
+    )
+
+
+class SelectiveStruct(ctypes.Structure):
+    """``Selective`` of selective.cpp."""
+
+    _fields_ = (
+        *((name, Pointer) for name in ("x", "dt", "b", "c", "z")),
+        ("x_stride", Long),
+        ("dt_stride", Long),
+        ("dt_column", Long),
+        *((f"{name}_stride", Long) for name in ("b", "c", "z")),
+        *((name, Pointer) for name in ("a", "d", "bias", "out")),
+        *((name, Int) for name in ("channels", "size", "softplus", "half")),
+    )
+
+
 class StepStruct(ctypes.Structure):
     """``Step`` of layers.cpp."""
 
     _fields_ = (
         ("count", Long),
-        ("width", Long),
+        ("units", Long),
         ("heads", HeadsStruct),
         ("half", Int),
         ("threads", Int),
@@ -160,6 +189,64 @@ class StepStruct(ctypes.Structure):
         ("keep", Pointer),
         ("keep_count", Long),
         ("first", Long),
+    )
+
+
+class StatePlaceStruct(ctypes.Structure):
+    """``StatePlace`` of states.h."""
+
+    _fields_ = (("pool", Pointer), ("unit_bytes", Long), ("offset", Long))
+
+
+class StateRowsStruct(ctypes.Structure):
+    """``StateRows`` of states.h."""
+
+    _fields_ = (
+        ("starts", Pointer),
+        ("prompts", Pointer),
+        ("begins", Pointer),
+        ("source", Pointer),
+        ("target", Pointer),
+        ("count", Long),
+        ("units", Long),
+    )
+
+
+class ConvolutionStruct(ctypes.Structure):
+    """``Convolution`` of convolution.cpp."""
+
+    _fields_ = (
+        ("x", Pointer),
+        ("weight", Pointer),
+        ("bias", Pointer),
+        ("out", Pointer),
+        ("channels", Long),
+        ("taps", Int),
+        ("half", Int),
+        ("activated", Int),
+    )
+
+
+class DeltaStruct(ctypes.Structure):
+    """``Delta`` of delta.cpp."""
+
+    _fields_ = (
+        ("q", Pointer),
+        ("k", Pointer),
+        ("v", Pointer),
+        ("g", Pointer),
+        ("beta", Pointer),
+        ("out", Pointer),
+        ("q_stride", Long),
+        ("k_stride", Long),
+        ("v_stride", Long),
+        ("key_heads", Int),
+        ("value_heads", Int),
+        ("key_dim", Int),
+        ("value_dim", Int),
+        ("half", Int),
+        ("normalizes", Int),
+        ("scale", Float),
     )
 
 
@@ -234,7 +321,33 @@ _FUNCTIONS: dict[str, tuple[tuple[type, ...], type | None]] = {
         ),
         None,
     ),
+    "convolution": (
+        (
+            ctypes.POINTER(ConvolutionStruct),
+            ctypes.POINTER(StateRowsStruct),
+            ctypes.POINTER(StatePlaceStruct),
+            Int,
+        ),
+        None,
+    ),
+    "gated_delta": (
+        (
+            ctypes.POINTER(DeltaStruct),
+            ctypes.POINTER(StateRowsStruct),
+            ctypes.POINTER(StatePlaceStruct),
+            Int,
+        ),
+        None,
+    ),
     "layers": ((Pointer, Int, ctypes.POINTER(StepStruct)), None),
+    "ssd": (
+        (*(ctypes.POINTER(x) for x in (SsdStruct, StateRowsStruct, StatePlaceStruct)), Int),
+        None,
+    ),
+    "selective": (
+        (*(ctypes.POINTER(x) for x in (SelectiveStruct, StateRowsStruct, StatePlaceStruct)), Int),
+        None,
+    ),
 }
 _OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 

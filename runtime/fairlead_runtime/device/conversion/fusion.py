@@ -38,6 +38,7 @@ from fairlead_runtime.child.heap import release_memory
 from fairlead_runtime.device.conversion import recognize_ends
 from fairlead_runtime.device.conversion.fixed_order_ends import use_fixed_order_ends
 from fairlead_runtime.device.conversion.float32_view import widened_to_float32
+from fairlead_runtime.device.conversion.pack_states import PackedStates
 from fairlead_runtime.device.conversion.packed_linears import (
     PackedProducts,
     owners_of,
@@ -86,7 +87,8 @@ class Fusion:
     that stays the model's own; ``reason`` says why not all are.
 
     ``head``: the type of a packed head, "" for none; ``head_reason``: why the model's own code
-    calls it where all layers are fused. ``products``: what else of that code is packed.
+    calls it where all layers are fused. ``products``: what else of that code is packed; ``states``:
+    the mixers that run once a step.
     """
 
     fused: int
@@ -97,6 +99,7 @@ class Fusion:
     head: str = ""
     head_reason: str = ""
     products: PackedProducts = field(default_factory=PackedProducts)
+    states: PackedStates = field(default_factory=PackedStates)
 
     def __str__(self) -> str:
         around = f" and all but the MLP of {self.around_mlp}" if self.around_mlp else ""
@@ -109,7 +112,8 @@ class Fusion:
         if self.head_reason:
             head = f"{head} in" if head else ", head by"
             head += f" the model's code ({self.head_reason})"
-        return f"fused {self.fused}/{self.layers} layers{cause}{weights}{self.products}{head}"
+        layers = f"fused {self.fused}/{self.layers} layers{cause}"
+        return f"{layers}{weights}{self.products}{self.states}{head}"
 
 
 @torch.inference_mode()

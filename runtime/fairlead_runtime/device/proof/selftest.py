@@ -32,6 +32,7 @@ from fairlead_kernels.packages.humming_products import HummingProducts
 from fairlead_kernels.plain.torch_attention import TorchAttention
 from fairlead_kernels.proofs.attention_proof import BLOCK_SIZE as PROVEN
 from fairlead_runtime.device.conversion.fusion import Fusion, fuse, quantize_weights
+from fairlead_runtime.device.conversion.pack_states import pack_states
 from fairlead_runtime.device.conversion.recording_pass import (
     decoder_layers,
     modules_in_float32,
@@ -530,7 +531,8 @@ def _fused(
     """
     kinds, (int4_product, int4_reason) = model.kinds, products
     repack = None if int4_product is None else int4_product.repack
-    fusion = fuse(model, choice.operations, ranks, repack, report)
+    states = pack_states(model, choice.states)
+    fusion = replace(fuse(model, choice.operations, ranks, repack, report), states=states)
     if model.kinds != kinds:  # the operations are those that fused layers have
         choice = replace(_pick(model, kernels, **settings), operations=choice.operations)
     product, notes = choose(samples_of(model.model), model.device, kernels)
