@@ -270,9 +270,37 @@ BUGS = (
     PackageBug(
         "the plan has one version of a sequence's states",
         "fairlead_runtime.sizing.solve:solve",
-        "held = of_states * STATE_VERSIONS",
+        "held = of_states * versions",
         "held = of_states",
         SIZES,
+    ),
+    PackageBug(
+        "steps are launched ahead with memory for two versions",
+        "fairlead_runtime.sizing.terms:state_versions",
+        '(kind == "cuda" and launches)',
+        "0",
+        ("unit/device/test_decode_plan.py",),
+    ),
+    PackageBug(
+        "a third version is planned where each step is waited for",
+        "fairlead_runtime.sizing.terms:state_versions",
+        '(kind == "cuda" and launches)',
+        '(kind == "cuda")',
+        ("unit/device/test_decode_plan.py",),
+    ),
+    PackageBug(
+        "the rows that launched steps with states keep on the device are not planned",
+        "fairlead_runtime.sizing.terms:terms_of",
+        "(not shape.states or versions > WAITED_VERSIONS)",
+        "not shape.states",
+        SIZES,
+    ),
+    PackageBug(
+        "the next launched step is packed where the device still reads the last one's states",
+        "fairlead_runtime.device.step.model_runner:ModelRunner.__init__",
+        "batches = self._batches, self._builder()",
+        "batches = self._batches, self._batches",
+        ("unit/device/test_mixed_steps.py",),
     ),
     PackageBug(
         "a request may have the tokens of another's states",

@@ -56,9 +56,8 @@ UNIT_BYTES = 454
 ROW_BYTES, ENTRY, INDEX = 80, 4, 24 + 21 * 12
 # Ids in the list of what a row changes in its logits, at most, and the bytes of one.
 LIST_ROOM, LISTED = 4096, 12
-# Versions that a running sequence has of its state: a step reads one and writes the other. No step
-# is launched ahead of another's tokens, which would need a third.
-STATE_VERSIONS = 2
+# Versions that a running sequence has of its state where each step is waited for.
+WAITED_VERSIONS = 2
 # Of the states of one layer that a step of decodes reads, copies that are alive at once, measured.
 STATE_COPIES = 6
 TERMS = ("weights", "activations", "attention", "logits", "sampling", "graphs", "batch")
@@ -119,11 +118,12 @@ def terms_of(
         "graphs": 0,
         "batch": GROWTH * (tokens * (16 + 8 * len(groups)) + rows * 64 + table_entries * 4),
     }
+    versions = state_versions(config, device.kind)
     if shape.states:
         units = state_units(shape, config, groups)
         # The units that each row reads and writes, beside the lists that the scheduler keeps.
-        terms["batch"] += rows * units * (GROWTH * 2 * 8 + ENTRY_BYTES * STATE_VERSIONS)
-    if not cpu and not shape.states:  # of those the device keeps nothing between steps
+        terms["batch"] += rows * units * (GROWTH * 2 * 8 + ENTRY_BYTES * versions)
+    if not cpu and (not shape.states or versions > WAITED_VERSIONS):
         terms["batch"] += decode_state(shape, config, groups)
     if not cpu and (units := offload_units(shape, config, groups)):
         unit = unit_bytes(shape, config, groups)
@@ -214,6 +214,14 @@ def state_units(shape: ModelShape, config: EngineConfig, groups: Sequence[LayerG
     if not shape.states:
         return 0
     return state_layout(shape, config).units(unit_bytes(shape, config, groups))
+
+
+def state_versions(config: EngineConfig, kind: str) -> int:
+    """Versions that a running sequence has of its state: a step reads one and writes the other, and
+    where the next is launched before its tokens are known, that writes a third.
+    """
+    launches = config.async_batching != "off" and not config.deterministic
+    return WAITED_VERSIONS + (kind == "cuda" and launches)
 
 
 def _kv_width(shape: ModelShape, config: EngineConfig, layer: int) -> int:

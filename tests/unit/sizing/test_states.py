@@ -18,7 +18,13 @@ from fairlead_runtime.sizing.families.with_states import WITH_STATES
 from fairlead_runtime.sizing.groups import NO_KEYS
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.states import ALIGNMENT, StateLayout, StatePart
-from fairlead_runtime.sizing.terms import GIB, DeviceFacts, state_layout
+from fairlead_runtime.sizing.terms import (
+    ENTRY_BYTES,
+    GIB,
+    DeviceFacts,
+    decode_state,
+    state_layout,
+)
 from fairlead_runtime.sizing.verdict import plan_memory
 
 SMALL = {
@@ -294,15 +300,20 @@ GPU = DeviceFacts("cuda", 141 * GIB)
 # -- the plan
 
 
-def test_the_plan_counts_states_beside_keys() -> None:
-    """Every sequence has its states twice; what is left beside one sequence's is a request's."""
-    plan = plan_memory(ModelShape.from_config(QWEN_27B), EngineConfig(), GPU)
+@pytest.mark.parametrize(("switch", "versions"), [("auto", 3), ("on", 3), ("off", 2)])
+def test_the_plan_counts_states_beside_keys(switch: str, versions: int) -> None:
+    """Every sequence has its states twice, and three times where steps are launched ahead; what is
+    left beside one sequence's is a request's.
+    """
+    config = EngineConfig(async_batching=switch)  # type: ignore[arg-type]
+    plan = plan_memory(ModelShape.from_config(QWEN_27B), config, GPU)
     assert plan.fits
     token = 16 * 2 * 4 * 256 * 2  # 16 layers' keys and values of 4 heads in bfloat16
     assert (plan.kv_bytes_per_token, plan.unit_bytes) == (token, 16 * token)
     layout = state_layout(ModelShape.from_config(QWEN_27B), EngineConfig())
     assert plan.state_units == -(-layout.nbytes // plan.unit_bytes)
-    held = 2 * plan.state_units
+    held = versions * plan.state_units
+    assert plan.state_versions == versions
     assert plan.state_bytes_per_sequence == held * plan.unit_bytes
     assert plan.concurrent_tokens == (plan.num_blocks - held) * 16
     assert plan.full_length_sequences == plan.num_blocks // (262144 // 16 + held)
@@ -327,18 +338,26 @@ def test_without_keys_a_block_is_a_state(family: str) -> None:
     assert (plan.unit_bytes, plan.block_bytes) == (layout.nbytes, layout.nbytes)
     assert (plan.state_units, plan.kv_bytes_per_token) == (1, 0)
     assert plan.num_units == plan.num_blocks
-    assert plan.full_length_sequences == plan.num_blocks // 2
+    assert plan.full_length_sequences == plan.num_blocks // 3
     assert plan.concurrent_tokens == plan.full_length_sequences * 1000
-    for blocks, fits in ((1, False), (2, True), (3, True)):
+    for blocks, fits in ((2, False), (3, True), (5, True)):
         plan = plan_memory(shape, replace(config, num_blocks=blocks), GPU)
-        assert (plan.fits, plan.full_length_sequences) == (fits, blocks // 2)
+        assert (plan.fits, plan.full_length_sequences) == (fits, blocks // 3)
+
+
+def test_a_device_that_launches_keeps_rows_of_sequences_with_states() -> None:
+    """As of a model without: blocks of every group, lists, and a unit for padding."""
+    shape, off = ModelShape.from_config(QWEN_27B), EngineConfig(async_batching="off")
+    batch, waited = (plan_memory(shape, c, GPU).terms["batch"] for c in (EngineConfig(), off))
+    units = plan_memory(shape, off, GPU).state_units
+    assert batch - waited == decode_state(shape, off, shape.groups) + 256 * units * ENTRY_BYTES
 
 
 @pytest.mark.parametrize("less", [0, 1])
 def test_a_cache_fits_that_holds_one_sequence_with_its_states(less: int) -> None:
     shape = ModelShape.from_config(QWEN_27B)
     config = EngineConfig(max_model_len=4096)
-    enough = 4096 // 16 + 2 * plan_memory(shape, config, GPU).state_units
+    enough = 4096 // 16 + 3 * plan_memory(shape, config, GPU).state_units
     plan = plan_memory(shape, replace(config, num_blocks=enough - less), GPU)
     assert plan.fits == (not less)
     assert plan.concurrent_tokens == 4096 - 16 * less

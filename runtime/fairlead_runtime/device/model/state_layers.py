@@ -140,7 +140,9 @@ def step_of(rows: StateRows, states: States, device: torch.device) -> StateStep:
             chunks.append(Chunk(first, first + prompt, end, read, target[own]))
     if not chunks:
         return StateStep(states, None, source, target, ())
-    at, index = (torch.tensor(x, dtype=torch.int64, device=device) for x in (places, decodes))
+    at, index = (
+        torch.tensor(x, dtype=torch.int64).to(device, non_blocking=True) for x in (places, decodes)
+    )
     return StateStep(states, at, source[index], target[index], tuple(chunks))
 
 
