@@ -38,8 +38,8 @@ BUGS = (
     PackageBug(
         "a decode writes its state where it has read it",
         f"{_MODEL}.state_layers:StateStep._decode",
-        "self.states.write(layer, self.target, cache.states)",
-        "self.states.write(layer, self.source, cache.states)",
+        "self.states.write(layer, target, cache.states)",
+        "self.states.write(layer, source, cache.states)",
         _LAYERS,
     ),
     PackageBug(
@@ -146,13 +146,6 @@ BUGS = (
         "expected = (shape.windows, shape.sources, shape.kv_widths, shape.mixed, states)",
         "expected = (shape.windows, shape.sources, shape.kv_widths, shape.mixed, "
         "model.state_layout)",
-        _LAYERS,
-    ),
-    PackageBug(
-        "an fp8 cache of a model with states is tried",
-        "fairlead_runtime.sizing.verdict:_refuse_with_states",
-        "if config.fp8_cache:",
-        "if False:",
         _LAYERS,
     ),
     PackageBug(

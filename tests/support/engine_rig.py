@@ -528,7 +528,9 @@ class Rig:
 
     def _own_cache(self) -> dict[str, Any]:
         """The argument of transformers' model that gives it a cache in fp8."""
-        return {"past_key_values": Fp8Cache()} if self.model.heads.fp8_cache else {}
+        if not self.model.heads.fp8_cache:
+            return {}
+        return {"past_key_values": Fp8Cache(self.model.model.config if self.model.states else None)}
 
     def margin(self, tokens: abc.Sequence[int]) -> tuple[float, float, float]:
         """How close the reference's choice after ``tokens`` is: the distance of the top two logits,

@@ -18,7 +18,7 @@ from fairlead_runtime.sizing.graph_sizes import graph_bytes, may_capture, plan_b
 from fairlead_runtime.sizing.groups import LayerGroup
 from fairlead_runtime.sizing.offload_space import Staging, units_of
 from fairlead_runtime.sizing.shape import ModelShape
-from fairlead_runtime.sizing.states import StateLayout, aligned_width
+from fairlead_runtime.sizing.states import DECODES, StateLayout, aligned_width
 from fairlead_runtime.sizing.traffic import Traffic
 
 GIB = 1 << 30
@@ -102,6 +102,7 @@ def terms_of(
     # The kernels' head takes and gives float32.
     head = (2 * shape.hidden + copies * shape.vocab) * (4 if packed else element)
     table_entries = len(groups) * rows * ceil_div(longest, config.block_size)
+    decoded = state_scratch(shape, config, min(rows, DECODES))
     terms = {
         "weights": held_weights(shape, config, tp, device.kind),
         "activations": _in_slabs(shape, config, tokens, rotary)
@@ -111,7 +112,7 @@ def terms_of(
         + filled
         + state_scratch(shape, config, 1),
         "attention": _attention(shape, config, groups, element),
-        "logits": max(rows * width * layer + state_scratch(shape, config, rows), rows * head),
+        "logits": max(rows * width * layer + decoded, rows * head),
         "sampling": sampler_rows(rows, shape.vocab, device.kind)
         * (shape.vocab * SAMPLING_BYTES + HISTOGRAM)
         + rows * shape.vocab * ROW_SAMPLING_BYTES,

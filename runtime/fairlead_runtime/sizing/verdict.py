@@ -56,13 +56,13 @@ def check_against(shape: ModelShape, config: EngineConfig) -> None:
     if shape.mixed:
         refuse_mixed(config)
     if shape.states:
-        _refuse_with_states(config)
+        _refuse_with_states(shape, config)
 
 
-def _refuse_with_states(config: EngineConfig) -> None:
+def _refuse_with_states(shape: ModelShape, config: EngineConfig) -> None:
     """Raise ConfigError for what layers that keep states do not work with yet."""
-    if config.fp8_cache:
-        problem = f"{config.cache_dtype}: the model's layers keep states, which fp8 does not hold"
+    if config.fp8_cache and not shape.groups:
+        problem = f"{config.cache_dtype}: the model's layers keep states and no keys to round"
         raise ConfigError("cache_dtype", problem, "use auto")
     if config.deterministic:
         problem = "the model's layers keep states, which plain torch alone computes"

@@ -17,7 +17,7 @@ from fairlead_runtime.sizing.config_json import ShapeError
 from fairlead_runtime.sizing.families.with_states import WITH_STATES
 from fairlead_runtime.sizing.groups import NO_KEYS
 from fairlead_runtime.sizing.shape import ModelShape
-from fairlead_runtime.sizing.states import ALIGNMENT, StateLayout, StatePart
+from fairlead_runtime.sizing.states import ALIGNMENT, DECODES, StateLayout, StatePart
 from fairlead_runtime.sizing.terms import (
     ENTRY_BYTES,
     GIB,
@@ -319,6 +319,18 @@ def test_the_plan_counts_states_beside_keys(switch: str, versions: int) -> None:
     assert plan.full_length_sequences == plan.num_blocks // (262144 // 16 + held)
 
 
+def test_copies_of_states_are_planned_for_the_decodes_of_one_call() -> None:
+    """What more of them take is a decode's own: hidden states, and no state."""
+    shape = ModelShape.from_config(QWEN_27B)
+    logits = [
+        plan_memory(shape, EngineConfig(max_requests=rows), GPU).terms["logits"]
+        for rows in (DECODES - 1, DECODES, DECODES + 1, DECODES + 2)
+    ]
+    state = state_layout(shape, EngineConfig()).nbytes // 48
+    assert logits[1] - logits[0] > state
+    assert logits[2] - logits[1] == logits[3] - logits[2] < state
+
+
 def test_a_row_is_filled_up_to_a_chunk() -> None:
     shape = ModelShape.from_config(QWEN_27B)
     planned = [
@@ -366,11 +378,27 @@ def test_a_cache_fits_that_holds_one_sequence_with_its_states(less: int) -> None
         assert plan.fixes[0] == {"num_blocks": enough}
 
 
+def test_an_fp8_cache_halves_the_keys_and_leaves_the_states() -> None:
+    shape, config = ModelShape.from_config(QWEN_27B), EngineConfig(cache_dtype="fp8")
+    whole, half = (plan_memory(shape, c, GPU) for c in (EngineConfig(), config))
+    assert 2 * half.unit_bytes == whole.unit_bytes
+    assert 2 * half.kv_bytes_per_token == whole.kv_bytes_per_token
+    assert half.state_units == -(-state_layout(shape, config).nbytes // half.unit_bytes)
+    assert state_layout(shape, config) == state_layout(shape, EngineConfig())
+
+
+def test_an_fp8_cache_is_refused_where_no_layer_has_keys() -> None:
+    with pytest.raises(ConfigError, match="states and no keys") as caught:
+        plan_memory(
+            ModelShape.from_config({"model_type": "mamba2"}), EngineConfig(cache_dtype="fp8"), GPU
+        )
+    assert caught.value.field == "cache_dtype"
+
+
 @pytest.mark.parametrize(
     ("setting", "value"),
     [
         ("deterministic", True),
-        ("cache_dtype", "fp8"),
         ("tensor_parallel", 2),
         ("kernels", "cpu"),
         ("quantization", "int8"),

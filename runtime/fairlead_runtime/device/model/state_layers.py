@@ -5,7 +5,7 @@ forward pass: it hands transformers' own code to the current pass, which calls i
 by itself (``StateStep``). That code cannot keep packed sequences apart.
 
     packed row   [ a | b | c c c | d | e e ]
-    calls        [a, b, d] as [3, 1]      decodes of one layer together, over gathered states
+    calls        [a, b, d] as [3, 1]      up to DECODES decodes together, over gathered states
                  [c c c], [e e] as [1, t] each chunk of a prompt, from its own state
 """
 
@@ -31,6 +31,7 @@ from fairlead_runtime.device.model.state_scans import (
     forward_with,
     function_of,
 )
+from fairlead_runtime.sizing.states import DECODES
 
 # Of transformers' caches: the methods of which a layer with a state calls some.
 _ASKS = frozenset(
@@ -110,10 +111,16 @@ class StateStep:
         return out[None]
 
     def _decode(self, layer: int, mixer: "StateMixer", hidden: Tensor) -> Tensor:
-        cache = StateCache(self.states.read(layer, self.source))
-        mixed = mixer.call(hidden, cache)
-        self.states.write(layer, self.target, cache.states)
-        return mixed
+        """Rows [B, 1, hidden] in calls of as many as memory for copies of their states is planned
+        for.
+        """
+        parts = []
+        rows = (x.split(DECODES) for x in (hidden, self.source, self.target))
+        for tokens, source, target in zip(*rows, strict=True):
+            cache = StateCache(self.states.read(layer, source))
+            parts.append(mixer.call(tokens, cache))
+            self.states.write(layer, target, cache.states)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _compute(self, layer: int, mixer: "StateMixer", hidden: Tensor, chunk: Chunk) -> Tensor:
         before = None if chunk.source is None else self.states.read(layer, chunk.source)

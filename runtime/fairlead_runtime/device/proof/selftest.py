@@ -44,7 +44,7 @@ from fairlead_runtime.device.model.experts import samples_of
 from fairlead_runtime.device.model.paged_model import PagedModel
 from fairlead_runtime.device.model.rank_group import RankGroup
 from fairlead_runtime.device.proof import determinism, windows
-from fairlead_runtime.device.proof.fp8_reference_cache import RoundedCache
+from fairlead_runtime.device.proof.fp8_reference_cache import rounded_cache
 from fairlead_runtime.device.ranks import shards
 from fairlead_runtime.models import families
 from fairlead_runtime.models.loading import LoadedModel
@@ -895,7 +895,8 @@ def _plain_logits(
             ids = torch.tensor([prompt], device=model.device)
             index = torch.tensor(at, device=model.device)
             extra: dict[str, Any] = {"logits_to_keep": index} if model.selects_logits else {}
-            extra |= {"past_key_values": RoundedCache()} if fp8_cache else {}
+            rounds = {"past_key_values": rounded_cache(plain, states=bool(model.states))}
+            extra |= rounds if fp8_cache else {}
             logits = plain(input_ids=ids, use_cache=fp8_cache, **extra).logits[0]
             results.append(logits if model.selects_logits else logits[index])
     return results

@@ -113,7 +113,8 @@ def profile(
     least = _filled(CPU_MIXED_TOKENS, chunk) if model.states else CPU_TOKENS
     tokens = min(max_batch_tokens, least) if on_cpu else max_batch_tokens
     max_rows = min(max_requests, max_batch_tokens)
-    rows = min(max_rows, CPU_ROWS) if on_cpu else max_rows
+    # What decodes copy of states does not grow with the rows beyond those of one call.
+    rows = min(max_rows, CPU_ROWS) if on_cpu and not model.states else max_rows
     # A layer with a state computes one row after the other, whose memory grows with its tokens.
     longest = min(tokens, max_model_len, CPU_ROW if on_cpu and not model.states else tokens)
     lengths = [min(longest, tokens - at) for at in range(0, tokens, longest)]
