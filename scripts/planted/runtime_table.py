@@ -4616,8 +4616,8 @@ BUGS = (
     PackageBug(
         "the plan rounds a bfloat16 model's head to int8",
         "fairlead_runtime.sizing.terms:_packed_weights",
-        "    if not shape.quantized and element == 4:\n",
-        "    if not shape.quantized:\n",
+        "    if not shape.quantized and element == 4 and",
+        "    if not shape.quantized and",
         ("functional/engine/test_plan_and_start.py",),
     ),
     PackageBug(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal, Self
 
 from fairlead_kernels.cpu.slabs import SLAB
+from fairlead_kernels.formats.row_chunks import ELEMENTS
 from fairlead_kernels.packages.humming_memory import COMPILER, OWN_PAIR, PAIR, takes
 from fairlead_kernels.plain.strips import STRIP, scored_strip
 from fairlead_runtime.settings.engine_config import EngineConfig
@@ -103,6 +104,8 @@ def terms_of(
     head = (2 * shape.hidden + copies * shape.vocab) * (4 if packed else element)
     table_entries = len(groups) * rows * ceil_div(longest, config.block_size)
     decoded = state_scratch(shape, config, min(rows, DECODES))
+    if shape.states:  # its own code widens quantized weights in each pass
+        decoded += _widened(shape, config, device.kind, rows)
     terms = {
         "weights": held_weights(shape, config, tp, device.kind),
         "activations": _in_slabs(shape, config, tokens, rotary)
@@ -431,7 +434,7 @@ def _packed_weights(shape: ModelShape, config: EngineConfig, element: int) -> in
     if config.quantization == "none":
         return plain
     matrices, channels = shape.layer_matrices, shape.layer_channels
-    if not shape.quantized and element == 4:
+    if not shape.quantized and element == 4 and not shape.states:
         matrices, channels = matrices + rows * shape.hidden, channels + shape.vocab
     return plain - matrices * (element - 1) + 4 * channels
 
@@ -441,11 +444,14 @@ def _widened(shape: ModelShape, config: EngineConfig, kind: str, tokens: int) ->
     the type of the activations. Of int4 half of the integers are beside it, and what they multiply
     in the order of their columns.
     """
-    if config.quantization == "none" or kind == "cpu":
+    if config.quantization == "none" or (kind == "cpu" and not shape.states):
         return 0
+    element = bytes_of(shape, config)
+    if shape.states:  # rows of a matrix as they are widened, and what they give beside all others'
+        return ELEMENTS * (4 + element) + tokens * shape.layer_channels // shape.layers * element
     projections = max((heads.projected_width for heads in shape.head_kinds), default=0)
     widest = ceil_div(max(2 * shape.mlp_width_unit, projections), config.tensor_parallel)
-    largest, element = shape.hidden * widest, bytes_of(shape, config)
+    largest = shape.hidden * widest
     if config.quantization != "int4":
         return largest * element
     attended = max(heads.attended_width for heads in shape.head_kinds)

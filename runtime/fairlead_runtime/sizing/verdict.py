@@ -72,9 +72,9 @@ def _refuse_with_states(shape: ModelShape, config: EngineConfig) -> None:
             f"{config.kernels}: the model's layers keep states, which plain torch alone serves"
         )
         raise ConfigError("kernels", problem, "use auto or torch")
-    if config.quantization != "none":
-        problem = f"{config.quantization}: the model's layers keep states, whose weights stay whole"
-        raise ConfigError("quantization", problem, "use none")
+    if config.quantization != "none" and shape.experts:
+        problem = f"{config.quantization}: the model's layers keep states, and experts beside these"
+        raise ConfigError("quantization", f"{problem} stay whole", "use none")
 
 
 def _widened(shape: ModelShape, config: EngineConfig, memory: MemoryPlan) -> str:

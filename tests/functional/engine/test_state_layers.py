@@ -161,7 +161,6 @@ def test_states_of_other_sizes_than_those_of_the_configuration_are_refused(tmp_p
     ("settings", "field"),
     [
         ({"deterministic": True}, "deterministic"),
-        ({"quantization": "int8"}, "quantization"),
         ({"tensor_parallel": 2}, "tensor_parallel"),
         ({"kernels": "cpu"}, "kernels"),
     ],

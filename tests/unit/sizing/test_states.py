@@ -387,6 +387,24 @@ def test_an_fp8_cache_halves_the_keys_and_leaves_the_states() -> None:
     assert state_layout(shape, config) == state_layout(shape, EngineConfig())
 
 
+def test_quantized_weights_of_mixers_are_a_byte_each_and_a_scale_a_row() -> None:
+    shape = ModelShape.from_config(QWEN_27B)
+    for name in ("int8", "fp8"):
+        config = EngineConfig(quantization=name)  # type: ignore[arg-type]
+        whole, rounded = (plan_memory(shape, c, GPU).terms for c in (EngineConfig(), config))
+        less = whole["weights"] - rounded["weights"]
+        assert less == shape.layer_matrices - 4 * shape.layer_channels
+        # One row of a large matrix after the other is widened.
+        assert 6 << 20 < rounded["logits"] - whole["logits"] < 64 << 20
+
+
+def test_experts_beside_states_stay_whole_and_are_named() -> None:
+    shape = ModelShape.from_config({"model_type": "qwen3_5_moe_text"})
+    with pytest.raises(ConfigError, match="experts beside these stay whole") as caught:
+        plan_memory(shape, EngineConfig(quantization="fp8"), GPU)
+    assert caught.value.field == "quantization"
+
+
 def test_an_fp8_cache_is_refused_where_no_layer_has_keys() -> None:
     with pytest.raises(ConfigError, match="states and no keys") as caught:
         plan_memory(
@@ -401,7 +419,6 @@ def test_an_fp8_cache_is_refused_where_no_layer_has_keys() -> None:
         ("deterministic", True),
         ("tensor_parallel", 2),
         ("kernels", "cpu"),
-        ("quantization", "int8"),
     ],
 )
 def test_what_does_not_work_with_states_yet_is_refused_by_name(setting: str, value: Any) -> None:
