@@ -291,7 +291,7 @@ BUGS = (
     PackageBug(
         "an fp8 cache of a model with states is compared with one that holds none",
         "fairlead_runtime.device.proof.fp8_reference_cache:rounded_cache",
-        "if states and own is DynamicCache else {}",
+        "if states and kind is DynamicCache else {}",
         "if not states else {}",
         ("functional/engine/test_states.py",),
     ),

@@ -29,12 +29,12 @@ class _RoundedKeys:
 
 
 def rounded_cache(model: PreTrainedModel, *, states: bool = False) -> DynamicCache:
-    """An empty cache for one pass of a model, of the class that its code takes. With ``states`` its
-    layers are of the kinds that the configuration names, some without keys.
+    """An empty cache for one pass of a model; with ``states`` of the class that its code takes and
+    layers of the kinds that the configuration names, some without keys.
     """
-    own = _class_of(model)
-    kinds = {"config": model.config} if states and own is DynamicCache else {}
-    return type("RoundedCache", (_RoundedKeys, own), {})(**kinds)
+    kind = _class_of(model) if states else DynamicCache
+    layers = {"config": model.config} if states and kind is DynamicCache else {}
+    return type("RoundedCache", (_RoundedKeys, kind), {})(**layers)
 
 
 def _class_of(model: PreTrainedModel) -> Any:
