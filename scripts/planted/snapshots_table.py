@@ -272,7 +272,7 @@ BUGS = (
         "fairlead_runtime.device.model.state_layers:StateStep._decode",
         "x.split(DECODES) for x",
         "x.split(1 << 30) for x",
-        ("functional/engine/test_planned_memory.py",),
+        ("functional/engine/test_state_layers.py",),
     ),
     PackageBug(
         "each call of a mixer writes the states of the first decodes",
