@@ -270,8 +270,8 @@ BUGS = (
     PackageBug(
         "all decodes of a step copy their states at once",
         "fairlead_runtime.device.model.state_layers:StateStep._decode",
-        "x.split(DECODES) for x",
-        "x.split(1 << 30) for x",
+        "torch.split(x, DECODES)",
+        "torch.split(x, 1 << 30)",
         ("functional/engine/test_state_layers.py",),
     ),
     PackageBug(

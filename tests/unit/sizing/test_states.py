@@ -390,7 +390,7 @@ def test_an_fp8_cache_halves_the_keys_and_leaves_the_states() -> None:
 def test_quantized_weights_of_mixers_are_a_byte_each_and_a_scale_a_row() -> None:
     shape = ModelShape.from_config(QWEN_27B)
     for name in ("int8", "fp8"):
-        config = EngineConfig(quantization=name)  # type: ignore[arg-type]
+        config = EngineConfig(quantization=name)
         whole, rounded = (plan_memory(shape, c, GPU).terms for c in (EngineConfig(), config))
         less = whole["weights"] - rounded["weights"]
         assert less == shape.layer_matrices - 4 * shape.layer_channels

@@ -115,7 +115,7 @@ class StateStep:
         for.
         """
         parts = []
-        rows = (x.split(DECODES) for x in (hidden, self.source, self.target))
+        rows = (torch.split(x, DECODES) for x in (hidden, self.source, self.target))
         for tokens, source, target in zip(*rows, strict=True):
             cache = StateCache(self.states.read(layer, source))
             parts.append(mixer.call(tokens, cache))
