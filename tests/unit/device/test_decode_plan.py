@@ -70,7 +70,7 @@ def test_a_model_with_states_launches_each_step_as_it_is_and_captures_none() -> 
     device = torch.device("cuda")
     model = cast("PagedModel", SimpleNamespace(device=device, states={0: ()}))
     for switch in ("auto", "on"):
-        config = EngineConfig(async_batching=switch)  # type: ignore[arg-type]
+        config = EngineConfig(async_batching=switch)
         choice = DecodePlan.choose(config, model, plain(), sharded=False)
         assert (choice.graphs_off_because, choice.sync_because) == ("its layers keep states", "")
         assert choice.state_on_device
