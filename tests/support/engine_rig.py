@@ -87,6 +87,7 @@ UNFUSED = {
 GRAPHS = ("graphs", "graphs layers")
 STANDINS = ("flashinfer", "resident", *GRAPHS, "triton", "ranks ahead")  # of a GPU's attention
 # Those that stand for a GPU: what they offload crosses on a stream of its own.
+LAUNCHING = ("ahead", "ranks ahead")  # steps of all kinds, by rows on the device
 ON_GPU = (
     "flashinfer",
     "resident",
@@ -94,6 +95,7 @@ ON_GPU = (
     "graphs layers",
     "layers",
     "triton",
+    "ahead",
     "ranks",
     "ranks ahead",
     *FUSED_RANKS[1:],
@@ -292,9 +294,10 @@ def cache_of(
         states = model.state_layout
         cache = CacheStorage(groups, heads, device=model.device, states=states, **sizes)
     else:
-        piece = 3 * CacheStorage.unit_bytes(groups, heads, block_size)
+        states = model.state_layout
+        piece = 3 * CacheStorage.unit_bytes(groups, heads, block_size, states)
         sizes |= {"choose": random.Random(side).randrange, "piece_bytes": piece}
-        cache = DelayedCache(groups, heads, device=model.device, **sizes)
+        cache = DelayedCache(groups, heads, device=model.device, states=states, **sizes)
     cache.fill(torch.nan)
     return cache
 
@@ -313,11 +316,11 @@ class Rig:
     processes, each with half of the model; ranks cpu, ranks layers and ranks triton are the same
     with layers fused, but for ``odd``, which does not fit on the other one; with int8 or fp8
     behind, some also with such weights; ranks ahead launches steps, on the stand-in of flashinfer's
-    wrappers. After "fp8 cache " they have one, and the reference rounds keys and values. fixed is
-    cpu with ``deterministic``, whose text nothing but itself is compared with; fixed triton the
-    same in Triton. After "triton " attention, resident and graphs have Triton's attention on the
-    stand-in of its kernels, interpreted in its interpreter. Experts are in Triton, on the same
-    stand-in, in all that stand for a GPU.
+    wrappers, and ahead does in torch alone. After "fp8 cache " they have one, and the reference
+    rounds keys and values. fixed is cpu with ``deterministic``, whose text nothing but itself is
+    compared with; fixed triton the same in Triton. After "triton " attention, resident and graphs
+    have Triton's attention on the stand-in of its kernels, interpreted in its interpreter. Experts
+    are in Triton, on the same stand-in, in all that stand for a GPU.
     """
 
     def __init__(
@@ -377,7 +380,8 @@ class Rig:
         """Those of a setting with this model, whose states lie in units, too: beside those of a
         block for each of its layers' groups there are as many as two running sequences have.
         """
-        limits = setting.limits(len(self.groups))
+        versions = 3 if self._kernels == "ahead" else 2
+        limits = replace(setting.limits(len(self.groups)), state_versions=versions)
         layout = self.model.state_layout
         if layout is None:
             return limits
@@ -410,7 +414,7 @@ class Rig:
         pair = self._pair
         attention, decodes = self._choice().attention, None
         sampler = None
-        if self._kernels == "ranks ahead":
+        if self._kernels in LAUNCHING:
             lengths = {"sequences": limits.max_requests, "max_model_len": limits.max_model_len}
             sampler = RowSampler.of(self.model, cache, **lengths, listed=setting.listed)
         if pair is not None:
@@ -530,7 +534,9 @@ class Rig:
 
     def _own_cache(self) -> dict[str, Any]:
         """The argument of transformers' model that gives it a cache in fp8."""
-        return {"past_key_values": Fp8Cache()} if self.model.heads.fp8_cache else {}
+        if not self.model.heads.fp8_cache:
+            return {}
+        return {"past_key_values": Fp8Cache(self.model.model.config if self.model.states else None)}
 
     def margin(self, tokens: abc.Sequence[int]) -> tuple[float, float, float]:
         """How close the reference's choice after ``tokens`` is: the distance of the top two logits,

@@ -26,7 +26,7 @@ from fairlead_runtime.models import loading
 from fairlead_runtime.models.loading import InspectedModel, LoadedModel
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
 from fairlead_runtime.settings.startup_parts import Report, unreported
-from fairlead_runtime.sizing.terms import DeviceFacts, gib, state_units
+from fairlead_runtime.sizing.terms import DeviceFacts, gib, state_units, state_versions
 
 log = logging.getLogger("fairlead.build")
 
@@ -183,6 +183,7 @@ def _profile(
             block_size=config.block_size,
             chunk=loaded.shape.mixer_chunk,
             state_units=state_units(loaded.shape, config, model.groups),
+            state_versions=state_versions(config, model.device.type),
         )
     except torch.OutOfMemoryError as error:
         raise ConfigError(

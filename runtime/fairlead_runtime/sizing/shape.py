@@ -128,8 +128,11 @@ class ModelShape:
 
     def plain_on(self, device: str) -> str:
         """What its layers have that no product with quantized weights on a device of this kind is
-        known to serve, "" for nothing.
+        known to serve, "" for nothing: those of layers with states need none, and what of them
+        stays whole is refused by ``verdict``.
         """
+        if self.states:
+            return ""
         return self.plain_on_cpus if device == "cpu" else self.plain
 
     def heads_on(self, ranks: int) -> tuple[LayerHeads, ...]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal, Self
 
 from fairlead_kernels.cpu.slabs import SLAB
+from fairlead_kernels.formats.row_chunks import ELEMENTS
 from fairlead_kernels.packages.humming_memory import COMPILER, OWN_PAIR, PAIR, takes
 from fairlead_kernels.plain.strips import STRIP, scored_strip
 from fairlead_runtime.settings.engine_config import EngineConfig
@@ -18,7 +19,7 @@ from fairlead_runtime.sizing.graph_sizes import graph_bytes, may_capture, plan_b
 from fairlead_runtime.sizing.groups import LayerGroup
 from fairlead_runtime.sizing.offload_space import Staging, units_of
 from fairlead_runtime.sizing.shape import ModelShape
-from fairlead_runtime.sizing.states import StateLayout, aligned_width
+from fairlead_runtime.sizing.states import DECODES, StateLayout, aligned_width
 from fairlead_runtime.sizing.traffic import Traffic
 
 GIB = 1 << 30
@@ -56,9 +57,8 @@ UNIT_BYTES = 454
 ROW_BYTES, ENTRY, INDEX = 80, 4, 24 + 21 * 12
 # Ids in the list of what a row changes in its logits, at most, and the bytes of one.
 LIST_ROOM, LISTED = 4096, 12
-# Versions that a running sequence has of its state: a step reads one and writes the other. No step
-# is launched ahead of another's tokens, which would need a third.
-STATE_VERSIONS = 2
+# Versions that a running sequence has of its state where each step is waited for.
+WAITED_VERSIONS = 2
 # Of the states of one layer that a step of decodes reads, copies that are alive at once, measured.
 STATE_COPIES = 6
 TERMS = ("weights", "activations", "attention", "logits", "sampling", "graphs", "batch")
@@ -103,6 +103,9 @@ def terms_of(
     # The kernels' head takes and gives float32.
     head = (2 * shape.hidden + copies * shape.vocab) * (4 if packed else element)
     table_entries = len(groups) * rows * ceil_div(longest, config.block_size)
+    decoded = state_scratch(shape, config, min(rows, DECODES))
+    if shape.states:  # its own code widens quantized weights in each pass
+        decoded += _widened(shape, config, device.kind, rows)
     terms = {
         "weights": held_weights(shape, config, tp, device.kind),
         "activations": _in_slabs(shape, config, tokens, rotary)
@@ -112,18 +115,19 @@ def terms_of(
         + filled
         + state_scratch(shape, config, 1),
         "attention": _attention(shape, config, groups, element),
-        "logits": max(rows * width * layer + state_scratch(shape, config, rows), rows * head),
+        "logits": max(rows * width * layer + decoded, rows * head),
         "sampling": sampler_rows(rows, shape.vocab, device.kind)
         * (shape.vocab * SAMPLING_BYTES + HISTOGRAM)
         + rows * shape.vocab * ROW_SAMPLING_BYTES,
         "graphs": 0,
         "batch": GROWTH * (tokens * (16 + 8 * len(groups)) + rows * 64 + table_entries * 4),
     }
+    versions = state_versions(config, device.kind)
     if shape.states:
         units = state_units(shape, config, groups)
         # The units that each row reads and writes, beside the lists that the scheduler keeps.
-        terms["batch"] += rows * units * (GROWTH * 2 * 8 + ENTRY_BYTES * STATE_VERSIONS)
-    if not cpu and not shape.states:  # of those the device keeps nothing between steps
+        terms["batch"] += rows * units * (GROWTH * 2 * 8 + ENTRY_BYTES * versions)
+    if not cpu and (not shape.states or versions > WAITED_VERSIONS):
         terms["batch"] += decode_state(shape, config, groups)
     if not cpu and (units := offload_units(shape, config, groups)):
         unit = unit_bytes(shape, config, groups)
@@ -214,6 +218,14 @@ def state_units(shape: ModelShape, config: EngineConfig, groups: Sequence[LayerG
     if not shape.states:
         return 0
     return state_layout(shape, config).units(unit_bytes(shape, config, groups))
+
+
+def state_versions(config: EngineConfig, kind: str) -> int:
+    """Versions that a running sequence has of its state: a step reads one and writes the other, and
+    where the next is launched before its tokens are known, that writes a third.
+    """
+    launches = config.async_batching != "off" and not config.deterministic
+    return WAITED_VERSIONS + (kind == "cuda" and launches)
 
 
 def _kv_width(shape: ModelShape, config: EngineConfig, layer: int) -> int:
@@ -422,7 +434,7 @@ def _packed_weights(shape: ModelShape, config: EngineConfig, element: int) -> in
     if config.quantization == "none":
         return plain
     matrices, channels = shape.layer_matrices, shape.layer_channels
-    if not shape.quantized and element == 4:
+    if not shape.quantized and element == 4 and not shape.states:
         matrices, channels = matrices + rows * shape.hidden, channels + shape.vocab
     return plain - matrices * (element - 1) + 4 * channels
 
@@ -432,11 +444,14 @@ def _widened(shape: ModelShape, config: EngineConfig, kind: str, tokens: int) ->
     the type of the activations. Of int4 half of the integers are beside it, and what they multiply
     in the order of their columns.
     """
-    if config.quantization == "none" or kind == "cpu":
+    if config.quantization == "none" or (kind == "cpu" and not shape.states):
         return 0
+    element = bytes_of(shape, config)
+    if shape.states:  # rows of a matrix as they are widened, and what they give beside all others'
+        return ELEMENTS * (4 + element) + tokens * shape.layer_channels // shape.layers * element
     projections = max((heads.projected_width for heads in shape.head_kinds), default=0)
     widest = ceil_div(max(2 * shape.mlp_width_unit, projections), config.tensor_parallel)
-    largest, element = shape.hidden * widest, bytes_of(shape, config)
+    largest = shape.hidden * widest
     if config.quantization != "int4":
         return largest * element
     attended = max(heads.attended_width for heads in shape.head_kinds)

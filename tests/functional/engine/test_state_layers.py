@@ -22,10 +22,13 @@ from fairlead_kernels.plain.torch_attention import TorchAttention
 from fairlead_runtime.build.checks import check
 from fairlead_runtime.device.memory.state_units import StateUnits
 from fairlead_runtime.device.model.paged_model import PagedModel, prepare
+from fairlead_runtime.device.model.state_cache import StateCache
+from fairlead_runtime.device.model.state_layers import StateMixer
 from fairlead_runtime.device.proof import selftest
 from fairlead_runtime.models import loading
 from fairlead_runtime.models.model_error import ModelError, SelfTestError
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
+from fairlead_runtime.sizing.states import DECODES
 from fairlead_runtime.sizing.terms import GIB, DeviceFacts, state_layout
 from support import tiny, tiny_states
 from support.engine_rig import paged
@@ -60,6 +63,28 @@ def differs(got: torch.Tensor, want: torch.Tensor) -> float:
 @pytest.mark.parametrize("family", tiny_states.FAMILIES)
 def test_logits_are_those_of_one_pass_however_rows_are_cut(family: str) -> None:
     check_logits(model_of(family), seed=0, generated=True)
+
+
+def test_a_call_takes_no_more_decodes_than_memory_is_planned_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each of them with its own states, the first row as the last."""
+    model = model_of("lfm2")
+    rows, calls, call = StateRows(model), list[int](), StateMixer.call
+
+    def spy(self: StateMixer, hidden: torch.Tensor, cache: StateCache) -> torch.Tensor:
+        calls.append(len(hidden))
+        return call(self, hidden, cache)
+
+    prompts = [tokens_of(seed, 5) for seed in range(2 * DECODES + 3)]
+    sequences = [rows.sequence(tokens, 3) for tokens in prompts]
+    rows.step((sequence, 3) for sequence in sequences)
+    monkeypatch.setattr(StateMixer, "call", spy)
+    rows.step((sequence, 1) for sequence in sequences)
+    assert calls == [DECODES, DECODES, 3] * len(model.mixers)
+    logits = rows.step((sequence, 1) for sequence in sequences)
+    for at in (0, DECODES - 1, DECODES, len(prompts) - 1):
+        assert differs(logits[at], expected(model, prompts[at])[-1]) < CLOSE
 
 
 @pytest.mark.parametrize("family", tiny_states.FAMILIES)
@@ -136,9 +161,7 @@ def test_states_of_other_sizes_than_those_of_the_configuration_are_refused(tmp_p
 @pytest.mark.parametrize(
     ("settings", "field"),
     [
-        ({"cache_dtype": "fp8"}, "cache_dtype"),
         ({"deterministic": True}, "deterministic"),
-        ({"quantization": "int8"}, "quantization"),
         ({"tensor_parallel": 2}, "tensor_parallel"),
         ({"kernels": "cpu"}, "kernels"),
     ],

@@ -21,6 +21,7 @@ transformers' code multiplies by what they stand for (``models/quantized.py``), 
 their own copy of the same numbers, so every comparison judges the kernels alone.
 """
 
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -122,6 +123,9 @@ def quantize_weights(model: PagedModel, to: Format, *, head: bool = False) -> No
     ``QuantizedLinear`` instead, for transformers' code to compute with and for ``fuse`` to pack.
     With ``head`` the output matrix, too, and embeddings that share it.
     """
+    if model.states:
+        _quantize_linears(model, to)
+        return
     owners = owners_of(model.model)
     layers = decoder_layers(model)
     # What is recorded of a layer holds its modules: it goes with them.
@@ -131,6 +135,25 @@ def quantize_weights(model: PagedModel, to: Format, *, head: bool = False) -> No
     release_memory()  # of the plain weights, which no layer after these takes up
     if head and layers:
         _quantize_head(model, layers, to)
+
+
+def _quantize_linears(model: PagedModel, to: Format) -> None:
+    """Quantize what the model's code multiplies by but its head: each linear layer by itself, which
+    goes on being called.
+    """
+    head = model.model.get_output_embeddings()
+    for parent in list(model.model.modules()):
+        for name, module in list(parent.named_children()):
+            if type(module) is nn.Linear and module is not head:
+                bias = None if module.bias is None else module.bias.data
+                setattr(parent, name, QuantizedLinear(quantize(module.weight.data, to), bias))
+    release_memory()
+
+
+def quantized_elements(model: PagedModel) -> int:
+    """Elements of all matrices that are held quantized."""
+    linears = (m for m in model.model.modules() if isinstance(m, QuantizedLinear))
+    return sum(math.prod(linear.weight.shape) for linear in linears)
 
 
 def _quantize_layer(layer: nn.Module, recorded: Recorded, owners: Counter[int], to: Format) -> None:

@@ -5,7 +5,7 @@ forward pass: it hands transformers' own code to the current pass, which calls i
 by itself (``StateStep``). That code cannot keep packed sequences apart.
 
     packed row   [ a | b | c c c | d | e e ]
-    calls        [a, b, d] as [3, 1]      decodes of one layer together, over gathered states
+    calls        [a, b, d] as [3, 1]      up to DECODES decodes together, over gathered states
                  [c c c], [e e] as [1, t] each chunk of a prompt, from its own state
 
 Where operations on states can serve a mixer, its code runs once instead (``state_packed``).
@@ -41,7 +41,7 @@ from fairlead_runtime.device.model.state_scans import (
     forward_with,
     function_of,
 )
-from fairlead_runtime.sizing.states import StatePart
+from fairlead_runtime.sizing.states import DECODES, StatePart
 
 # Of transformers' caches: the methods of which a layer with a state calls some.
 _ASKS = frozenset(
@@ -128,10 +128,16 @@ class StateStep:
         return out[None]
 
     def _decode(self, layer: int, mixer: "StateMixer", hidden: Tensor) -> Tensor:
-        cache = StateCache(self.states.read(layer, self.source))
-        mixed = mixer.call(hidden, cache)
-        self.states.write(layer, self.target, cache.states)
-        return mixed
+        """Rows [B, 1, hidden] in calls of as many as memory for copies of their states is planned
+        for.
+        """
+        parts = []
+        rows = (torch.split(x, DECODES) for x in (hidden, self.source, self.target))
+        for tokens, source, target in zip(*rows, strict=True):
+            cache = StateCache(self.states.read(layer, source))
+            parts.append(mixer.call(tokens, cache))
+            self.states.write(layer, target, cache.states)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _compute(self, layer: int, mixer: "StateMixer", hidden: Tensor, chunk: Chunk) -> Tensor:
         before = None if chunk.source is None else self.states.read(layer, chunk.source)
@@ -159,7 +165,9 @@ def step_of(rows: StateRows, states: States, device: torch.device) -> StateStep:
     packed_rows = rows_of(*rows) if device.type == "cpu" else None
     if not chunks:
         return StateStep(states, None, source, target, (), packed_rows)
-    at, index = (torch.tensor(x, dtype=torch.int64, device=device) for x in (places, decodes))
+    at, index = (
+        torch.tensor(x, dtype=torch.int64).to(device, non_blocking=True) for x in (places, decodes)
+    )
     return StateStep(states, at, source[index], target[index], tuple(chunks), packed_rows)
 
 

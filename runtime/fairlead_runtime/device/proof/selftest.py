@@ -31,7 +31,12 @@ from fairlead_kernels.packages.humming_memory import UNPACKAGED
 from fairlead_kernels.packages.humming_products import HummingProducts
 from fairlead_kernels.plain.torch_attention import TorchAttention
 from fairlead_kernels.proofs.attention_proof import BLOCK_SIZE as PROVEN
-from fairlead_runtime.device.conversion.fusion import Fusion, fuse, quantize_weights
+from fairlead_runtime.device.conversion.fusion import (
+    Fusion,
+    fuse,
+    quantize_weights,
+    quantized_elements,
+)
 from fairlead_runtime.device.conversion.pack_states import pack_states
 from fairlead_runtime.device.conversion.recording_pass import (
     decoder_layers,
@@ -45,7 +50,7 @@ from fairlead_runtime.device.model.experts import samples_of
 from fairlead_runtime.device.model.paged_model import PagedModel
 from fairlead_runtime.device.model.rank_group import RankGroup
 from fairlead_runtime.device.proof import determinism, windows
-from fairlead_runtime.device.proof.fp8_reference_cache import RoundedCache
+from fairlead_runtime.device.proof.fp8_reference_cache import rounded_cache
 from fairlead_runtime.device.ranks import shards
 from fairlead_runtime.models import families
 from fairlead_runtime.models.loading import LoadedModel
@@ -249,7 +254,7 @@ def prepare_and_test(
             model,
             loaded,
             to,
-            _rounded_weights(model, choice, to),
+            _rounded_weights(model, choice, to, loaded.shape.layer_matrices),
             _input_rounding(choice, quantized),
             report,
         )
@@ -269,7 +274,11 @@ def prepare_and_test(
 
 
 def _check_fused(loaded: LoadedModel, quantized: str, fusion: Fusion) -> None:
-    """Raise ConfigError for quantized weights in a layer that transformers' code computes."""
+    """Raise ConfigError for quantized weights in a layer that transformers' code computes, but of
+    models with states: there its linear layers multiply by them, and none was left out.
+    """
+    if loaded.shape.states:
+        return
     if quantized != "none" and fusion.fused < fusion.layers:
         raise ConfigError(
             "quantization",
@@ -279,14 +288,35 @@ def _check_fused(loaded: LoadedModel, quantized: str, fusion: Fusion) -> None:
 
 
 @contextmanager
-def _rounded_weights(model: PagedModel, choice: BackendChoice, to: Format | None) -> Iterator[None]:
-    """Round a model's weights, in the ``with`` block and after it, ``to`` this format, if any."""
+def _rounded_weights(
+    model: PagedModel, choice: BackendChoice, to: Format | None, matrices: int
+) -> Iterator[None]:
+    """Round a model's weights, in the ``with`` block and after it, ``to`` this format, if any: in
+    its layers so many elements of ``matrices``.
+    """
     if to is not None:
         operations = choice.operations
         packs_head = operations is not None and operations.model_operations is not None
         head = packs_head and model.heads.dtype is torch.float32
         quantize_weights(model, to, head=head)
+        if model.states:
+            _check_linears(model, matrices)
     yield
+
+
+def _check_linears(model: PagedModel, matrices: int) -> None:
+    """Raise ConfigError where a model with states, whose linear layers are quantized, has other
+    matrices than ``matrices`` elements in these, or where its code reads weights of theirs itself.
+    """
+    name, problem = str(model.model.config.model_type), ""
+    if (count := quantized_elements(model)) != matrices:
+        problem = f"{count} of {matrices} weights in matrices of {name!r} are in linear layers"
+    try:
+        model.probe_again()
+    except (TypeError, AttributeError, RuntimeError) as error:
+        problem = f"the code of {name!r} reads weights itself: {type(error).__name__}"
+    if problem:
+        raise ConfigError("quantization", problem, "use none")
 
 
 class _Pass(NamedTuple):
@@ -897,7 +927,8 @@ def _plain_logits(
             ids = torch.tensor([prompt], device=model.device)
             index = torch.tensor(at, device=model.device)
             extra: dict[str, Any] = {"logits_to_keep": index} if model.selects_logits else {}
-            extra |= {"past_key_values": RoundedCache()} if fp8_cache else {}
+            rounds = {"past_key_values": rounded_cache(plain, states=bool(model.states))}
+            extra |= rounds if fp8_cache else {}
             logits = plain(input_ids=ids, use_cache=fp8_cache, **extra).logits[0]
             results.append(logits if model.selects_logits else logits[index])
     return results
