@@ -588,7 +588,8 @@ class Expected:
         input_rounding: float = 0.0,
         report: Report = unreported,
     ) -> Self:
-        """``judged``: whether ``reference_error`` is computed. ``report`` hears of the layers of all passes.
+        """``judged``: whether ``reference_error`` is computed. ``report`` hears of the layers of
+        all passes.
         """
         prompts = _prompts(model, max_model_len, text or [])
         chunk_ends = [[end - 1 for end in accumulate(_chunks(len(p)))] for p in prompts]
