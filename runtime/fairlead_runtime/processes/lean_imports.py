@@ -7,7 +7,6 @@ the processor time until the demo model is loaded, and 150 MB.
 
 import importlib
 import importlib.util
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
@@ -115,22 +114,6 @@ def leave_compiler_out() -> None:
     compiler = LazyModule("torch._dynamo", dict.fromkeys(decorators, leave_as_it_is))
     # transformers' masks have a class of this submodule.
     compiler.install(submodules=("_trace_wrapped_higher_order_op",))
-    # Loading a model makes the patterns of all families' weights, of which it uses a few.
-    from transformers import core_model_loading
-
-    lazy = ModuleType("re")
-    lazy.__dict__.update(vars(re), compile=LazyPattern)
-    vars(core_model_loading)["re"] = lazy
-
-
-class LazyPattern:
-    """A regular expression that is compiled when it is first used."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(re.compile(self._text), name)  # which keeps what it has compiled
 
 
 def leave_as_it_is(function: Callable[..., Any] | None = None, *_: object, **__: object) -> Any:
