@@ -1812,6 +1812,20 @@ BUGS = (
         ("unit/device/test_selftest.py",),
     ),
     PackageBug(
+        "a model that rounding moves far is refused unmeasured",
+        "fairlead_runtime.build.load_rank:_load_and_test",
+        "    return attempt(judged=True)\n",
+        "    return attempt(judged=False)\n",
+        ("functional/engine/test_start_parts.py",),
+    ),
+    PackageBug(
+        "what bfloat16 does to a model is left out of a start",
+        "fairlead_runtime.device.proof.selftest:prepare_and_test",
+        "judged=judged or model.heads.dtype is not torch.float32,",
+        "judged=judged,",
+        ("functional/engine/test_start_parts.py",),
+    ),
+    PackageBug(
         "what products of digits do to a model is not measured",
         "fairlead_runtime.device.proof.selftest:Expected.of",
         "changes = Changes(model.device, input_rounding)",
@@ -4769,7 +4783,7 @@ BUGS = (
     ),
     PackageBug(
         "no canary runs at start",
-        "fairlead_runtime.build.load_rank:load_rank",
+        "fairlead_runtime.build.load_rank:_load_and_test.attempt",
         "            deterministic=config.deterministic,\n",
         "",
         ON_DETERMINISM,

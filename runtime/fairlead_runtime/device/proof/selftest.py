@@ -127,6 +127,12 @@ LAST = 5
 FURTHEST = 0.1
 
 
+class UnexplainedError(SelfTestError):
+    """Logits differ by more than rounding explains in general, and are numbers; what it does to
+    this model was not computed.
+    """
+
+
 class NotPackedError(SelfTestError):
     """A family that is not in the table does not run packed at all."""
 
@@ -224,6 +230,7 @@ def prepare_and_test(
     deterministic: bool = False,
     block_size: int = PROVEN,
     compilers: int = 1,
+    judged: bool = True,
     report: Report = unreported,
 ) -> tuple[ServedModel, SelfTestResult]:
     """The model on our paged attention and on the kernels that serve it, and the result. Raises
@@ -240,7 +247,9 @@ def prepare_and_test(
     With ``deterministic`` on kernels whose sums have one order, which the canary shows.
     ``block_size``: of the cache that will be served, for which kernels may be compiled;
     ``compilers``: how many compilers of a package's 4-bit products may run at a time; ``report``
-    hears which part runs, and of its layers.
+    hears which part runs, and of its layers. ``judged`` False leaves out what float32's rounding
+    does to the model, half of transformers' passes, and raises UnexplainedError where the result
+    depends on that: the model is then to be loaded anew, since fused layers have its weights.
     """
     name = str(loaded.config.model_type)
     report("kernels")
@@ -257,6 +266,7 @@ def prepare_and_test(
             _rounded_weights(model, choice, to, loaded.shape.layer_matrices),
             _input_rounding(choice, quantized),
             report,
+            judged=judged or model.heads.dtype is not torch.float32,
         )
         report("kernels")
         products = _products(loaded, quantized, choice, model, compilers)
@@ -485,22 +495,24 @@ class _ReferenceLogits:
         rounds: AbstractContextManager[None],
         input_rounding: float,
         report: Report,
+        *,
+        judged: bool = True,
     ) -> Self:
         """Compute them by transformers' code, inside ``rounds`` with the weights rounded ``to``
-        this format. ``input_rounding``: as ``Expected`` has it.
+        this format. ``input_rounding``: as ``Expected`` has it; ``judged``: as its ``of``.
         """
         report("self_test")
         rounding: Rounding | None = None
         cached: Expected | None = None
         cache: Rounding | None = None
         expect = partial(Expected.of, model, loaded.max_model_len, text_ids(loaded), report=report)
-        expected = expect(judged=to is None, input_rounding=input_rounding)
+        expected = expect(judged=judged and to is None, input_rounding=input_rounding)
         if to is not None:
             report("kernels")
         with rounds:
             if to is not None:
                 plain = expected
-                expected = expect(input_rounding=input_rounding)
+                expected = expect(judged=judged, input_rounding=input_rounding)
                 terms = f"{to} weights", "quantization none", ROUNDING[to]
                 rounding = _rounding(model, expected, plain, *terms)
             if model.heads.fp8_cache:
@@ -583,14 +595,14 @@ class Expected:
 
     ``reference_error``: how far transformers' logits in a half-precision type are from them, in
     units of their spread; in float32 how far it moves them that modules read what is rounded as
-    float32 rounds it, and by ``input_rounding`` (``Packed.rounding``); 0 where ours are not judged.
+    float32 rounds it, and by ``input_rounding`` (``Packed.rounding``); NaN where it is unknown.
     ``perplexity``: of the text with which the first prompt begins, in float32, and in a
     half-precision type where it was computed; none without a text.
     """
 
     prompts: list[list[int]]
     logits: list[torch.Tensor]
-    reference_error: float = 0.0
+    reference_error: float = math.nan
     perplexity: tuple[float, ...] = ()
     fp8_cache: bool = False
     input_rounding: float = 0.0
@@ -608,8 +620,8 @@ class Expected:
         input_rounding: float = 0.0,
         report: Report = unreported,
     ) -> Self:
-        """``judged``: whether ours will be compared with them, so that ``reference_error`` is
-        needed. ``report`` hears of the layers of all passes.
+        """``judged``: whether ``reference_error`` is computed. ``report`` hears of the layers of
+        all passes.
         """
         prompts = _prompts(model, max_model_len, text or [])
         chunk_ends = [[end - 1 for end in accumulate(_chunks(len(p)))] for p in prompts]
@@ -626,7 +638,7 @@ class Expected:
         half = model.heads.dtype is not torch.float32
         with modules_in_float32(model.model) if half else nullcontext():
             exact, perplexity = compute()
-        exactly = cls(prompts, exact, 0.0, perplexity, fp8_cache, input_rounding)
+        exactly = cls(prompts, exact, math.nan, perplexity, fp8_cache, input_rounding)
         if not judged:
             return exactly
         changes = Changes(model.device, input_rounding)
@@ -690,8 +702,10 @@ def check(
         half = dtype is not torch.float32
         cause = str(dtype).removeprefix("torch.") if half else "the rounding of what layers read"
         moved = f" ({cause} alone moves them by {expected.reference_error:.3g})"
-        also = moved if expected.reference_error else ""
-        raise SelfTestError(
+        also = moved if expected.reference_error > 0 else ""
+        unknown = math.isnan(expected.reference_error) and math.isfinite(delta)
+        kind = UnexplainedError if unknown else SelfTestError
+        raise kind(
             f"self-test: logits of {str(model.model.config.model_type)!r} differ from plain "
             f"transformers by {delta:.3g} of their spread, above the {tolerance:.3g} that rounding "
             f"explains{also}; this model would generate wrong text"
