@@ -9,7 +9,7 @@ from typing import Any
 from fairlead_runtime.sizing.config_json import LARGEST_OTHER, ConfigReader, ShapeError
 
 # The numbers that each type needs; lists of numbers; further numbers that it reads.
-_NEEDED: Mapping[str, tuple[str, ...]] = {
+_NUMBERS: Mapping[str, tuple[str, ...]] = {
     "default": (),
     "proportional": (),
     "linear": ("factor",),
@@ -44,19 +44,19 @@ def check_rope(s: ConfigReader) -> None:
 
 def _layers(value: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
     """The settings of all layers, or of each type of layers."""
-    nested = [part for part in value.values() if isinstance(part, Mapping)]
-    return nested or (value,)
+    layers = [part for part in value.values() if isinstance(part, Mapping)]
+    return layers or (value,)
 
 
 def _check(s: ConfigReader, field: str, parameters: Mapping[str, Any]) -> None:
-    said = parameters.get("rope_type", parameters.get("type", "default"))
-    kind = s.family.rope_names.get(str(said), said)
-    taken = s.family.rope_types or tuple(_NEEDED)
-    if kind not in taken:
-        types = ", ".join(sorted({*taken, *s.family.rope_names}))
-        raise ShapeError(field, f"rope_type {str(said)[:40]!r} is not one of {types}")
-    scaled = s.family.rope_scales if kind != "default" else ()
-    for key in (*_NEEDED[kind], *scaled):
+    name = parameters.get("rope_type", parameters.get("type", "default"))
+    kind = s.family.rope_names.get(str(name), name)
+    types = s.family.rope_types or tuple(_NUMBERS)
+    if kind not in types:
+        words = ", ".join(sorted({*types, *s.family.rope_names}))
+        raise ShapeError(field, f"rope_type {str(name)[:40]!r} is not one of {words}")
+    scales = s.family.rope_scales if kind != "default" else ()
+    for key in (*_NUMBERS[kind], *scales):
         _check_number(f"{field}.{key}", parameters.get(key))
     for key in _READ:
         if parameters.get(key) is not None:
@@ -65,19 +65,19 @@ def _check(s: ConfigReader, field: str, parameters: Mapping[str, Any]) -> None:
         for key in _LISTS:
             _check_list(s, f"{field}.{key}", parameters.get(key), parameters.get(_PARTIAL))
     if kind in ("yarn", "longrope", "llama3"):
-        _check_original(s, field, parameters, said)
+        _check_original(s, field, parameters, name)
 
 
 def _check_original(
-    s: ConfigReader, field: str, parameters: Mapping[str, Any], said: object
+    s: ConfigReader, field: str, parameters: Mapping[str, Any], name: object
 ) -> None:
     """The tokens before scaling: those of the model, if it says any, come first."""
     if s.says(_ORIGINAL):
         s.integer(_ORIGINAL)
     elif _ORIGINAL in parameters:
         s.checked(f"{field}.{_ORIGINAL}", parameters[_ORIGINAL])
-    if said == "su" and _ORIGINAL not in parameters:
-        raise ShapeError(f"{field}.{_ORIGINAL}", f"must be set beside rope_type {said!r}")
+    if name == "su" and _ORIGINAL not in parameters:
+        raise ShapeError(f"{field}.{_ORIGINAL}", f"must be set beside rope_type {name!r}")
 
 
 def _check_number(field: str, value: object) -> None:

@@ -91,14 +91,14 @@ def terms_of(
     half = element < FLOAT32
     moments = shape.half_moments if half else ()
     attended = max((heads.alive_width(moments) for heads in shape.heads_on(tp)), default=0)
-    normed, indices = (4 * shape.hidden, INDEX_BYTES // element) if half else (0, 0)
+    norms, indices = (4 * shape.hidden, INDEX_BYTES // element) if half else (0, 0)
     mixed = ceil_div(4 * shape.mixer_width, element)
     filled = 4 * shape.mixer_width * (-tokens % shape.mixer_chunk)
     rotary = shape.rotary_width
     # Experts also keep copies of the hidden states, which are not split.
     inside = shape.half_mlp_width if half else shape.mlp_width
     inside = inside if shape.experts else ceil_div(inside, tp)
-    alive = max(attended, inside, mixed, normed)
+    alive = max(attended, inside, mixed, norms)
     width = 4 * shape.hidden + shape.beside_width + rotary + alive + indices
     if shape.experts and not cpu and config.kernels != "torch" and half:
         width += shape.hidden  # layers fused around experts keep the residual in float32
