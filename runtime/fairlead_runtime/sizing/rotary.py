@@ -92,7 +92,7 @@ def _check_list(s: ConfigReader, field: str, value: object, partial: object) -> 
         raise ShapeError(field, f"must be a list of numbers, not {str(value)[:40]}")
     for factor in value:
         _check_number(field, factor)
-    share = s.get(_PARTIAL) if partial is None else partial
+    share: Any = s.get(_PARTIAL) if partial is None else partial
     if share is None:
         return
     _check_number(_PARTIAL, share)
