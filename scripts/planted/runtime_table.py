@@ -309,7 +309,7 @@ BUGS = (
     PackageBug(
         "a setting that a class makes of another is none that it knows",
         "fairlead_runtime.models.families:knows",
-        " or name in _made_by(type(config))",
+        " or name in _made_by(kind)",
         "",
         ("unit/models/test_families.py",),
     ),

@@ -141,7 +141,8 @@ def _own(config: PretrainedConfig, name: str, absent: Any = None) -> Any:
 def knows(config: PretrainedConfig, name: str) -> bool:
     """Whether its class has this setting, or makes it of others."""
     fields = getattr(config, "__dataclass_fields__", {})
-    return hasattr(type(config), name) or name in fields or name in _made_by(type(config))
+    kind: Any = type(config)  # mypy takes no class of an untyped package for hashable
+    return hasattr(kind, name) or name in fields or name in _made_by(kind)
 
 
 @functools.cache

@@ -287,7 +287,7 @@ def test_no_term_of_a_tiny_model_is_planned_too_low(family: str, hidden: int, dt
     else:
         model = tiny.build(family, **width, **more)
         config = json.loads(model.config.to_json_string())
-    model.to(getattr(torch, dtype))  # type: ignore[call-arg]
+    model.to(getattr(torch, dtype))
     paged = PagedModel(model, families.check(model.config))
     rope.pin(model, tiny.CONTEXT)
     limits = EngineConfig(max_batch_tokens=256, max_requests=64, kernels="torch", dtype=dtype)  # type: ignore[arg-type]

@@ -119,7 +119,10 @@ def test_a_factor_that_is_no_number_above_0_is_refused(factor: object) -> None:
 
 
 def test_layers_of_two_types_are_each_checked() -> None:
-    nested = {"full_attention": {"rope_type": "linear"}, "sliding_attention": {"rope_theta": 1e4}}
+    nested: dict[str, dict[str, Any]] = {
+        "full_attention": {"rope_type": "linear"},
+        "sliding_attention": {"rope_theta": 1e4},
+    }
     config = {"model_type": "gemma3_text", "rope_parameters": nested}
     with pytest.raises(ModelError, match=r"rope_parameters\.factor"):
         architecture.check(config)
