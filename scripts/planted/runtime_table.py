@@ -48,6 +48,7 @@ ON_DETERMINISM = ("unit/device/test_determinism.py",)
 PARTS_TESTS = ("functional/engine/test_models_of_parts.py",)
 SHARED_KEYS = ("functional/engine/test_shared_keys.py",)
 SHAPES = ("unit/sizing/test_shape.py",)
+ROTARY_TESTS = ("unit/sizing/test_rotary.py",)
 NAMES_TESTS = ("unit/sizing/test_other_names.py",)
 WIDE_TESTS = ("unit/sizing/test_wide_parameters.py",)
 JUDGED_TESTS = ("unit/sizing/test_judged_families.py",)
@@ -278,10 +279,66 @@ BUGS = (
         ("functional/engine/test_planned_memory.py",),
     ),
     PackageBug(
+        "what experts give is planned in the model's type where their shares are in float32",
+        "fairlead_runtime.sizing.parameters:experts_width",
+        "(wide if family.wide_shares else 1)",
+        "1",
+        ("functional/engine/test_planned_memory.py",),
+    ),
+    PackageBug(
+        "rotary embeddings and norms of heads in float32 are planned in 16 bits",
+        "fairlead_runtime.sizing.terms:terms_of",
+        "shape.half_moments if half else ()",
+        "()",
+        ("functional/engine/test_planned_memory.py",),
+    ),
+    PackageBug(
+        "a norm of hidden states in float32 is planned in 16 bits",
+        "fairlead_runtime.sizing.terms:terms_of",
+        "(4 * shape.hidden, INDEX_BYTES // element) if half else (0, 0)",
+        "(0, INDEX_BYTES // element)",
+        ("functional/engine/test_planned_memory.py",),
+    ),
+    PackageBug(
+        "the norm of one of several residual streams is planned in 16 bits",
+        "fairlead_runtime.sizing.shape:ModelShape.from_config",
+        "inside + (2 * hidden if family.streams else 0),",
+        "inside,",
+        ("functional/engine/test_planned_memory.py",),
+    ),
+    PackageBug(
+        "a setting that a class makes of another is none that it knows",
+        "fairlead_runtime.models.families:knows",
+        " or name in _made_by(kind)",
+        "",
+        ("unit/models/test_families.py",),
+    ),
+    PackageBug(
+        "types of rotary embeddings that a class refuses are promised",
+        "fairlead_runtime.sizing.rotary:_check",
+        "s.family.rope_types or tuple(_NUMBERS)",
+        "tuple(_NUMBERS)",
+        ROTARY_TESTS,
+    ),
+    PackageBug(
+        "factors of rotary embeddings may be as many as they like",
+        "fairlead_runtime.sizing.rotary:_check_list",
+        "pairs != {len(value)}",
+        "not value",
+        ROTARY_TESTS,
+    ),
+    PackageBug(
+        "the length before scaling is not checked",
+        "fairlead_runtime.sizing.rotary:_check",
+        'kind in ("yarn", "longrope", "llama3")',
+        "False",
+        ROTARY_TESTS,
+    ),
+    PackageBug(
         "attention keeps as much of a token in every layer as in the one with the most keys",
         "fairlead_runtime.sizing.terms:terms_of",
-        "max((heads.alive_width for heads in shape.heads_on(tp)), default=0)",
-        "max(shape.heads_on(tp), key=lambda heads: heads.width).alive_width",
+        "max((heads.alive_width(moments) for heads in shape.heads_on(tp)), default=0)",
+        "max(shape.heads_on(tp), key=lambda heads: heads.width).alive_width(moments)",
         ("functional/engine/test_planned_memory.py",),
     ),
     PackageBug(
@@ -5056,14 +5113,14 @@ BUGS = (
     ),
     PackageBug(
         "scaled rotary embeddings are held to the unscaled length",
-        "fairlead_runtime.sizing.config_json:longest_text",
+        "fairlead_runtime.sizing.rotary:longest_text",
         "    return min(max(positions, *lengths) if lengths else positions, LARGEST_OTHER)\n",
         "    return positions\n",
         ("unit/sizing/test_shape.py",),
     ),
     PackageBug(
         "dynamic scaling never acts",
-        "fairlead_runtime.sizing.config_json:_scaled",
+        "fairlead_runtime.sizing.rotary:_scaled",
         '("yarn", "dynamic")',
         '("yarn",)',
         ("unit/sizing/test_shape.py",),

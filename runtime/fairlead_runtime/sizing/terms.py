@@ -61,6 +61,8 @@ LIST_ROOM, LISTED = 4096, 12
 WAITED_VERSIONS = 2
 # Of the states of one layer that a step of decodes reads, copies that are alive at once, measured.
 STATE_COPIES = 6
+INDEX_BYTES = 32  # of a token's id, position and places in a step
+FLOAT32 = DTYPE_BYTES["float32"]
 TERMS = ("weights", "activations", "attention", "logits", "sampling", "graphs", "batch")
 HOST_TERMS = ("process", "offload", "shared_memory", "grammars", "tokenizers")
 
@@ -85,14 +87,20 @@ def terms_of(
     rows = config.max_rows
     # Alive at once: the residual and its norm (in float32), the rotary tables (models with windows
     # have two), and the larger of the widest layer's attention and the widest MLP.
-    attended = max((heads.alive_width for heads in shape.heads_on(tp)), default=0)
+    # In 16 bits some of it is in float32, as all of a norm of hidden states is.
+    half = element < FLOAT32
+    moments = shape.half_moments if half else ()
+    attended = max((heads.alive_width(moments) for heads in shape.heads_on(tp)), default=0)
+    norms, indices = (4 * shape.hidden, INDEX_BYTES // element) if half else (0, 0)
     mixed = ceil_div(4 * shape.mixer_width, element)
     filled = 4 * shape.mixer_width * (-tokens % shape.mixer_chunk)
     rotary = shape.rotary_width
     # Experts also keep copies of the hidden states, which are not split.
-    inside = shape.mlp_width if shape.experts else ceil_div(shape.mlp_width, tp)
-    width = 4 * shape.hidden + shape.beside_width + rotary + max(attended, inside, mixed)
-    if shape.experts and not cpu and config.kernels != "torch" and element < 4:
+    inside = shape.half_mlp_width if half else shape.mlp_width
+    inside = inside if shape.experts else ceil_div(inside, tp)
+    alive = max(attended, inside, mixed, norms)
+    width = 4 * shape.hidden + shape.beside_width + rotary + alive + indices
+    if shape.experts and not cpu and config.kernels != "torch" and half:
         width += shape.hidden  # layers fused around experts keep the residual in float32
     # The C++ kernels compute layers without experts in float32. They have no fp8 cache.
     packed = cpu and packs_on_cpu(shape, config)
@@ -358,8 +366,8 @@ def held_weights(shape: ModelShape, config: EngineConfig, tp: int, kind: str) ->
     """
     dtype = dtype_of(shape, config)
     wide = shape.wide + (shape.wide_norms if dtype == "float16" else 0)
-    element, float32 = DTYPE_BYTES[dtype], DTYPE_BYTES["float32"]
-    more = wide * (float32 - element) + shape.buffers * float32 + shape.typed_buffers * element
+    element = DTYPE_BYTES[dtype]
+    more = wide * (FLOAT32 - element) + shape.buffers * FLOAT32 + shape.typed_buffers * element
     return weights(shape, config, tp, kind) + more
 
 

@@ -249,14 +249,31 @@ def test_attention_is_measured_under_any_limits(tokens: int, longest: int) -> No
     assert 0 < measured["batch"] <= planned["batch"]
 
 
+TINY = (
+    *itertools.product(tiny.FAMILIES, (64, 128)),
+    *((family, 64) for family in (*tiny.SIZED, *tiny.UNLISTED, *TEXTS_OF_THEIR_OWN)),
+)
+# What they have in float32 in a model of 16 bits: shares of experts, norms of the hidden state and
+# of queries, rotary embeddings by tables in float32 and of wider queries.
+WIDE = (
+    *(("mixtral", 128), ("gemma2", 128), ("gemma3n_text", 128)),
+    *(("cohere", 64), ("ernie4_5", 64), ("qwen2_moe", 64)),
+)
+
+
 @pytest.mark.parametrize(
-    ("family", "hidden"),
+    ("family", "hidden", "dtype"),
     [
-        *itertools.product(tiny.FAMILIES, (64, 128)),
-        *((family, 64) for family in (*tiny.SIZED, *tiny.UNLISTED, *TEXTS_OF_THEIR_OWN)),
+        *((*case, "float32") for case in TINY),
+        *((*case, "bfloat16") for case in WIDE),
+        *(
+            pytest.param(*case, "bfloat16", marks=pytest.mark.full)
+            for case in TINY
+            if case not in WIDE
+        ),
     ],
 )
-def test_no_term_of_a_tiny_model_is_planned_too_low(family: str, hidden: int) -> None:
+def test_no_term_of_a_tiny_model_is_planned_too_low(family: str, hidden: int, dtype: str) -> None:
     """Small widths show terms that a model of common size hides: indices, rotary tables, the
     sampler's counts.
     """
@@ -270,12 +287,15 @@ def test_no_term_of_a_tiny_model_is_planned_too_low(family: str, hidden: int) ->
     else:
         model = tiny.build(family, **width, **more)
         config = json.loads(model.config.to_json_string())
+    model.to(getattr(torch, dtype))
     paged = PagedModel(model, families.check(model.config))
     rope.pin(model, tiny.CONTEXT)
-    limits = EngineConfig(max_batch_tokens=256, max_requests=64, kernels="torch")
+    limits = EngineConfig(max_batch_tokens=256, max_requests=64, kernels="torch", dtype=dtype)  # type: ignore[arg-type]
     measured = profiling.profile(
         paged,
-        pick(paged.heads, paged.kinds, paged.device, "torch").attention,
+        pick(
+            paged.heads, paged.kinds, paged.device, "torch", torch_because=paged.torch_because
+        ).attention,
         max_batch_tokens=256,
         max_requests=64,
         max_model_len=tiny.CONTEXT,
