@@ -59,7 +59,7 @@ def pick(
     C++, ``flashinfer`` its attention, with ``torch`` plain torch, which runs on every device. On
     GPUs ``auto`` takes attention by flashinfer, else in Triton, else in torch; layers have
     operations of their own, in Triton or else in torch, beside each of them. ``torch_because``: why
-    plain torch alone can serve the model, whatever it is; ``heads`` are its widest layer's.
+    no kernels for GPUs can serve the model, whatever they are; ``heads`` are its widest layer's.
 
     With ``deterministic`` a token's results are the same bits whatever else is in its step, by
     kernels of ours alone.
@@ -67,13 +67,13 @@ def pick(
     Raises NotAvailableError with the reason when ``cpu`` or ``flashinfer`` is asked for and cannot
     serve the model, or when ``deterministic`` is and no kernels can.
     """
-    if torch_because and (deterministic or kernels in ("cpu", "flashinfer")):
-        raise NotAvailableError(torch_because)
+    reason = ""
+    if torch_because and device.type != "cpu":
+        if deterministic or kernels in ("cpu", "flashinfer"):
+            raise NotAvailableError(torch_because)
+        kernels, reason = "torch", f"; {torch_because}"
     if deterministic:
         return fixed_kernels(heads, kinds, device, kernels)
-    reason = f"; {torch_because}" if torch_because else ""
-    if torch_because:
-        kernels = "torch"
     if kernels == "cpu" or (kernels == "auto" and device.type == "cpu"):
         try:
             c_operations = cpu_operations(device.type, heads.dtype, fp8_cache=heads.fp8_cache)

@@ -12,7 +12,7 @@ from fairlead_runtime.sizing.arithmetic import ceil_div
 from fairlead_runtime.sizing.config_json import ConfigReader, ShapeError
 from fairlead_runtime.sizing.family_table import Family
 
-MIXED = "the model's layers differ in their heads, which plain torch alone serves"
+MIXED = "the model's layers differ in their heads"
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,9 +160,11 @@ def widest(layers: Sequence[LayerHeads]) -> LayerHeads:
 
 def refuse_mixed(config: EngineConfig) -> None:
     """Raise ConfigError for a setting that a model is not served with whose layers differ in their
-    heads: it needs kernels that know one size.
+    heads.
     """
-    if config.kernels in ("cpu", "flashinfer"):
-        raise ConfigError("kernels", f"{config.kernels}: {MIXED}", "use auto or torch")
+    if config.kernels == "flashinfer":
+        problem = f"flashinfer: {MIXED}, which it does not know"
+        raise ConfigError("kernels", problem, "use auto, cpu or torch")
     if config.deterministic:
-        raise ConfigError("deterministic", MIXED, "use false")
+        problem = f"{MIXED}, and some of them are computed by torch"
+        raise ConfigError("deterministic", problem, "use false")

@@ -86,18 +86,21 @@ def terms_of(
     # Alive at once: the residual and its norm (in float32), the rotary tables (models with windows
     # have two), and the larger of the widest layer's attention and the widest MLP.
     attended = max((heads.alive_width for heads in shape.heads_on(tp)), default=0)
-    mixed = ceil_div(4 * shape.mixer_width, element)
     filled = 4 * shape.mixer_width * (-tokens % shape.mixer_chunk)
     rotary = shape.rotary_width
     # Experts also keep copies of the hidden states, which are not split.
     inside = shape.mlp_width if shape.experts else ceil_div(shape.mlp_width, tp)
-    width = 4 * shape.hidden + shape.beside_width + rotary + max(attended, inside, mixed)
+    width = 4 * shape.hidden + shape.beside_width + rotary
     if shape.experts and not cpu and config.kernels != "torch" and element < 4:
         width += shape.hidden  # layers fused around experts keep the residual in float32
     # The C++ kernels compute layers without experts in float32. They have no fp8 cache.
     packed = cpu and packs_on_cpu(shape, config)
     fused = cpu and fuses_on_cpu(shape, config)
     layer = 4 if fused else element
+    # Of one token; mixers compute in float32, between hidden states of the model's type.
+    layer_bytes = max(
+        (width + max(attended, inside)) * layer, width * element + 4 * shape.mixer_width
+    )
     # Logits that come from all ranks are there in shards, too, before they are joined.
     copies = shape.logit_copies if tp == 1 else max(3, shape.logit_copies)
     # The kernels' head takes and gives float32.
@@ -107,12 +110,12 @@ def terms_of(
         "weights": held_weights(shape, config, tp, device.kind),
         "activations": _in_slabs(shape, config, tokens, rotary)
         if packed and fused and shape.slab_width
-        else tokens * width * layer
+        else tokens * layer_bytes
         + _widened(shape, config, device.kind, tokens)
         + filled
         + state_scratch(shape, config, 1),
         "attention": _attention(shape, config, groups, element),
-        "logits": max(rows * width * layer + state_scratch(shape, config, rows), rows * head),
+        "logits": max(rows * layer_bytes + state_scratch(shape, config, rows), rows * head),
         "sampling": sampler_rows(rows, shape.vocab, device.kind)
         * (shape.vocab * SAMPLING_BYTES + HISTOGRAM)
         + rows * shape.vocab * ROW_SAMPLING_BYTES,
@@ -331,13 +334,16 @@ def packs_on_cpu(shape: ModelShape, config: EngineConfig) -> bool:
 
 
 def fuses_on_cpu(shape: ModelShape, config: EngineConfig) -> bool:
-    """Whether a CPU's kernels compute its layers, where they are built and these fit."""
-    return _runs_on_cpu(shape, config) and not shape.unfused
+    """Whether a CPU's kernels compute its layers, where they are built and these fit; with states
+    some of them.
+    """
+    return _runs_on_cpu(shape, config) and (not shape.unfused or bool(shape.states))
 
 
 def _runs_on_cpu(shape: ModelShape, config: EngineConfig) -> bool:
-    plain = config.kernels != "torch" and not config.fp8_cache and not shape.mixed
-    return plain and dtype_of(shape, config) != "float16"
+    return (
+        config.kernels != "torch" and not config.fp8_cache and dtype_of(shape, config) != "float16"
+    )
 
 
 def held_weights(shape: ModelShape, config: EngineConfig, tp: int, kind: str) -> int:

@@ -65,13 +65,11 @@ def _refuse_with_states(config: EngineConfig) -> None:
         problem = f"{config.cache_dtype}: the model's layers keep states, which fp8 does not hold"
         raise ConfigError("cache_dtype", problem, "use auto")
     if config.deterministic:
-        problem = "the model's layers keep states, which plain torch alone computes"
+        problem = "the model's layers keep states, which torch computes"
         raise ConfigError("deterministic", problem, "use false")
-    if config.kernels in ("cpu", "flashinfer"):
-        problem = (
-            f"{config.kernels}: the model's layers keep states, which plain torch alone serves"
-        )
-        raise ConfigError("kernels", problem, "use auto or torch")
+    if config.kernels == "flashinfer":
+        problem = "flashinfer: the model's layers keep states, between which it finds no keys"
+        raise ConfigError("kernels", problem, "use auto, cpu or torch")
     if config.quantization != "none":
         problem = f"{config.quantization}: the model's layers keep states, whose weights stay whole"
         raise ConfigError("quantization", problem, "use none")

@@ -57,9 +57,7 @@ REFUSED: dict[str, str] = {
     **dict.fromkeys(("apertus", "qwen3_moe", "mixtral", "granitemoe"), OTHER_MLP),
     **dict.fromkeys(("qwen2_moe", "phimoe"), OTHER_MLP),
     "olmoe": "it computes with OlmoeRMSNorm",
-    **dict.fromkeys(
-        ("mimo_v2_flash", "gemma4_text", "gemma4_unified_text"), "its layers differ in their heads"
-    ),
+    **dict.fromkeys(("mimo_v2_flash", "gemma4_text", "gemma4_unified_text"), ROPE),
 }
 # Those that operations of GPUs fuse around their MLP.
 AROUND_MLP = {family for family, reason in REFUSED.items() if reason == OTHER_MLP}
@@ -80,9 +78,7 @@ def kernels_of(model: PagedModel, kernels: str) -> tuple[Any, LayerOperations]:
     if kernels == "triton":
         return flashinfer_standin.attention(model.heads, model.kinds), gpu_operations(kernels)
     try:
-        choice = pick(
-            model.heads, model.kinds, model.device, "cpu", torch_because=model.torch_because
-        )
+        choice = pick(model.heads, model.kinds, model.device, "cpu")
     except NotAvailableError as error:
         pytest.skip(str(error))
     assert choice.operations is not None

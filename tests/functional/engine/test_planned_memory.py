@@ -134,9 +134,7 @@ def test_planned_terms_are_within_a_fifth_of_measured_ones(
     rope.pin(model, LENGTH)
     measured = profiling.profile(
         paged,
-        pick(
-            paged.heads, paged.kinds, paged.device, "torch", torch_because=paged.torch_because
-        ).attention,
+        pick(paged.heads, paged.kinds, paged.device, "torch").attention,
         max_batch_tokens=256,
         max_requests=64,
         max_model_len=LENGTH,
@@ -166,9 +164,7 @@ def test_no_term_of_wide_attention_is_planned_too_low(name: str) -> None:
     rope.pin(model, LENGTH)
     measured = profiling.profile(
         paged,
-        pick(
-            paged.heads, paged.kinds, paged.device, "torch", torch_because=paged.torch_because
-        ).attention,
+        pick(paged.heads, paged.kinds, paged.device, "torch").attention,
         max_batch_tokens=256,
         max_requests=64,
         max_model_len=LENGTH,
@@ -313,9 +309,7 @@ def test_no_term_of_a_tiny_model_with_states_is_planned_too_low(
             max_batch_tokens=tokens, max_requests=min(64, tokens), kernels="torch"
         )
         plan = plan_memory(shape, limits, DeviceFacts("cpu", 8 * GIB))
-        attention = pick(
-            paged.heads, paged.kinds, paged.device, "torch", torch_because=paged.torch_because
-        ).attention
+        attention = pick(paged.heads, paged.kinds, paged.device, "torch").attention
         measured = profiling.profile(
             paged,
             attention,

@@ -140,7 +140,7 @@ def test_states_of_other_sizes_than_those_of_the_configuration_are_refused(tmp_p
         ({"deterministic": True}, "deterministic"),
         ({"quantization": "int8"}, "quantization"),
         ({"tensor_parallel": 2}, "tensor_parallel"),
-        ({"kernels": "cpu"}, "kernels"),
+        ({"kernels": "flashinfer"}, "kernels"),
     ],
 )
 def test_what_does_not_work_with_states_is_refused_by_name(

@@ -49,9 +49,11 @@ def compare(engine: Rig, setting: Setting, seed: int, *, bad: bool = False) -> S
     return compare_texts(engine, arrivals, outcome)
 
 
+@pytest.mark.parametrize("kernels", ["cpu", pytest.param("torch", marks=pytest.mark.full)])
 @pytest.mark.parametrize("family", tiny_states.FAMILIES)
-def test_greedy_text_equals_transformers_in_too_little_memory(family: str) -> None:
-    engine = rig(family)
+def test_greedy_text_equals_transformers_in_too_little_memory(family: str, kernels: str) -> None:
+    """In C++ as a CPU serves them by default; the settings below are those of plain torch."""
+    engine = rig(family, kernels)
     stats = compare(engine, TIGHT, seed=7, bad=True)
     # States alone do not grow.
     assert stats.preemptions > 0 or not engine.groups, "no request was preempted"

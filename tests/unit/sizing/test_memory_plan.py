@@ -561,7 +561,6 @@ def test_a_unit_of_layers_of_several_sizes_has_the_bytes_of_the_widest_group() -
     ("asked", "field"),
     [
         ({"deterministic": True}, "deterministic"),
-        ({"kernels": "cpu"}, "kernels"),
         ({"kernels": "flashinfer"}, "kernels"),
         ({"tensor_parallel": 2}, "tensor_parallel"),
     ],
