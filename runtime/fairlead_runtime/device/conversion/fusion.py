@@ -77,6 +77,7 @@ from fairlead_runtime.device.model.state_cache import FirstStates
 from fairlead_runtime.device.model.state_layers import StateMixer
 from fairlead_runtime.models.quantized import QuantizedEmbedding, QuantizedLinear
 from fairlead_runtime.settings.startup_parts import Report, unreported
+from fairlead_runtime.sizing.groups import NO_KEYS
 
 T = TypeVar("T")
 OTHER_RANK = "it does not fit on another rank"
@@ -350,12 +351,14 @@ def _fused(
     """
 
     def packed() -> tuple[FusedLayer, Recording, Rope]:
+        if index in model.states:
+            raise DoesNotFitError("it keeps a state")
+        if model.sources[index] == NO_KEYS:
+            raise DoesNotFitError("it has no attention")
         if model.sources[index] != index or model.sources.count(index) > 1:
             raise DoesNotFitError(
                 "it reads the keys of another layer, or another one reads its keys"
             )
-        if index in model.states:
-            raise DoesNotFitError("it keeps a state")
         recording, rope = recording_of(recorded)
         structure = recognize(recording)
         if _shares(recorded.layer, owners):
