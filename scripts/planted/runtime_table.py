@@ -383,6 +383,34 @@ BUGS = (
         ("unit/sizing/test_shape.py",),
     ),
     PackageBug(
+        "of layers of several sizes a plan leaves the panels of the head out",
+        "fairlead_runtime.sizing.terms:_runs_on_cpu",
+        "config.kernels != ",
+        "not shape.mixed and config.kernels != ",
+        ("unit/sizing/test_memory_plan.py",),
+    ),
+    PackageBug(
+        "layers that are fused beside states are planned in the model's type",
+        "fairlead_runtime.sizing.terms:fuses_on_cpu",
+        "(not shape.unfused or bool(shape.states))",
+        "not shape.unfused",
+        ("functional/engine/test_planned_memory.py",),
+    ),
+    PackageBug(
+        "layers of equal matrices run together whatever their heads are",
+        "fairlead_runtime.device.conversion.fusion:_runs",
+        "(layer.sizes, heads[layer.index])",
+        "(layer.sizes, heads[0])",
+        ("functional/engine/test_fused_layers.py",),
+    ),
+    PackageBug(
+        "a layer that keeps a state counts as one without attention",
+        "fairlead_runtime.device.conversion.fusion:_fused",
+        "if index in model.states:",
+        "if False:",
+        ("functional/engine/test_fused_layers.py",),
+    ),
+    PackageBug(
         "a plan admits what layers of several sizes are not served with",
         "fairlead_runtime.sizing.verdict:check_against",
         "    if shape.mixed:\n        refuse_mixed(config)\n",
@@ -1414,8 +1442,8 @@ BUGS = (
     PackageBug(
         "logits take nothing",
         "fairlead_runtime.sizing.terms:terms_of",
-        '"logits": max(rows * width',
-        '"logits": 0 * max(rows * width',
+        '"logits": max(rows * layer_bytes',
+        '"logits": 0 * max(rows * layer_bytes',
         ("unit/sizing/test_terms.py",),
     ),
     PackageBug(

@@ -202,6 +202,28 @@ def test_no_term_of_fused_layers_is_planned_too_low(family: str, dtype: str, tok
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_no_term_of_layers_fused_beside_states_is_planned_too_low(dtype: str) -> None:
+    """In bfloat16, too, fused layers compute in float32."""
+    kinds = {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}
+    config = AutoConfig.for_model("lfm2", **SIZES | kinds, dtype=dtype)
+    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
+    paged = PagedModel(model, families.check(config))
+    rope.pin(model, LENGTH)
+    choice = pick(paged.heads, paged.kinds, paged.device)
+    if choice.operations is None:
+        pytest.skip(choice.reason)
+    assert fuse(paged, choice.operations).fused == 1
+    measured = profiling.profile(
+        paged, choice.attention, max_batch_tokens=256, max_requests=64, max_model_len=LENGTH
+    ).measured
+    limits = EngineConfig(max_batch_tokens=256, max_requests=64)
+    shape = ModelShape.from_config(json.loads(config.to_json_string()) | {"dtype": dtype})
+    planned = plan_memory(shape, limits, DeviceFacts("cpu", 8 * GIB)).terms
+    for term in ("activations", "logits"):
+        assert planned[term] >= measured[term], term
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 def test_no_term_of_layers_fused_around_experts_is_planned_too_low(family: str, dtype: str) -> None:
     """As on a GPU, by its operations in torch."""
