@@ -89,10 +89,10 @@ def in_places(
     keys: torch.Tensor, values: torch.Tensor, before: int, behind: int, together: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Caches whose slots lie apart, with so many NaNs before and behind each one's keys or values;
-    ``together``: both in one tensor, a slot's values behind its keys.
+    ``together``: both in one tensor, a slot's values behind its keys, else those further apart.
     """
 
-    def placed(*parts: torch.Tensor) -> list[torch.Tensor]:
+    def placed(*parts: torch.Tensor, behind: int = behind) -> list[torch.Tensor]:
         widths = [part.shape[2] * part.shape[3] for part in parts]
         size = (*parts[0].shape[:2], before + sum(widths) + behind)
         places = torch.full(size, torch.nan, dtype=parts[0].dtype)
@@ -106,7 +106,7 @@ def in_places(
     if together:
         first, second = placed(keys, values)
         return first, second
-    return placed(keys)[0], placed(values)[0]
+    return placed(keys)[0], placed(values, behind=behind + 5)[0]
 
 
 @dataclass(frozen=True)

@@ -341,9 +341,8 @@ def fuses_on_cpu(shape: ModelShape, config: EngineConfig) -> bool:
 
 
 def _runs_on_cpu(shape: ModelShape, config: EngineConfig) -> bool:
-    return (
-        config.kernels != "torch" and not config.fp8_cache and dtype_of(shape, config) != "float16"
-    )
+    plain = config.kernels == "torch" or config.fp8_cache
+    return not plain and dtype_of(shape, config) != "float16"
 
 
 def held_weights(shape: ModelShape, config: EngineConfig, tp: int, kind: str) -> int:
@@ -426,11 +425,28 @@ def _packed_weights(shape: ModelShape, config: EngineConfig, element: int) -> in
     rows = ceil_div(shape.vocab, PANEL) * PANEL
     plain = (shape.parameters + (rows - shape.vocab) * shape.hidden) * element
     if config.quantization == "none":
-        return plain
+        return plain + (_panel_rows(shape) * element if element == 4 else 0)
     matrices, channels = shape.layer_matrices, shape.layer_channels
     if not shape.quantized and element == 4:
         matrices, channels = matrices + rows * shape.hidden, channels + shape.vocab
     return plain - matrices * (element - 1) + 4 * channels
+
+
+def _panel_rows(shape: ModelShape) -> int:
+    """Elements, at most, of the rows that make whole panels of a layer's matrices, where the
+    model's own code multiplies by them. Mixers have two at most whose rows are no whole panels: a
+    number for each head, or beside other widths.
+    """
+    if shape.slab_width:
+        return 0
+    rows = max(
+        (
+            sum(-width % PANEL for width in (kind.query_width, kind.key_width, kind.value_width))
+            for kind in shape.head_kinds
+        ),
+        default=0,
+    )
+    return shape.hidden * (shape.layers * rows + len(shape.states) * 2 * (PANEL - 1))
 
 
 def _widened(shape: ModelShape, config: EngineConfig, kind: str, tokens: int) -> int:
