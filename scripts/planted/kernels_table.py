@@ -383,15 +383,22 @@ BUGS = (
     PackageBug(
         "slots count as being as far apart as they are wide",
         "fairlead_kernels.cpu.cpu_arguments:caches_struct",
-        "strides.append(slot)",
+        "strides.append(stride)",
         "strides.append(kv * dim)",
         (*C_OPERATIONS, *C_ATTENTION, *C_LAYERS),
     ),
     PackageBug(
         "caches whose blocks lie at other distances are read all the same",
         "fairlead_kernels.cpu.cpu_arguments:caches_struct",
-        "(blocks, block, block_size * slot)",
+        "(blocks, block, block_size * stride)",
         "(blocks, block, block)",
+        C_ATTENTION,
+    ),
+    PackageBug(
+        "blocks of one token have the distance of a dimension of one",
+        "fairlead_kernels.cpu.cpu_arguments:caches_struct",
+        "stride = slot if block_size > 1 else block",
+        "stride = slot",
         C_ATTENTION,
     ),
     PackageBug(

@@ -87,12 +87,13 @@ def caches_struct(key_cache: Tensor, value_cache: Tensor) -> CachesStruct:
             raise ValueError(f"{name}: {cache.dtype}; float32 or bfloat16 is needed")
         blocks, block_size, kv, dim = cache.shape
         block, slot, head, element = cache.stride()
-        steps = (blocks, block, block_size * slot), (kv, head, dim), (dim, element, 1)
+        stride = slot if block_size > 1 else block
+        steps = (blocks, block, block_size * stride), (kv, head, dim), (dim, element, 1)
         if cache.is_cuda or any(size > 1 and step != even for size, step, even in steps):
             raise ValueError(
                 f"{name}: strides {cache.stride()}; a slot's heads in one piece, and all slots "
                 "equally far apart, are needed, on the CPU"
             )
-        strides.append(slot)
+        strides.append(stride)
     half = key_cache.dtype is torch.bfloat16
     return CachesStruct(key_cache.data_ptr(), value_cache.data_ptr(), *strides, half)
