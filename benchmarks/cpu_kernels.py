@@ -34,6 +34,12 @@ from fairlead_runtime import LLM, SamplingParams
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from support import tiny
 
+SHAPE: dict[str, Any] = {
+    **models.SHAPES["135 M"],
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": models.LONGEST,
+    "tie_word_embeddings": True,
+}
 _WIDTHS = {
     "hidden_size": 512,
     "intermediate_size": 1536,
@@ -43,7 +49,7 @@ _WIDTHS = {
 }
 # By name: the family and its sizes.
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
-    "135m": ("llama", models.SHAPES["135 M"] | {"vocab_size": VOCABULARY}),
+    "135m": ("llama", SHAPE),
     "gemma4": (
         "gemma4_text",
         _WIDTHS
