@@ -440,6 +440,41 @@ BUGS = (
         ("unit/sizing/test_shape.py",),
     ),
     PackageBug(
+        "of layers of several sizes a plan leaves the panels of the head out",
+        "fairlead_runtime.sizing.terms:_runs_on_cpu",
+        "plain = config",
+        "plain = shape.mixed or config",
+        ("unit/sizing/test_memory_plan.py",),
+    ),
+    PackageBug(
+        "a plan knows no rows that fill a mixer's panels",
+        "fairlead_runtime.sizing.terms:_packed_weights",
+        "return plain + (_panel_rows(shape) * element if element == 4 else 0)",
+        "return plain",
+        ("functional/engine/test_states.py",),
+    ),
+    PackageBug(
+        "layers that are fused beside states are planned in the model's type",
+        "fairlead_runtime.sizing.terms:fuses_on_cpu",
+        "(not shape.unfused or bool(shape.states))",
+        "not shape.unfused",
+        ("functional/engine/test_planned_memory.py",),
+    ),
+    PackageBug(
+        "layers of equal matrices run together whatever their heads are",
+        "fairlead_runtime.device.conversion.fusion:_runs",
+        "(layer.sizes, heads[layer.index])",
+        "(layer.sizes, heads[0])",
+        ("functional/engine/test_fused_layers.py",),
+    ),
+    PackageBug(
+        "a layer that keeps a state counts as one without attention",
+        "fairlead_runtime.device.conversion.fusion:_fused",
+        "if index in model.states:",
+        "if False:",
+        ("functional/engine/test_fused_layers.py",),
+    ),
+    PackageBug(
         "a plan admits what layers of several sizes are not served with",
         "fairlead_runtime.sizing.verdict:check_against",
         "    if shape.mixed:\n        refuse_mixed(config)\n",
@@ -1471,8 +1506,8 @@ BUGS = (
     PackageBug(
         "logits take nothing",
         "fairlead_runtime.sizing.terms:terms_of",
-        '"logits": max(rows * width',
-        '"logits": 0 * max(rows * width',
+        '"logits": max(rows * layer_bytes',
+        '"logits": 0 * max(rows * layer_bytes',
         ("unit/sizing/test_terms.py",),
     ),
     PackageBug(

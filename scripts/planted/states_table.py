@@ -358,8 +358,8 @@ BUGS = (
     PackageBug(
         "operations on states are taken where plain torch is asked for",
         "fairlead_kernels.choice.backend:pick",
-        'if kernels == "auto" and device.type == "cpu":',
-        'if device.type == "cpu":',
+        "states: CpuStates | None = None",
+        "states = cpu_states(heads)",
         _PACKED,
     ),
     PackageBug(

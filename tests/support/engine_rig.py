@@ -248,18 +248,12 @@ def choice_of(model: PagedModel, kernels: str) -> BackendChoice:
         return BackendChoice(fixed_attention(model.heads), fixed_operations(), reason)
     if kernels == "fixed":
         try:
-            return pick(
-                model.heads,
-                model.kinds,
-                model.device,
-                deterministic=True,
-                torch_because=model.torch_because,
-            )
+            return pick(model.heads, model.kinds, model.device, deterministic=True)
         except NotAvailableError as error:
             pytest.skip(str(error))
     auto = kernels in ("cpu", "int8") or kernels.startswith("ranks cpu")
     kernels = "auto" if auto else "torch"
-    return pick(model.heads, model.kinds, model.device, kernels, torch_because=model.torch_because)
+    return pick(model.heads, model.kinds, model.device, kernels)
 
 
 def operations_of(model: PagedModel, kernels: str) -> LayerOperations | None:
@@ -338,7 +332,7 @@ class Rig:
         because = self.model.torch_because
         if because and (self._on_triton or kernels in (*STANDINS, "fixed triton")):
             # Raises, as where the product is told to take a GPU's attention.
-            facts = self.model.heads, self.model.kinds, self.model.device
+            facts = self.model.heads, self.model.kinds, torch.device("cuda")
             pick(*facts, "flashinfer", torch_because=because)
         if kernels in QUANTIZED and kernels not in QUANTIZED_RANKS:
             quantize_weights(

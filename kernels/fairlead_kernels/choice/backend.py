@@ -63,7 +63,7 @@ def pick(
     C++, ``flashinfer`` its attention, with ``torch`` plain torch, which runs on every device. On
     GPUs ``auto`` takes attention by flashinfer, else in Triton, else in torch; layers have
     operations of their own, in Triton or else in torch, beside each of them. ``torch_because``: why
-    plain torch alone can serve the model, whatever it is; ``heads`` are its widest layer's.
+    no kernels for GPUs can serve the model, whatever they are; ``heads`` are its widest layer's.
 
     With ``deterministic`` a token's results are the same bits whatever else is in its step, by
     kernels of ours alone.
@@ -71,17 +71,14 @@ def pick(
     Raises NotAvailableError with the reason when ``cpu`` or ``flashinfer`` is asked for and cannot
     serve the model, or when ``deterministic`` is and no kernels can.
     """
-    if torch_because and (deterministic or kernels in ("cpu", "flashinfer")):
-        raise NotAvailableError(torch_because)
+    reason = ""
+    if torch_because and device.type != "cpu":
+        if deterministic or kernels in ("cpu", "flashinfer"):
+            raise NotAvailableError(torch_because)
+        kernels, reason = "torch", f"; {torch_because}"
     if deterministic:
         return fixed_kernels(heads, kinds, device, kernels)
-    reason = f"; {torch_because}" if torch_because else ""
     states: CpuStates | None = None
-    if torch_because:
-        if kernels == "auto" and device.type == "cpu":
-            states, without = cpu_states(heads)
-            reason += without
-        kernels = "torch"
     if kernels == "cpu" or (kernels == "auto" and device.type == "cpu"):
         try:
             c_operations = cpu_operations(device.type, heads.dtype, fp8_cache=heads.fp8_cache)
@@ -89,6 +86,7 @@ def pick(
             if kernels == "cpu":
                 raise
             reason = f"; no C++ kernels: {error}"
+            states = cpu_states(heads)
         else:
             loaded = c_operations.library
             return BackendChoice(CpuAttention(heads, loaded), c_operations, "", CpuStates(loaded))
@@ -214,12 +212,12 @@ def cpu_operations(device: str, dtype: torch.dtype, *, fp8_cache: bool = False) 
     return cpu.load()
 
 
-def cpu_states(heads: Heads) -> tuple[CpuStates | None, str]:
-    """The C++ operations on states of a model of this type; None, and the reason, without any."""
+def cpu_states(heads: Heads) -> CpuStates | None:
+    """The C++ operations on states of a model of this type, whatever its cache; None without."""
     try:
-        return CpuStates(cpu_operations("cpu", heads.dtype).library), ""
-    except NotAvailableError as error:
-        return None, f"; no C++ kernels: {error}"
+        return CpuStates(cpu_operations("cpu", heads.dtype).library)
+    except NotAvailableError:
+        return None
 
 
 def flashinfer_for(heads: Heads, device: torch.device) -> FlashinferPackage:

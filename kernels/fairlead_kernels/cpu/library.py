@@ -59,6 +59,18 @@ class HeadsStruct(ctypes.Structure):
     _fields_ = (("query", Int), ("kv", Int), ("dim", Int), ("value_dim", Int))
 
 
+class CachesStruct(ctypes.Structure):
+    """``Caches`` of attention.h."""
+
+    _fields_ = (
+        ("keys", Pointer),
+        ("values", Pointer),
+        ("key_stride", Long),
+        ("value_stride", Long),
+        ("half", Int),
+    )
+
+
 class RowsStruct(ctypes.Structure):
     """``Rows`` of attention.h."""
 
@@ -82,8 +94,7 @@ class AttentionStruct(ctypes.Structure):
 
     _fields_ = (
         ("query", Pointer),
-        ("keys", Pointer),
-        ("values", Pointer),
+        ("caches", CachesStruct),
         ("sinks", Pointer),
         ("out", Pointer),
         ("parts", Pointer),
@@ -91,7 +102,6 @@ class AttentionStruct(ctypes.Structure):
         ("first", Long),
         ("scale", Float),
         ("softcap", Float),
-        ("half", Int),
         ("keep", Pointer),
         ("keep_count", Long),
     )
@@ -117,8 +127,7 @@ class LayerStruct(ctypes.Structure):
         ("out", WeightStruct),
         ("gate_up", WeightStruct),
         ("down", WeightStruct),
-        ("keys", Pointer),
-        ("values", Pointer),
+        ("caches", CachesStruct),
         ("sinks", Pointer),
         ("scale", Float),
         ("softcap", Float),
@@ -171,7 +180,6 @@ class StepStruct(ctypes.Structure):
         ("count", Long),
         ("units", Long),
         ("heads", HeadsStruct),
-        ("half", Int),
         ("threads", Int),
         ("ropes", Pointer),
         ("groups", Pointer),
@@ -291,7 +299,7 @@ _FUNCTIONS: dict[str, tuple[tuple[type, ...], type | None]] = {
             *(Pointer, Long, Int, Int, Int),
             *(Pointer, Pointer, Int),
             *(ctypes.POINTER(NormStruct),) * 2,
-            *(Pointer, Pointer, Pointer, Int, Int),
+            *(Pointer, ctypes.POINTER(CachesStruct), Int),
         ),
         None,
     ),

@@ -16,7 +16,7 @@ from fairlead_runtime.sizing.family_table import Family
 # is normalized, and where rotary embeddings are made, in float32: one takes two elements.
 WIDE_NORMS = ((5, 1), (1, 5))
 WIDE_ROTARY = {"tables": ((8, 1), (3, 8)), "queries": ((9, 3), (5, 9))}
-MIXED = "the model's layers differ in their heads, which plain torch alone serves"
+MIXED = "the model's layers differ in their heads"
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,9 +165,11 @@ def widest(layers: Sequence[LayerHeads]) -> LayerHeads:
 
 def refuse_mixed(config: EngineConfig) -> None:
     """Raise ConfigError for a setting that a model is not served with whose layers differ in their
-    heads: it needs kernels that know one size.
+    heads.
     """
-    if config.kernels in ("cpu", "flashinfer"):
-        raise ConfigError("kernels", f"{config.kernels}: {MIXED}", "use auto or torch")
+    if config.kernels == "flashinfer":
+        problem = f"flashinfer: {MIXED}, which it does not know"
+        raise ConfigError("kernels", problem, "use auto, cpu or torch")
     if config.deterministic:
-        raise ConfigError("deterministic", MIXED, "use false")
+        problem = f"{MIXED}, and some of them are computed by torch"
+        raise ConfigError("deterministic", problem, "use false")

@@ -92,20 +92,22 @@ def terms_of(
     moments = shape.half_moments if half else ()
     attended = max((heads.alive_width(moments) for heads in shape.heads_on(tp)), default=0)
     norms, indices = (4 * shape.hidden, INDEX_BYTES // element) if half else (0, 0)
-    mixed = ceil_div(4 * shape.mixer_width, element)
     filled = 4 * shape.mixer_width * (-tokens % shape.mixer_chunk)
     rotary = shape.rotary_width
     # Experts also keep copies of the hidden states, which are not split.
     inside = shape.half_mlp_width if half else shape.mlp_width
     inside = inside if shape.experts else ceil_div(inside, tp)
-    alive = max(attended, inside, mixed, norms)
-    width = 4 * shape.hidden + shape.beside_width + rotary + alive + indices
+    width = 4 * shape.hidden + shape.beside_width + rotary + indices
     if shape.experts and not cpu and config.kernels != "torch" and half:
         width += shape.hidden  # layers fused around experts keep the residual in float32
     # The C++ kernels compute layers without experts in float32. They have no fp8 cache.
     packed = cpu and packs_on_cpu(shape, config)
     fused = cpu and fuses_on_cpu(shape, config)
     layer = 4 if fused else element
+    # Of one token; mixers compute in float32, between hidden states of the model's type.
+    layer_bytes = max(
+        (width + max(attended, inside, norms)) * layer, width * element + 4 * shape.mixer_width
+    )
     # Logits that come from all ranks are there in shards, too, before they are joined.
     copies = shape.logit_copies if tp == 1 else max(3, shape.logit_copies)
     # The kernels' head takes and gives float32.
@@ -118,12 +120,12 @@ def terms_of(
         "weights": held_weights(shape, config, tp, device.kind),
         "activations": _in_slabs(shape, config, tokens, rotary)
         if packed and fused and shape.slab_width
-        else tokens * width * layer
+        else tokens * layer_bytes
         + _widened(shape, config, device.kind, tokens)
         + filled
         + state_scratch(shape, config, 1),
         "attention": _attention(shape, config, groups, element),
-        "logits": max(rows * width * layer + decoded, rows * head),
+        "logits": max(rows * layer_bytes + decoded, rows * head),
         "sampling": sampler_rows(rows, shape.vocab, device.kind)
         * (shape.vocab * SAMPLING_BYTES + HISTOGRAM)
         + rows * shape.vocab * ROW_SAMPLING_BYTES,
@@ -351,13 +353,16 @@ def packs_on_cpu(shape: ModelShape, config: EngineConfig) -> bool:
 
 
 def fuses_on_cpu(shape: ModelShape, config: EngineConfig) -> bool:
-    """Whether a CPU's kernels compute its layers, where they are built and these fit."""
-    return _runs_on_cpu(shape, config) and not shape.unfused
+    """Whether a CPU's kernels compute its layers, where they are built and these fit; with states
+    some of them.
+    """
+    return _runs_on_cpu(shape, config) and (not shape.unfused or bool(shape.states))
 
 
 def _runs_on_cpu(shape: ModelShape, config: EngineConfig) -> bool:
-    plain = config.kernels != "torch" and not config.fp8_cache and not shape.mixed
-    return plain and dtype_of(shape, config) != "float16"
+    plain = config.kernels == "torch" or config.fp8_cache
+    plain |= bool(shape.states) and config.quantization != "none"
+    return not plain and dtype_of(shape, config) != "float16"
 
 
 def held_weights(shape: ModelShape, config: EngineConfig, tp: int, kind: str) -> int:
@@ -440,11 +445,28 @@ def _packed_weights(shape: ModelShape, config: EngineConfig, element: int) -> in
     rows = ceil_div(shape.vocab, PANEL) * PANEL
     plain = (shape.parameters + (rows - shape.vocab) * shape.hidden) * element
     if config.quantization == "none":
-        return plain
+        return plain + (_panel_rows(shape) * element if element == 4 else 0)
     matrices, channels = shape.layer_matrices, shape.layer_channels
     if not shape.quantized and element == 4 and not shape.states:
         matrices, channels = matrices + rows * shape.hidden, channels + shape.vocab
     return plain - matrices * (element - 1) + 4 * channels
+
+
+def _panel_rows(shape: ModelShape) -> int:
+    """Elements, at most, of the rows that make whole panels of a layer's matrices, where the
+    model's own code multiplies by them. Mixers have two at most whose rows are no whole panels: a
+    number for each head, or beside other widths.
+    """
+    if shape.slab_width:
+        return 0
+    rows = max(
+        (
+            sum(-width % PANEL for width in (kind.query_width, kind.key_width, kind.value_width))
+            for kind in shape.head_kinds
+        ),
+        default=0,
+    )
+    return shape.hidden * (shape.layers * rows + len(shape.states) * 2 * (PANEL - 1))
 
 
 def _widened(shape: ModelShape, config: EngineConfig, kind: str, tokens: int) -> int:

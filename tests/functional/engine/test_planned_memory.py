@@ -134,9 +134,7 @@ def test_planned_terms_are_within_a_fifth_of_measured_ones(
     rope.pin(model, LENGTH)
     measured = profiling.profile(
         paged,
-        pick(
-            paged.heads, paged.kinds, paged.device, "torch", torch_because=paged.torch_because
-        ).attention,
+        pick(paged.heads, paged.kinds, paged.device, "torch").attention,
         max_batch_tokens=256,
         max_requests=64,
         max_model_len=LENGTH,
@@ -166,9 +164,7 @@ def test_no_term_of_wide_attention_is_planned_too_low(name: str) -> None:
     rope.pin(model, LENGTH)
     measured = profiling.profile(
         paged,
-        pick(
-            paged.heads, paged.kinds, paged.device, "torch", torch_because=paged.torch_because
-        ).attention,
+        pick(paged.heads, paged.kinds, paged.device, "torch").attention,
         max_batch_tokens=256,
         max_requests=64,
         max_model_len=LENGTH,
@@ -203,6 +199,28 @@ def test_no_term_of_fused_layers_is_planned_too_low(family: str, dtype: str, tok
     most = 1.3 if dtype == "float32" else 3.0
     for term in ("activations", "logits"):
         assert 1.0 <= planned[term] / measured[term] <= most, term
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_no_term_of_layers_fused_beside_states_is_planned_too_low(dtype: str) -> None:
+    """In bfloat16, too, fused layers compute in float32."""
+    kinds = {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}
+    config = AutoConfig.for_model("lfm2", **SIZES | kinds, dtype=dtype)
+    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
+    paged = PagedModel(model, families.check(config))
+    rope.pin(model, LENGTH)
+    choice = pick(paged.heads, paged.kinds, paged.device)
+    if choice.operations is None:
+        pytest.skip(choice.reason)
+    assert fuse(paged, choice.operations).fused == 1
+    measured = profiling.profile(
+        paged, choice.attention, max_batch_tokens=256, max_requests=64, max_model_len=LENGTH
+    ).measured
+    limits = EngineConfig(max_batch_tokens=256, max_requests=64)
+    shape = ModelShape.from_config(json.loads(config.to_json_string()) | {"dtype": dtype})
+    planned = plan_memory(shape, limits, DeviceFacts("cpu", 8 * GIB)).terms
+    for term in ("activations", "logits"):
+        assert planned[term] >= measured[term], term
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -333,9 +351,7 @@ def test_no_term_of_a_tiny_model_with_states_is_planned_too_low(
             max_batch_tokens=tokens, max_requests=min(64, tokens), kernels="torch"
         )
         plan = plan_memory(shape, limits, DeviceFacts("cpu", 8 * GIB))
-        attention = pick(
-            paged.heads, paged.kinds, paged.device, "torch", torch_because=paged.torch_because
-        ).attention
+        attention = pick(paged.heads, paged.kinds, paged.device, "torch").attention
         measured = profiling.profile(
             paged,
             attention,

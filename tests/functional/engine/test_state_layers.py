@@ -30,6 +30,7 @@ from fairlead_runtime.models.model_error import ModelError, SelfTestError
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
 from fairlead_runtime.sizing.states import DECODES
 from fairlead_runtime.sizing.terms import GIB, DeviceFacts, state_layout
+from fairlead_runtime.sizing.verdict import check_against
 from support import tiny, tiny_states
 from support.engine_rig import paged
 from support.state_rows import StateRows, expected
@@ -163,7 +164,6 @@ def test_states_of_other_sizes_than_those_of_the_configuration_are_refused(tmp_p
     [
         ({"deterministic": True}, "deterministic"),
         ({"tensor_parallel": 2}, "tensor_parallel"),
-        ({"kernels": "cpu"}, "kernels"),
     ],
 )
 def test_what_does_not_work_with_states_is_refused_by_name(
@@ -173,6 +173,14 @@ def test_what_does_not_work_with_states_is_refused_by_name(
     with pytest.raises(ConfigError, match="state") as refused:
         check(path, EngineConfig(**settings), DeviceFacts("cpu", 8 * GIB))
     assert refused.value.field == field
+
+
+def test_attention_of_flashinfer_is_refused_beside_states_by_name(tmp_path: Path) -> None:
+    shape = loading.load(tiny.save(tiny_states.build("qwen3_5_text"), tmp_path)).shape
+    with pytest.raises(ConfigError, match="keep states") as refused:
+        check_against(shape, EngineConfig(kernels="flashinfer"))
+    assert refused.value.field == "kernels"
+    check_against(shape, EngineConfig(kernels="cpu"))
 
 
 def test_packages_of_other_kernels_are_never_taken(tmp_path: Path) -> None:

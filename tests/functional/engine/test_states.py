@@ -3,6 +3,7 @@ whatever happens beside and before them: chunks, prefix hits, choices, preemptio
 that fail and are repeated.
 """
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from support.engine_rig import (
     run_to_end,
 )
 from support.full import LONG_FORM
+from support.kernel_sets import PRODUCT_SETS
 
 SETTINGS = {
     "offload": Setting(block_size=4, chunk=13, num_blocks=28, offload=True),
@@ -53,9 +55,11 @@ def compare(engine: Rig, setting: Setting, seed: int, *, bad: bool = False) -> S
     return compare_texts(engine, arrivals, outcome)
 
 
+@pytest.mark.parametrize("kernels", ["cpu", pytest.param("torch", marks=pytest.mark.full)])
 @pytest.mark.parametrize("family", tiny_states.FAMILIES)
-def test_greedy_text_equals_transformers_in_too_little_memory(family: str) -> None:
-    engine = rig(family, "cpu")
+def test_greedy_text_equals_transformers_in_too_little_memory(family: str, kernels: str) -> None:
+    """In C++ as a CPU serves them by default; the settings below are those of plain torch."""
+    engine = rig(family, kernels)
     stats = compare(engine, TIGHT, seed=7, bad=True)
     # States alone do not grow.
     assert stats.preemptions > 0 or not engine.groups, "no request was preempted"
@@ -153,7 +157,11 @@ def test_a_mixer_that_reads_its_weights_itself_is_not_quantized(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("family", [*tiny_states.WHOLES, "mamba2", "nemotron_h"])
-def test_a_checkpoint_is_planned_loaded_and_served(family: str, tmp_path: Path) -> None:
+def test_a_checkpoint_is_planned_loaded_and_served(
+    family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where the C++ kernels are built by them, as the start says."""
+    caplog.set_level(logging.INFO)
     whole = family in tiny_states.WHOLES
     model: Any = tiny_states.build_whole(family) if whole else tiny_states.build(family)
     (prompt,) = prompts(3, (40,), 0)
@@ -170,5 +178,9 @@ def test_a_checkpoint_is_planned_loaded_and_served(family: str, tmp_path: Path) 
     assert list(answer.outputs[0].token_ids) == want
     terms = {term["name"]: term for term in report["terms"]}
     assert terms["kv"]["plannedBytes"] == terms["kv"]["measuredBytes"]
+    (line,) = (m for m in caplog.messages if m.startswith("kernels: "))
+    assert line.startswith(
+        f"kernels: {PRODUCT_SETS[0]}, fused " if PRODUCT_SETS else "kernels: torch"
+    )
     for name in ("weights", "activations", "logits"):
         assert terms[name]["measuredBytes"] <= terms[name]["plannedBytes"]

@@ -557,11 +557,19 @@ def test_a_unit_of_layers_of_several_sizes_has_the_bytes_of_the_widest_group() -
     assert 0 < wasted < 1 / 9
 
 
+def test_layers_of_several_sizes_have_the_packed_head_of_cpus() -> None:
+    shape = replace(MIMO, vocab=MIMO.vocab + 1)
+    on_cpu, on_torch = (
+        plan_memory(shape, EngineConfig(kernels=kernels), DeviceFacts("cpu", 4000 * GIB)).terms
+        for kernels in ("auto", "torch")
+    )
+    assert on_cpu["weights"] > on_torch["weights"]
+
+
 @pytest.mark.parametrize(
     ("asked", "field"),
     [
         ({"deterministic": True}, "deterministic"),
-        ({"kernels": "cpu"}, "kernels"),
         ({"kernels": "flashinfer"}, "kernels"),
         ({"tensor_parallel": 2}, "tensor_parallel"),
     ],

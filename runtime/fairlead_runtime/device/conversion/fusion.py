@@ -75,8 +75,11 @@ from fairlead_runtime.device.model.paged_attention import (
 )
 from fairlead_runtime.device.model.paged_model import PagedModel, ProbePass, causal_attention
 from fairlead_runtime.device.model.rank_group import RankGroup
+from fairlead_runtime.device.model.state_cache import FirstStates
+from fairlead_runtime.device.model.state_layers import StateMixer
 from fairlead_runtime.models.quantized import QuantizedEmbedding, QuantizedLinear
 from fairlead_runtime.settings.startup_parts import Report, unreported
+from fairlead_runtime.sizing.groups import NO_KEYS
 
 T = TypeVar("T")
 OTHER_RANK = "it does not fit on another rank"
@@ -214,12 +217,8 @@ def fuse(
     """
     if operations is None:
         return Fusion(0, len(model.windows))
-    if model.states:
-        return Fusion(0, len(model.windows), "its layers keep states")
-    if model.mixed:
-        return Fusion(0, len(model.windows), "its layers differ in their heads")
     fusion, runs = _fuse_layers(model, operations, ranks, repack, report)
-    step = _ScratchPass(model.heads, model.device)
+    step = _ScratchPass(model)
     model_operations: CpuOperations | None = operations.model_operations
     if fusion.fused == fusion.layers:
         try:
@@ -266,7 +265,11 @@ def _fuse_layers(
         model.calls[index] = layer.call  # a factor of its queries is one of the scores here
         fused.append(layer)
     sharded = ranks is not None
-    runs = [FusedRun(run, model.heads, operations, sharded=sharded) for run in _runs(fused)]
+    heads = model.layer_heads
+    runs = [
+        FusedRun(run, heads[run[0].index], operations, sharded=sharded)
+        for run in _runs(fused, heads)
+    ]
     for run in runs:
         places = enumerate(run.layers)
         Replacement({layers[x.index]: run.forward_of(place) for place, x in places}).apply()
@@ -291,7 +294,7 @@ def _fuse_ends(
         expected = recognize_ends.other_logits(model, step)
         # Before the head's weights are packed, which takes them. It rounds as the layers do.
         rounding = max(layer.rounding for layer in runs[0].layers)
-        samples = _ScratchPass(model.heads, model.device, SAMPLES)
+        samples = _ScratchPass(model, SAMPLES)
         noise = recognize_ends.noise(model, layers, samples, expected, rounding, together=True)
         fused_model = recognize_ends.FusedModel(ends, runs[0], operations, model.heads.dtype)
         restore = partial(fused_model.restore, ends)
@@ -317,12 +320,13 @@ def _replacement_of(
     return Replacement(weights=weights, give_back=None if owner is None else owner.give_back)
 
 
-def _runs(fused: Sequence[FusedLayer]) -> list[list[FusedLayer]]:
-    """Consecutive layers of equal sizes."""
+def _runs(fused: Sequence[FusedLayer], heads: Sequence[Heads]) -> list[list[FusedLayer]]:
+    """Consecutive layers of equal sizes, those of their ``heads``, by layer, too."""
     runs: list[list[FusedLayer]] = []
+    sizes: object = None
     for layer in fused:
-        last = runs[-1][-1] if runs else None
-        if last is not None and (last.index + 1, last.sizes) == (layer.index, layer.sizes):
+        before, sizes = sizes, (layer.sizes, heads[layer.index])
+        if runs and (runs[-1][-1].index + 1, before) == (layer.index, sizes):
             runs[-1].append(layer)
         else:
             runs.append([layer])
@@ -330,21 +334,32 @@ def _runs(fused: Sequence[FusedLayer]) -> list[list[FusedLayer]]:
 
 
 class _ScratchPass(CachedPass):
-    """Short sequences, one after the other, in a float32 cache of their own."""
+    """Short sequences, one after the other, in a float32 cache of their own. Layers with heads of
+    one size have it in common: each writes its keys before it reads them.
+    """
 
-    def __init__(self, heads: Heads, device: torch.device, sequences: int = 1) -> None:
+    def __init__(self, model: PagedModel, sequences: int = 1) -> None:
         tokens = sequences * TOKENS
-        size = (1, tokens, heads.kv)
-        keys = torch.zeros(*size, heads.dim, device=device)
-        values = torch.zeros(*size, heads.value_dim, device=device)
-        self.keep = torch.arange(tokens, device=device)
-        self._cached = CachedLayer(keys, values, self.keep)
+        self.keep = torch.arange(tokens, device=model.device)
+        self._heads = model.layer_heads
+        self._cached: dict[Heads, CachedLayer] = {}
+        for h in {*self._heads}:
+            keys, values = (
+                torch.zeros(1, tokens, h.kv, dim, device=model.device)
+                for dim in (h.dim, h.value_dim)
+            )
+            self._cached[h] = CachedLayer(keys, values, self.keep)
 
-    def cached(self, _layer: int) -> CachedLayer:
-        return self._cached
+    def cached(self, layer: int) -> CachedLayer:
+        return self._cached[self._heads[layer]]
 
-    def attend_cached(self, _layer: int, query: Tensor, call: AttentionCall) -> Tensor:
-        keys, values = (x[0].to(query.dtype) for x in (self._cached.keys, self._cached.values))
+    def mix(self, _layer: int, mixer: StateMixer, hidden: Tensor) -> Tensor:
+        sequences = hidden.view(-1, TOKENS, hidden.shape[-1])
+        return mixer.call(sequences, FirstStates()).reshape(hidden.shape)
+
+    def attend_cached(self, layer: int, query: Tensor, call: AttentionCall) -> Tensor:
+        cached = self.cached(layer)
+        keys, values = (x[0].to(query.dtype) for x in (cached.keys, cached.values))
         count = len(query) // TOKENS
         each = zip(query.chunk(count), keys.chunk(count), values.chunk(count), strict=True)
         return torch.cat([causal_attention(q, k, v, call.scale) for q, k, v in each])
@@ -363,6 +378,10 @@ def _fused(
     """
 
     def packed() -> tuple[FusedLayer, Recording, Rope]:
+        if index in model.states:
+            raise DoesNotFitError("it keeps a state")
+        if model.sources[index] == NO_KEYS:
+            raise DoesNotFitError("it has no attention")
         if model.sources[index] != index or model.sources.count(index) > 1:
             raise DoesNotFitError(
                 "it reads the keys of another layer, or another one reads its keys"
@@ -390,7 +409,7 @@ def _fused(
 
     def proven() -> None:
         added: list[Tensor] = []
-        step = _ScratchPass(model.heads, model.device)
+        step = _ScratchPass(model)
         out = fused.run(recording.input.clone(), added, angles, step)
         again = partial(repeat, recorded.call)
         noise = Noise.of(recording.output, again, fused.rounding)
