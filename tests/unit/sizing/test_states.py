@@ -418,7 +418,7 @@ def test_an_fp8_cache_is_refused_where_no_layer_has_keys() -> None:
     [
         ("deterministic", True),
         ("tensor_parallel", 2),
-        ("kernels", "cpu"),
+        ("kernels", "flashinfer"),
     ],
 )
 def test_what_does_not_work_with_states_yet_is_refused_by_name(setting: str, value: Any) -> None:
