@@ -345,9 +345,9 @@ class Rig:
         if pair is not None and ranks is not None:
             pair.hold(kernels, odd=odd, **self._described)
             rank_pair.shard(self.model, ranks, QUANTIZED.get(kernels))
-        self.fusion = fuse(self.model, operations_of(self.model, kernels), ranks)
-        if kernels == "cpu":
+        if kernels in ("cpu", "int8"):
             pack_states(self.model, choice_of(self.model, kernels).states)
+        self.fusion = fuse(self.model, operations_of(self.model, kernels), ranks)
         use_experts(self.model, kernels)
         self.groups: tuple[LayerGroup, ...] = self.model.groups
         self._references: dict[tuple[int, ...], tuple[int, list[int]]] = {}
