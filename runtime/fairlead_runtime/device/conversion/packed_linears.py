@@ -81,7 +81,8 @@ class _Product:
         if self.widens or x.dtype is torch.float32:
             return self.operations.linear(x.float(), self.weight, bias)
         out = x.new_empty(len(x), self.weight.rows)
-        for part, rows in zip(out.split(WIDE_ROWS), x.split(WIDE_ROWS), strict=True):
+        parts = (torch.split(y, WIDE_ROWS) for y in (out, x))
+        for part, rows in zip(*parts, strict=True):
             part.copy_(self.operations.linear(rows.float(), self.weight, bias))
         return out
 
