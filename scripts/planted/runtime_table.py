@@ -957,6 +957,20 @@ BUGS = (
         PAGE_TESTS,
     ),
     PackageBug(
+        "pages are mapped after their cache has gone",
+        "fairlead_runtime.device.memory.page_mapping:PageMapper.close",
+        "self.thread.join(LONGEST)",
+        "pass",
+        PAGE_TESTS,
+    ),
+    PackageBug(
+        "the thread that maps pages keeps their tensors",
+        "fairlead_runtime.device.memory.page_mapping:PageMapper.__init__",
+        "self._units = tensors[0].shape[1]",
+        "self._units, self._tensors = tensors[0].shape[1], tensors",
+        PAGE_TESTS,
+    ),
+    PackageBug(
         "all pages of the cache are mapped at once",
         "fairlead_runtime.device.memory.page_mapping:PageMapper._run",
         "            while end > self._goal and not self._closed:\n",

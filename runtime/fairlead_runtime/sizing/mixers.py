@@ -20,7 +20,8 @@ class Mixer:
     """Parameters in ``matrices``, with so many output rows (``channels``), and all others
     (``rest``); ``alive``: elements in float32 that it keeps of each token, measured at most;
     ``chunk``: a row's tokens are filled up to a multiple of it; ``wide``: of ``rest``, those that
-    its class makes in float32, whatever the model's type.
+    its class makes in float32, whatever the model's type; ``reads_weights``: its code reads those
+    of its linear layers itself.
     """
 
     matrices: int
@@ -31,6 +32,7 @@ class Mixer:
     chunk: int = 1
     buffers: int = 0  # numbers beside the parameters, of the model's type
     wide: int = 0
+    reads_weights: bool = False
 
 
 def gated_delta(s: ConfigReader) -> Mixer:
@@ -118,7 +120,8 @@ def falcon_mamba2(s: ConfigReader) -> Mixer:
     """Of Falcon-H1: its width is a setting of its own, and its norm is optional."""
     inner = s.optional("mamba_d_ssm")
     names = _PREFIXED | {"out_bias": "projectors_bias"}
-    return _mamba2(s, names, inner=inner, normed=s.flag("mamba_rms_norm"))
+    mixer = _mamba2(s, names, inner=inner, normed=s.flag("mamba_rms_norm"))
+    return replace(mixer, buffers=mixer.channels - s.integer("hidden_size"))  # a factor for each
 
 
 def _mamba2(
@@ -195,6 +198,9 @@ def _mamba1(
             StatePart("conv", (inner, kernel - 1), ""),
             StatePart("recurrent", (inner, state)),
         ),
+        # Without weights norms of the time step and of the state's two sides keep some of no use.
+        buffers=0 if normed else inner + 2 * state,
+        reads_weights=True,
     )
 
 

@@ -133,6 +133,7 @@ class ModelShape:
     # up to a multiple of the chunk.
     mixer_width: int = 0
     mixer_chunk: int = 1
+    reads_weights: bool = False  # its mixers' code, of their linear layers itself
 
     @property
     def kv_width(self) -> int:
@@ -282,6 +283,7 @@ class ModelShape:
             states=dict.fromkeys(mixing, mixer.state) if mixer else {},
             mixer_width=mixer.alive if mixer else 0,
             mixer_chunk=mixer.chunk if mixer else 1,
+            reads_weights=mixer is not None and mixer.reads_weights,
         )
 
     @classmethod

@@ -73,6 +73,9 @@ def _refuse_with_states(shape: ModelShape, config: EngineConfig) -> None:
     if config.quantization != "none" and shape.experts:
         problem = f"{config.quantization}: the model's layers keep states, and experts beside these"
         raise ConfigError("quantization", f"{problem} stay whole", "use none")
+    if config.quantization != "none" and shape.reads_weights:
+        problem = f"{config.quantization}: the code of {shape.model_type!r} reads weights itself"
+        raise ConfigError("quantization", problem, "use none")
 
 
 def _widened(shape: ModelShape, config: EngineConfig, memory: MemoryPlan) -> str:

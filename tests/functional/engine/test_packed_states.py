@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,27 @@ def test_a_mixer_whose_states_no_operation_knows_keeps_its_way(states: CpuStates
     assert not any(mixer.packs for mixer in model.mixers.values())
 
 
+@pytest.mark.parametrize(
+    ("family", "settings", "reason"),
+    [
+        ("mamba2", {"hidden_act": "gelu"}, "activation: 'gelu' behind a convolution"),
+        ("falcon_mamba", {"hidden_act": "gelu"}, "activation: 'gelu' behind a convolution"),
+        ("nemotron_h", {"mamba_hidden_act": "relu2"}, "activation: 'relu2' behind a convolution"),
+        ("mamba2", {"conv_kernel": 1}, "weight: 1 taps"),
+        ("lfm2", {"conv_L_cache": 1}, "weight: 1 taps"),
+    ],
+)
+def test_a_mixer_that_no_operation_takes_keeps_its_way(
+    family: str, settings: dict[str, Any], reason: str, states: CpuStates
+) -> None:
+    model = paged(family, **settings)
+    found = pack_states(model, states)
+    assert (found.packed, found.mixers) == (0, len(model.mixers))
+    assert f"(layer 0: {reason}" in str(found)
+    assert not any(mixer.packs for mixer in model.mixers.values())
+    check_logits(model, seed=0, generated=True)
+
+
 def _forgets(rows: StateRows) -> StateRows:
     return replace(rows, begins=torch.ones_like(rows.begins))
 
@@ -95,16 +117,17 @@ def _merged(rows: StateRows) -> StateRows:
     return replace(rows, starts=rows.starts * (rows.starts == rows.starts[-1]))
 
 
+OPERATIONS = [
+    ("causal_convolution", "qwen3_5_text"),
+    ("gated_delta_rule", "qwen3_5_text"),
+    ("ssd", "mamba2"),
+    ("selective_scan", "falcon_mamba"),
+]
+WRONG = "operations on its states give other results"
+
+
 @pytest.mark.parametrize("change", [_forgets, _never_begins, _mixed_up, _merged])
-@pytest.mark.parametrize(
-    ("operation", "family"),
-    [
-        ("causal_convolution", "qwen3_5_text"),
-        ("gated_delta_rule", "qwen3_5_text"),
-        ("ssd", "mamba2"),
-        ("selective_scan", "falcon_mamba"),
-    ],
-)
+@pytest.mark.parametrize(("operation", "family"), OPERATIONS)
 def test_operations_that_keep_states_wrongly_are_not_taken(
     operation: str,
     family: str,
@@ -122,9 +145,47 @@ def test_operations_that_keep_states_wrongly_are_not_taken(
     monkeypatch.setattr(CpuStates, operation, wrong)
     model = paged(family)
     found = pack_states(model, states)
-    mixers = len(model.mixers)
-    assert found == PackedStates(0, mixers, {"operations on its states give other results": 0})
+    assert found == PackedStates(0, len(model.mixers), {WRONG: 0})
     assert not any(mixer.packs for mixer in model.mixers.values())
+
+
+@pytest.mark.parametrize(("operation", "family"), OPERATIONS)
+def test_operations_that_are_wrong_in_long_rows_are_not_taken(
+    operation: str, family: str, states: CpuStates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They take up to 16 time steps at a time: here those of a third round are wrong."""
+    right = getattr(CpuStates, operation)
+
+    def wrong(self: CpuStates, *arguments: Any, **settings: Any) -> Tensor:
+        out: Tensor = right(self, *arguments, **settings)
+        (rows,) = (x for x in arguments if isinstance(x, StateRows))
+        for first, end in pairwise(rows.starts.tolist()):
+            out[first + 32 : end] += 0.1
+        return out
+
+    monkeypatch.setattr(CpuStates, operation, wrong)
+    model = paged(family)
+    assert pack_states(model, states) == PackedStates(0, len(model.mixers), {WRONG: 0})
+
+
+def test_bounds_that_end_with_a_later_round_are_not_taken(
+    states: CpuStates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right: Any = CpuStates.ssd
+
+    def whole_rounds(rows: StateRows) -> StateRows:
+        prompts = rows.prompts
+        rounds = prompts + -prompts % 8
+        return replace(rows, prompts=torch.where(prompts > 16, rounds, prompts))
+
+    def wrong(self: CpuStates, *arguments: Any, **settings: Any) -> Tensor:
+        changed = (whole_rounds(x) if isinstance(x, StateRows) else x for x in arguments)
+        out: Tensor = right(self, *changed, **settings)
+        return out
+
+    monkeypatch.setattr(CpuStates, "ssd", wrong)
+    found = pack_states(paged("mamba2", **BOUNDED["mamba2"]), states)
+    assert (found.packed, [*found.reasons]) == (0, [WRONG])
 
 
 def test_the_self_test_sees_a_state_that_is_lost(

@@ -15,7 +15,9 @@ from fairlead_runtime.device.conversion import packed_linears
 from fairlead_runtime.device.conversion.fusion import quantized_elements
 from fairlead_runtime.device.conversion.packed_linears import SMALLEST
 from fairlead_runtime.device.memory.storage import CacheStorage
+from fairlead_runtime.device.proof import selftest
 from fairlead_runtime.llm import LLM
+from fairlead_runtime.models import loading
 from fairlead_runtime.request.sequence import SamplingParams
 from fairlead_runtime.scheduling.scheduler import Scheduler, SchedulerStats
 from fairlead_runtime.settings.engine_config import ConfigError
@@ -198,20 +200,25 @@ def test_an_engine_serves_packed_products_of_mixers_as_planned(
 
 
 def test_a_mixer_that_reads_its_weights_itself_is_not_quantized(tmp_path: Path) -> None:
-    path = str(tiny.save(tiny_states.build("falcon_mamba"), tmp_path))
+    """Even where a plan does not know: that refuses it before."""
+    loaded = loading.load(tiny.save(tiny_states.build("falcon_mamba"), tmp_path))
     with pytest.raises(ConfigError, match="'falcon_mamba' reads weights itself") as refused:
-        LLM(path, quantization="int8", num_blocks=100, max_batch_tokens=64)
+        selftest.prepare_and_test(loaded, quantization="int8")
     assert refused.value.field == "quantization"
 
 
-@pytest.mark.parametrize("family", [*tiny_states.WHOLES, "mamba2", "nemotron_h"])
+@pytest.mark.parametrize("family", [*tiny_states.WHOLES, "mamba2", "mamba2 gelu", "nemotron_h"])
 def test_a_checkpoint_is_planned_loaded_and_served(
     family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Where the C++ kernels are built by them, as the start says."""
     caplog.set_level(logging.INFO)
-    whole = family in tiny_states.WHOLES
-    model: Any = tiny_states.build_whole(family) if whole else tiny_states.build(family)
+    family, _, activation = family.partition(" ")  # behind a convolution: one that no kernel has
+    if family in tiny_states.WHOLES:
+        model: Any = tiny_states.build_whole(family)
+    else:
+        extra: dict[str, Any] = {"hidden_act": activation} if activation else {}
+        model = tiny_states.build(family, **extra)
     (prompt,) = prompts(3, (40,), 0)
     with torch.inference_mode():
         ids = torch.tensor([prompt])
@@ -230,5 +237,7 @@ def test_a_checkpoint_is_planned_loaded_and_served(
     assert line.startswith(
         f"kernels: {PRODUCT_SETS[0]}, fused " if PRODUCT_SETS else "kernels: torch"
     )
+    if activation and PRODUCT_SETS:
+        assert f"(layer 0: activation: {activation!r} behind a convolution)" in line
     for name in ("weights", "activations", "logits"):
         assert terms[name]["measuredBytes"] <= terms[name]["plannedBytes"]

@@ -93,8 +93,33 @@ def test_pages_are_mapped_so_far_ahead_of_the_highest_unit_and_no_further(watch:
             assert all(resident(tensor, slot)[:10])
     assert not any(resident(tensors[1], SLOTS - 1)[13:])
     pages.close()
-    pages.thread.join(60)
+    assert not pages.thread.is_alive()
     assert watch.pieces == 5 * SLOTS * len(tensors)
+
+
+def test_the_thread_ends_before_its_tensors_and_never_frees_them(watch: Watch) -> None:
+    """While the interpreter ends, to free them would take the process down."""
+    tensor = lazy()
+    kept = weakref.ref(tensor.untyped_storage())
+    watch.may_map.clear()
+    pages = PageMapper((tensor,))
+    wake = pages._more.set
+
+    def let_map() -> None:
+        wake()
+        watch.may_map.set()
+
+    pages._more.set = let_map  # type: ignore[method-assign]
+    pages.close()
+    assert not pages.thread.is_alive(), "a piece was left"
+    assert kept() is not None
+    watch.may_map.clear()
+    pages = PageMapper((tensor,))
+    del tensor
+    assert kept() is None, "the thread keeps it"
+    pages._closed = True  # before it maps what is there no more
+    watch.may_map.set()
+    pages.close()
 
 
 def test_nothing_is_mapped_while_a_step_runs(watch: Watch) -> None:

@@ -405,6 +405,14 @@ def test_experts_beside_states_stay_whole_and_are_named() -> None:
     assert caught.value.field == "quantization"
 
 
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_rounded_weights_that_code_reads_itself_are_refused(name: str) -> None:
+    shape = ModelShape.from_config({"model_type": "falcon_mamba"})
+    with pytest.raises(ConfigError, match="'falcon_mamba' reads weights itself") as caught:
+        plan_memory(shape, EngineConfig(quantization=name), GPU)  # type: ignore[arg-type]
+    assert caught.value.field == "quantization"
+
+
 def test_an_fp8_cache_is_refused_where_no_layer_has_keys() -> None:
     with pytest.raises(ConfigError, match="states and no keys") as caught:
         plan_memory(

@@ -27,7 +27,7 @@ KEPT = [
     kind
     for kind, row in ALONE.items()
     if row.wide_router or row.wide_sinks or row.wide_norms or row.choice_buffer
-] + ["apertus", "minimax", "olmo_hybrid"]
+] + ["apertus", "minimax", "olmo_hybrid", "falcon_mamba", "falcon_h1"]
 
 
 def test_every_class_with_such_a_list_has_a_row_that_counts_it() -> None:
@@ -46,8 +46,7 @@ def test_every_class_with_such_a_list_has_a_row_that_counts_it() -> None:
         strict, more = strict | made, more | made
         assert count(tensors, strict) == shape.wide, kind
         assert count(tensors, more) == shape.wide + shape.wide_norms, kind
-        held = model.state_dict().keys()
-        buffers = {name: x for name, x in model.named_buffers() if name in held}
+        buffers = buffers_of(model)
         assert count(buffers, strict) == shape.buffers, kind
         every = sum(x.numel() for x in buffers.values())
         assert every == shape.buffers + shape.typed_buffers, kind
@@ -55,6 +54,12 @@ def test_every_class_with_such_a_list_has_a_row_that_counts_it() -> None:
             assert shares_of(model, shape.hidden) is wide(row.wide_shares), kind
         if (tables := tables_of(model)) is not None:
             assert tables is wide(row.wide_rotary == "tables"), kind
+
+
+def buffers_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Those of files and of layers: not the frequencies that all layers share, less than 1 KiB."""
+    files = model.state_dict().keys()
+    return {n: x for n, x in model.named_buffers() if n in files or ".layers." in n}
 
 
 def wide(in_float32: bool) -> torch.dtype:
@@ -108,5 +113,5 @@ def test_the_planned_weights_are_the_held_bytes(kind: str, dtype: Any, tmp_path:
     settings = EngineConfig(dtype=dtype, kernels="torch")
     shape = loading.inspect(saved, settings).shape
     model = loading.load(saved, config=settings).model
-    tensors = {id(x): x.nbytes for x in model.state_dict(keep_vars=True).values()}
+    tensors = {id(x): x.nbytes for x in [*model.parameters(), *buffers_of(model).values()]}
     assert held_weights(shape, settings, 1, "cpu") == sum(tensors.values())

@@ -26,9 +26,9 @@ from fairlead_runtime.device.model.state_packed import functions_of
 from fairlead_runtime.sizing.states import ALIGNMENT, StateLayout, StatePart, aligned
 
 # Tokens of two sequences that each step of the proof computes: chunks, single tokens, and none of
-# one. Of each sequence the first half are of its prompt.
-STEPS = ((5, 1), (1, 0), (1, 9), (9, 1), (0, 1), (0, 4))
-TOKENS = 16
+# one; rows of more tokens than operations take at a time, up to 16, in which prompts end, too.
+STEPS = ((5, 1), (1, 0), (33, 9), (1, 25), (0, 1), (0, 4))
+TOKENS, PROMPT = 40, 27
 UNITS = 3  # of a state, so that its tensors straddle them
 # In 16 bits: times the distance of transformers' own code in this type from that in float32.
 OWN_TYPE = 3.0
@@ -53,7 +53,7 @@ class PackedStates:
 @torch.inference_mode()
 def pack_states(model: PagedModel, operations: StateOperations | None) -> PackedStates:
     """Let each mixer of a model that can be served so run once a step on these operations; without
-    any, none. One that gives other results keeps its own way.
+    any, none. One that gives other results, or that they cannot take, keeps its own way.
     """
     if operations is None or not model.states:
         return PackedStates()
@@ -63,13 +63,9 @@ def pack_states(model: PagedModel, operations: StateOperations | None) -> Packed
     for layer, mixer in model.mixers.items():
         try:
             mixer.pack(model.states[layer], operations)
-        except ValueError as error:
-            reasons.setdefault(str(error), layer)
-            continue
-        try:
             _prove(mixer, model.states[layer], model.model.dtype, hidden[layer])
             packed += 1
-        except DoesNotFitError as error:
+        except (DoesNotFitError, ValueError, RuntimeError, TypeError, IndexError) as error:
             mixer.unpack()
             reasons.setdefault(str(error), layer)
     return PackedStates(packed, len(model.mixers), reasons)
@@ -110,7 +106,7 @@ def _prove(
 
     def sequences_of(x: Tensor) -> Tensor:
         """What transformers' code makes of whole sequences [B, TOKENS, hidden]."""
-        return mixer.compute(x, None, TOKENS // 2)[0]
+        return mixer.compute(x, None, PROMPT)[0]
 
     def again(changes: Changes) -> Iterator[Tensor]:
         batch = hidden.float().repeat(SAMPLES, 1, 1)
@@ -174,7 +170,7 @@ def _in_steps(
     for step in STEPS:
         rows = [row for row in (0, 1) if step[row]]
         counts = tuple(step[row] for row in rows)
-        prompts = tuple(min(step[r], max(0, TOKENS // 2 - done[r])) for r in rows)
+        prompts = tuple(min(step[r], max(0, PROMPT - done[r])) for r in rows)
         packed = StateRows(
             counts,
             prompts,

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Self
 
 import torch
 
@@ -25,17 +26,32 @@ PIECE = 2 << 20
 REST = 0.02
 # Smaller caches are mapped by a few steps.
 SMALLEST = 64 << 20
+LONGEST = 10.0  # seconds that a piece may take for ``close`` to wait for its end
 PAGE = mmap.PAGESIZE
 MADV_POPULATE_WRITE = 23  # Linux 5.14
 
 
+class _Place(NamedTuple):
+    """Where a tensor's slots lie, and the bytes of a unit there."""
+
+    slots: range
+    unit: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Self:
+        slot, unit = (stride * tensor.itemsize for stride in tensor.stride()[:2])
+        first = tensor.data_ptr()
+        return cls(range(first, first + tensor.shape[0] * slot, slot), unit)
+
+
 class PageMapper:
-    """Maps ``tensors`` [slots, units, ...], dense on the CPU, until ``close``. Keeps them alive
-    until then.
+    """Maps ``tensors`` [slots, units, ...], dense on the CPU, until ``close``, which their owner
+    calls while they are there: the thread knows addresses alone, since a thread that frees the last
+    reference while the interpreter ends takes the process down.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], *, ahead: int = AHEAD) -> None:
-        self._tensors = tuple(tensors)
+        self._places = [_Place.of(tensor) for tensor in tensors]
         self._units = tensors[0].shape[1]
         self._ahead = ahead * self._units // sum(t.nbytes for t in tensors)
         self._goal = min(self._ahead, self._units)
@@ -60,9 +76,11 @@ class PageMapper:
         self._running = False
 
     def close(self) -> None:
-        """The thread ends after the piece that it maps."""
+        """The thread ends after the piece that it maps, before this returns."""
         self._closed = True
         self._more.set()
+        if self.thread is not threading.current_thread():  # which may collect the owner
+            self.thread.join(LONGEST)
 
     def _run(self) -> None:
         for end, address, size in self._pieces():
@@ -74,19 +92,15 @@ class PageMapper:
                 time.sleep(REST)
             if self._closed or not _populate(address, size):
                 break
-        self._tensors = ()
 
     def _pieces(self) -> Iterator[tuple[int, int, int]]:
         """Last unit, address and bytes of each piece, those of low units first."""
-        widest = max(t.stride(1) * t.itemsize for t in self._tensors)
-        many = max(1, PIECE // widest)
+        many = max(1, PIECE // max(place.unit for place in self._places))
         for first in range(0, self._units, many):
             count = min(many, self._units - first)
-            for tensor in self._tensors:
-                unit = tensor.stride(1) * tensor.itemsize
-                for slot in range(tensor.shape[0]):
-                    begin = tensor.data_ptr() + slot * tensor.stride(0) * tensor.itemsize
-                    yield first + count, begin + first * unit, count * unit
+            for place in self._places:
+                for begin in place.slots:
+                    yield first + count, begin + first * place.unit, count * place.unit
 
 
 def page_mapper(tensors: Sequence[torch.Tensor]) -> PageMapper | None:

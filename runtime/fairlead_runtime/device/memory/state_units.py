@@ -65,7 +65,9 @@ class StateUnits:
             self._pool[:, span.begin : span.end].index_select(0, units[:, span.unit])
             for span in share.spans
         ]
-        return dict(_tensors(share, parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)))
+        if len(parts) != 1:  # none: a convolution over one token keeps nothing
+            parts = [torch.cat([self._pool.new_empty(len(units), 0), *parts], dim=1)]
+        return dict(_tensors(share, parts[0]))
 
     def write(self, layer: int, units: Tensor, states: Mapping[str, Tensor]) -> None:
         """Keep these states [B, ...] of one layer in ``units`` int64 [B, n]."""
