@@ -1038,7 +1038,6 @@ OF_QWEN_CARD = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings
         ({"rope_scaling": LONGROPE}, 256),
         ({"rope_scaling": {"rope_type": "default"}}, 256),
         ({"rope_scaling": None}, 256),
-        ({"rope_parameters": {"full_attention": YARN, "sliding_attention": {"factor": 9}}}, 1024),
         *(({"rope_scaling": {"type": "yarn", "factor": factor}}, 256) for factor in (0.5, 0.01)),
         ({"rope_scaling": {"type": "yarn", "factor": 1e6}}, 1 << 24),
     ],
