@@ -142,7 +142,7 @@ def _share(s: ConfigReader, kind: str, field: str, parameters: Mapping[str, Any]
     elif value is None:
         return None
     _check_number(name, value)
-    share = float(value)  # type: ignore[arg-type]
+    share = float(value)
     whole = kind != "proportional" and not rotary.reads_share
     if share > 1 or (whole and share != 1):
         problem = "must be 1: its layers rotate whole heads" if whole else "must be at most 1"
