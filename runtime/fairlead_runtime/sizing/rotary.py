@@ -130,7 +130,8 @@ def _check_theta(s: ConfigReader, layers: str, field: str, parameters: Mapping[s
 def _share(s: ConfigReader, kind: str, field: str, parameters: Mapping[str, Any]) -> float | None:
     """The share of a head that is rotated, where it is read; None where it is not known."""
     rotary = _rotary(s)
-    if kind == "default" and not rotary.reads_share:
+    scaled = kind != "default" or (rotary.scaled and not parameters)
+    if not scaled and not rotary.reads_share:
         return 1.0
     name, value = rotary.share_name, rotary.share
     if _PARTIAL in parameters:

@@ -153,6 +153,7 @@ CASES: tuple[tuple[str, dict[str, Any], str], ...] = (
         for value in ("x", None, 3.0)
     ),
     ("gpt_neox", {"rotary_pct": None}, "rotary_pct"),
+    ("gpt_oss", {**TYPES, "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     *(
         (
             "phi3",
@@ -262,6 +263,7 @@ def test_the_table_of_families_says_what_their_classes_read() -> None:
         row = ROTARIES.get(family, Rotary())
         nested = "full_attention" in settings
         assert (row.by_type in ("each", "added")) is nested, family
+        assert row.scaled is (settings.get("rope_type", "default") != "default"), family
         types = {"full_attention", "sliding_attention"}
         if not nested and not types.isdisjoint(getattr(config, "layer_types", None) or ()):
             assert row.by_type == "never", family

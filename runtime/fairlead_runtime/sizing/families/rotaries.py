@@ -15,7 +15,8 @@ class Rotary:
     class has no tables for them, "": the names mean nothing. ``thetas``: the model's setting, by
     the type of layers. ``share``: what of a head is rotated where nothing says it, None where more
     than its own setting tells, and ``share_name`` that setting, "" for none. ``reads_share``:
-    unscaled embeddings have a share. ``strict``: its class checks what others take.
+    unscaled embeddings have a share. ``strict``: its class checks what others take. ``scaled``:
+    they are scaled where nothing says it.
     """
 
     by_type: str = ""
@@ -25,6 +26,7 @@ class Rotary:
     share_name: str = "partial_rotary_factor"
     reads_share: bool = False
     strict: bool = False
+    scaled: bool = False
 
 
 _NEVER = Rotary(by_type="never")
@@ -34,10 +36,8 @@ _PART = Rotary(reads_share=True)
 _HALF = replace(_PART, share=0.5)
 
 ROTARIES: Mapping[str, Rotary] = {
-    **dict.fromkeys(("afmoe", "cohere2", "cohere2_moe", "cwm", "dots1", "exaone4"), _NEVER),
-    **dict.fromkeys(
-        ("exaone_moe", "falcon_h1", "flint", "gemma2", "gpt_oss", "granite_swa"), _NEVER
-    ),
+    **dict.fromkeys(("afmoe", "cohere2", "cohere2_moe", "dots1", "exaone4"), _NEVER),
+    **dict.fromkeys(("exaone_moe", "falcon_h1", "flint", "gemma2", "granite_swa"), _NEVER),
     **dict.fromkeys(("granitemoe_swa", "granitemoehybrid", "kolibri1", "lfm2", "minimax"), _NEVER),
     **dict.fromkeys(("ministral", "olmo_hybrid", "qwen2", "qwen2_moe", "qwen3", "smollm3"), _NEVER),
     **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text", "vaultgemma"), _NEVER),
@@ -53,6 +53,8 @@ ROTARIES: Mapping[str, Rotary] = {
         ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
         replace(_PART, by_type="never", share=0.25),
     ),
+    **dict.fromkeys(("cwm", "gpt_oss"), replace(_NEVER, scaled=True)),
+    **dict.fromkeys(("apertus", "ministral3"), Rotary(scaled=True)),
     "bamba": replace(_HALF, by_type="never", share_name=""),
     "gpt_neox": Rotary("", "rotary_emb_base", "", 0.25, "rotary_pct", True, True),
     "minimax_m2": replace(_PART, share=None),
