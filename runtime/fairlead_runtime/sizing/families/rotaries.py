@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 class Rotary:
     """What one class reads. ``by_type``: settings stand under the names of types of layers; "each":
     that of each type, "added": ``rope_scaling`` is added to those of full attention, "never": its
-    class has no tables for them, "": the names mean nothing. ``thetas``: the model's setting, by
-    the type of layers. ``share``: what of a head is rotated where nothing says it, None where more
+    class has no tables for them, "": the names mean nothing. ``theta``: the model's setting,
+    "" for none. ``share``: what of a head is rotated where nothing says it, None where more
     than its own setting tells, and ``share_name`` that setting, "" for none. ``reads_share``:
     unscaled embeddings have a share. ``strict``: its class checks what others take. ``scaled``:
     they are scaled where nothing says it.
