@@ -148,8 +148,11 @@ def _load_and_test(
 
     try:
         return attempt(judged=False)
-    except selftest.UnexplainedError as error:
-        log.info("%s; loading it again to measure what rounding does to it", error)
+    except selftest.UnexplainedError:
+        log.info(
+            "self-test: logits differ by more than rounding explains in most models; loading the "
+            "model again to measure what it does to this one"
+        )
     gc.collect()  # the first model, before there is another one
     release_memory()
     return attempt(judged=True)

@@ -134,9 +134,11 @@ def _prompt(text: str | None) -> str:
     """--prompt, else all of stdin without the line end of its last line. Raises ConfigError."""
     if text is not None:
         return text
-    if sys.stdin.isatty():
-        raise ConfigError("prompt", "is missing", "give --prompt TEXT, or the text on stdin")
     try:
-        return sys.stdin.buffer.read().decode().removesuffix(os.linesep)
+        text = "" if sys.stdin.isatty() else sys.stdin.buffer.read().decode()
     except UnicodeDecodeError:
         raise ConfigError("prompt", "stdin is not UTF-8", "convert it") from None
+    text = text.removesuffix(os.linesep)
+    if not text:  # before a model is loaded for nothing
+        raise ConfigError("prompt", "is missing", "give --prompt TEXT, or the text on stdin")
+    return text

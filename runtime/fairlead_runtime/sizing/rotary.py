@@ -3,100 +3,200 @@
 Owns the keys that each of transformers' types of them needs (``modeling_rope_utils.py``). Pure.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from fairlead_runtime.sizing.config_json import LARGEST_OTHER, ConfigReader, ShapeError
+from fairlead_runtime.sizing.families.rotaries import ROTARIES, Rotary
 
-# The numbers that each type needs; lists of numbers; further numbers that it reads.
+# The numbers above 0 that each type needs, and those of which it takes another for null or 0.
 _NUMBERS: Mapping[str, tuple[str, ...]] = {
     "default": (),
     "proportional": (),
     "linear": ("factor",),
     "dynamic": ("factor",),
-    "yarn": ("factor",),
+    "yarn": (),
     "longrope": (),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }
+_BETAS = ("beta_fast", "beta_slow")
 _LISTS = ("short_factor", "long_factor")
-_READ = ("rope_theta", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
-LARGEST_NUMBER = 1e12
+LARGEST_NUMBER = 3.4e38  # tables are float32
 _ORIGINAL, _PARTIAL = "original_max_position_embeddings", "partial_rotary_factor"
+_FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 def check_rope(s: ConfigReader) -> None:
     """Raise ShapeError for settings of rotary embeddings of which transformers builds none."""
     if s.family.positions:
         return
-    if s.get("rope_theta") is not None:
-        _check_number("rope_theta", s.get("rope_theta"))
-    for field in ("rope_scaling", "rope_parameters"):
-        value = s.get(field)
-        if not value:
-            continue
-        if not isinstance(value, Mapping):
-            raise ShapeError(field, f"must be an object, not {str(value)[:40]}")
-        if field == "rope_parameters" and s.get("rope_scaling"):
-            continue  # the older name comes first
-        for parameters in _layers(value):
-            _check(s, field, parameters)
+    for kind, (field, parameters) in _settings(s).items():
+        _check(s, kind, field, parameters)
 
 
-def _layers(value: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
-    """The settings of all layers, or of each type of layers."""
-    layers = [part for part in value.values() if isinstance(part, Mapping)]
-    return layers or (value,)
+def _rotary(s: ConfigReader) -> Rotary:
+    return ROTARIES.get(str(s.get("model_type")), Rotary())
 
 
-def _check(s: ConfigReader, field: str, parameters: Mapping[str, Any]) -> None:
+def _settings(s: ConfigReader) -> dict[str, tuple[str, Mapping[str, Any]]]:
+    """By the type of layers, "" for all: the name of the setting, and what it says."""
+    scaling, parameters = s.get("rope_scaling"), s.get("rope_parameters")
+    by_type = _rotary(s).by_type
+    if parameters is not None:
+        _mapping("rope_parameters", parameters)
+    if by_type == "added":
+        return _added(scaling, parameters)
+    field = "rope_scaling" if scaling else "rope_parameters"
+    settings = _mapping(field, scaling or parameters or {})
+    nests = [kind for kind in (_FULL, _SLIDING) if kind in settings] if by_type else []
+    if nests and by_type == "never":
+        problem = f"must be the settings of all layers: this family has none for {nests[0]} alone"
+        raise ShapeError(field, problem)
+    if by_type != "each" or not settings:
+        return {"": (field, settings)}
+    used = s.get("layer_types")
+    for kind in used if isinstance(used, list) else nests:
+        if kind in (_FULL, _SLIDING) and kind not in settings:
+            raise ShapeError(f"{field}.{kind}", "must be set: this family has one for each type")
+    return {
+        kind: (field, _mapping(f"{field}.{kind}", settings[kind]))
+        for kind in nests
+        if settings[kind] is not None
+    }
+
+
+def _added(scaling: object, parameters: Any) -> dict[str, tuple[str, Mapping[str, Any]]]:
+    default = {"rope_type": "default"}
+    nests = {_FULL: default, _SLIDING: default} if parameters is None else parameters
+    full = nests.get(_FULL)
+    if scaling not in (None, "", []):
+        if not isinstance(full, Mapping):
+            problem = f"must have settings for {_FULL}, to which rope_scaling is added"
+            raise ShapeError("rope_parameters", problem)
+        return {
+            _FULL: ("rope_scaling", {**full, **_mapping("rope_scaling", scaling)}),
+            _SLIDING: ("rope_parameters", _nest(nests, _SLIDING)),
+        }
+    return {kind: ("rope_parameters", _nest(nests, kind)) for kind in (_FULL, _SLIDING)}
+
+
+def _nest(nests: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
+    value = nests.get(kind)
+    return {} if value is None else _mapping(f"rope_parameters.{kind}", value)
+
+
+def _mapping(field: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ShapeError(field, f"must be an object, not {str(value)[:40]}")
+    return value
+
+
+def _check(s: ConfigReader, layers: str, field: str, parameters: Mapping[str, Any]) -> None:
     name = parameters.get("rope_type", parameters.get("type", "default"))
     kind = s.family.rope_names.get(str(name), name)
     types = s.family.rope_types or tuple(_NUMBERS)
     if kind not in types:
         words = ", ".join(sorted({*types, *s.family.rope_names}))
         raise ShapeError(field, f"rope_type {str(name)[:40]!r} is not one of {words}")
+    _check_theta(s, layers, field, parameters)
     scales = s.family.rope_scales if kind != "default" else ()
     for key in (*_NUMBERS[kind], *scales):
         _check_number(f"{field}.{key}", parameters.get(key))
-    for key in _READ:
-        if parameters.get(key) is not None:
-            _check_number(f"{field}.{key}", parameters[key])
+    share = _share(s, kind, field, parameters)
+    if kind == "proportional" and "factor" in parameters:
+        _check_number(f"{field}.factor", parameters["factor"])
+    if kind == "yarn":
+        _check_yarn(field, parameters)
     if kind == "longrope":
+        for key in ("factor", "attention_factor"):
+            if parameters.get(key) is not None:
+                _check_number(f"{field}.{key}", parameters[key], low=-LARGEST_NUMBER)
         for key in _LISTS:
-            _check_list(s, f"{field}.{key}", parameters.get(key), parameters.get(_PARTIAL))
+            _check_list(s, f"{field}.{key}", parameters.get(key), share)
     if kind in ("yarn", "longrope", "llama3"):
-        _check_original(s, field, parameters, name)
+        _check_original(s, layers, field, parameters, name)
+
+
+def _check_theta(s: ConfigReader, layers: str, field: str, parameters: Mapping[str, Any]) -> None:
+    """That of the settings, else the model's, as null where it says null."""
+    rotary = _rotary(s)
+    outer = rotary.sliding_theta if layers == _SLIDING else rotary.theta
+    if "rope_theta" in parameters:
+        _check_number(f"{field}.rope_theta", parameters["rope_theta"])
+    elif outer and s.says(outer):
+        _check_number(outer, s.get(outer))
+
+
+def _share(s: ConfigReader, kind: str, field: str, parameters: Mapping[str, Any]) -> float | None:
+    """The share of a head that is rotated, where it is read; None where it is not known."""
+    rotary = _rotary(s)
+    scaled = kind != "default" or (rotary.scaled and not parameters)
+    if not scaled and not rotary.reads_share:
+        return 1.0
+    name, value = rotary.share_name, rotary.share
+    if _PARTIAL in parameters:
+        name, value = f"{field}.{_PARTIAL}", parameters[_PARTIAL]
+    elif name and s.says(name):
+        value = s.get(name)
+        if value is None and not rotary.strict:
+            return 1.0
+    elif value is None:
+        return None
+    _check_number(name, value)
+    share = float(value)
+    whole = kind != "proportional" and not rotary.reads_share
+    if share > 1 or (whole and share != 1):
+        problem = "must be 1: its layers rotate whole heads" if whole else "must be at most 1"
+        raise ShapeError(name, f"{problem}, not {str(value)[:40]}")
+    return share
+
+
+def _check_yarn(field: str, parameters: Mapping[str, Any]) -> None:
+    """Its class takes the ratio of lengths for a factor of null, and defaults for betas of 0."""
+    if "factor" not in parameters or parameters["factor"] is not None:
+        _check_number(f"{field}.factor", parameters.get("factor"))
+    for key in _BETAS:
+        if parameters.get(key):
+            _check_number(f"{field}.{key}", parameters[key])
+    if parameters.get("attention_factor") is not None:
+        value = parameters["attention_factor"]
+        _check_number(f"{field}.attention_factor", value, low=-LARGEST_NUMBER)
+    elif parameters.get("mscale") and parameters.get("mscale_all_dim"):
+        for key in ("mscale", "mscale_all_dim"):
+            _check_number(f"{field}.{key}", parameters[key], low=-LARGEST_NUMBER)
 
 
 def _check_original(
-    s: ConfigReader, field: str, parameters: Mapping[str, Any], name: object
+    s: ConfigReader, layers: str, field: str, parameters: Mapping[str, Any], name: object
 ) -> None:
     """The tokens before scaling: those of the model, if it says any, come first."""
-    if s.says(_ORIGINAL):
-        s.integer(_ORIGINAL)
+    if s.says(_ORIGINAL) and not layers:
+        if _rotary(s).strict:
+            s.integer(_ORIGINAL)
+        _check_number(_ORIGINAL, s.get(_ORIGINAL))
     elif _ORIGINAL in parameters:
-        s.checked(f"{field}.{_ORIGINAL}", parameters[_ORIGINAL])
+        _check_number(f"{field}.{_ORIGINAL}", parameters[_ORIGINAL])
     if name == "su" and _ORIGINAL not in parameters:
         raise ShapeError(f"{field}.{_ORIGINAL}", f"must be set beside rope_type {name!r}")
 
 
-def _check_number(field: str, value: object) -> None:
+def _check_number(field: str, value: object, low: float = 0) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not 0 < value <= LARGEST_NUMBER:  # type: ignore[operator]
-        raise ShapeError(field, f"must be a number above 0, not {str(value)[:40]}")
+    if not number or not low < value <= LARGEST_NUMBER:  # type: ignore[operator]
+        above = "" if low else " above 0"
+        raise ShapeError(field, f"must be a number{above}, not {str(value)[:40]}")
 
 
-def _check_list(s: ConfigReader, field: str, value: object, partial: object) -> None:
+def _check_list(s: ConfigReader, field: str, value: object, share: float | None) -> None:
     """A factor for each pair of a head's rotated elements."""
     if not isinstance(value, list | tuple):
         raise ShapeError(field, f"must be a list of numbers, not {str(value)[:40]}")
     for factor in value:
         _check_number(field, factor)
-    share: Any = s.get(_PARTIAL) if partial is None else partial
     if share is None:
         return
-    _check_number(_PARTIAL, share)
-    widths = {s.head_dim, s.integer("hidden_size") // s.heads}
+    hidden = s.integer("hidden_size") // s.heads
+    widths = {s.head_dim, hidden} if _rotary(s).strict else {s.head_dim}
     pairs = {int(width * share) // 2 for width in widths}
     if pairs != {len(value)}:
         counts = " and ".join(str(count) for count in sorted(pairs))
@@ -113,9 +213,7 @@ def longest_text(s: ConfigReader, *, rotary: bool = True) -> int:
     positions = s.integer("max_position_embeddings")
     if not rotary:
         return positions
-    parameters = s.get("rope_scaling") or s.get("rope_parameters")
-    layers = _layers(parameters) if isinstance(parameters, Mapping) else ()
-    lengths = [_scaled(layer, positions) for layer in layers]
+    lengths = [_scaled(layer, positions) for _, layer in _settings(s).values()]
     return min(max(positions, *lengths) if lengths else positions, LARGEST_OTHER)
 
 
@@ -127,7 +225,7 @@ def _scaled(parameters: Mapping[str, Any], positions: int) -> int:
     if not isinstance(factor, int | float) or not 1 <= factor <= LARGEST_OTHER:
         return 0
     original = parameters.get("original_max_position_embeddings")
-    if kind == "yarn" and isinstance(original, int):
+    if kind == "yarn" and isinstance(original, int | float):
         # More than all positions: the default of a class, for a larger model.
         return int(original * factor) if 0 < original <= positions else 0
     return int(positions * factor)

@@ -1,5 +1,6 @@
 """`fairlead generate` writes the text to stdout and a refusal as one line to stderr."""
 
+import io
 import json
 from pathlib import Path
 
@@ -34,6 +35,15 @@ def test_a_plain_prompt_is_completed_without_a_template(
     assert cli.main(["generate", model, "--prompt", "hello", "--max-tokens", "5", *CACHE]) == 0
     assert capsys.readouterr().out == first
     assert first.endswith("\n")
+
+
+def test_no_text_on_stdin_is_refused_before_a_model_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\n")))
+    monkeypatch.setattr(lean_imports, "leave_compiler_out", lambda: pytest.fail("loads"))
+    assert cli.main(["generate", "demo:", *CACHE]) == 2
+    assert "prompt: is missing" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,9 @@
 these: transformers' own classes are the oracle.
 """
 
+import copy
+import importlib.util
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +13,10 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from fairlead_runtime.models import architecture, rope
 from fairlead_runtime.models.model_error import ModelError
+from fairlead_runtime.sizing.families.judged import SIZED
+from fairlead_runtime.sizing.families.rotaries import ROTARIES, Rotary
+from fairlead_runtime.sizing.families.with_states import WITH_STATES
+from fairlead_runtime.sizing.family_table import FAMILIES, TEXTS
 from fairlead_runtime.sizing.shape import ModelShape
 
 BASE: dict[str, Any] = {
@@ -28,6 +35,19 @@ FIT, LONG = [1.0] * 8, [2.0] * 8
 LONGROPE: dict[str, Any] = {"rope_type": "longrope", "short_factor": FIT, "long_factor": LONG}
 LLAMA3: dict[str, Any] = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}
 MSCALES = {"short_mscale": 1.1, "long_mscale": 1.2}
+HUNYUAN: dict[str, Any] = {
+    "type": "dynamic",
+    "alpha": 1000.0,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "factor": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.0,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+DEFAULT, BANANA = {"rope_type": "default"}, {"rope_type": "banana"}
+NESTED = {"full_attention": {**DEFAULT, "rope_theta": 1e4}, "sliding_attention": DEFAULT}
+TYPES = {"head_dim": 16, "layer_types": ["full_attention"], "sliding_window": 32}
 
 
 def without(name: str, settings: dict[str, Any]) -> dict[str, Any]:
@@ -81,6 +101,106 @@ CASES: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("llama", {"rope_scaling": {"type": "banana"}}, "rope_scaling"),
     ("llama", {"rope_scaling": {"type": "su", **without("rope_type", LONGROPE)}}, "rope_scaling"),
     ("llama", scaling(original_max_position_embeddings=0), "rope_scaling.original_max_position"),
+    ("hunyuan_v1_dense", {"rope_scaling": HUNYUAN, "head_dim": 16}, ""),
+    *(
+        ("llama", {"rope_scaling": {**YARN, **more}}, "")
+        for more in (
+            *({"mscale": 1.0, "mscale_all_dim": 0}, {"mscale": 0}, {"mscale": "x"}),
+            *({"beta_fast": 0}, {"beta_slow": 0}, {"attention_factor": 0}, {"factor": None}),
+            {"original_max_position_embeddings": 256.0},
+        )
+    ),
+    ("llama", {"rope_scaling": {**YARN, "attention_factor": "x"}}, "rope_scaling.attention_factor"),
+    ("llama", {"rope_scaling": {**YARN, "beta_fast": "x"}}, "rope_scaling.beta_fast"),
+    ("llama", {"rope_scaling": {**YARN, "beta_slow": -1}}, "rope_scaling.beta_slow"),
+    (
+        "llama",
+        {"rope_scaling": {**YARN, "mscale": "x", "mscale_all_dim": 1}},
+        "rope_scaling.mscale",
+    ),
+    ("llama", {"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling.factor"),
+    *(
+        ("llama", {"rope_scaling": {**YARN, "original_max_position_embeddings": value}}, field)
+        for field in ("rope_scaling.original_max_position_embeddings",)
+        for value in (None, "256")
+    ),
+    *(
+        (family, {**more, "rope_theta": None}, "rope_theta")
+        for family, more in (("llama", {}), ("phi3", {}), ("stablelm", {}), ("gpt_oss", TYPES))
+    ),
+    ("gemma3_text", {**TYPES, "rope_theta": None}, "rope_theta"),
+    (
+        "gemma3_text",
+        {**TYPES, "layer_types": ["sliding_attention"], "rope_local_base_freq": "x"},
+        "rope_local_base_freq",
+    ),
+    ("olmo3", {**TYPES, "rope_theta": None}, "rope_theta"),
+    ("gpt_neox", {"rope_theta": None}, ""),
+    ("gpt_neox", {"rotary_emb_base": None}, "rotary_emb_base"),
+    ("gpt_neox", {"rope_parameters": {"rope_theta": None}}, "rope_parameters.rope_theta"),
+    ("llama", {"rope_parameters": {"rope_theta": None}}, "rope_parameters.rope_theta"),
+    ("llama", {"rope_theta": None, "rope_parameters": {"rope_theta": 1e4}}, ""),
+    ("llama", {"rope_theta": "x", "rope_parameters": {"rope_theta": 1e4}}, ""),
+    ("llama", {"rope_theta": 0, "rope_parameters": {"rope_theta": 1e15}}, ""),
+    ("llama", {"partial_rotary_factor": "x"}, ""),
+    (
+        "llama",
+        {"partial_rotary_factor": 0.5, "rope_scaling": {"type": "linear", "factor": 2.0}},
+        "partial_rotary_factor",
+    ),
+    *(
+        ("stablelm", {"partial_rotary_factor": value}, "partial_rotary_factor")
+        for value in ("x", None, 3.0)
+    ),
+    ("gpt_neox", {"rotary_pct": None}, "rotary_pct"),
+    ("gpt_oss", {**TYPES, "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    *(
+        (
+            "phi3",
+            {"rope_parameters": {**DEFAULT, "partial_rotary_factor": value}},
+            "rope_parameters.partial_rotary_factor",
+        )
+        for value in ("x", None, 2.0)
+    ),
+    ("stablelm", scaling(), "rope_scaling.short_factor"),
+    ("stablelm", scaling(short_factor=FIT[:2], long_factor=LONG[:2]), ""),
+    ("gpt_neox", scaling(), "rope_scaling.short_factor"),
+    ("gpt_oss", {**TYPES, **scaling(short_factor=FIT[:3])}, "rope_scaling.short_factor"),
+    ("gemma3_text", {**TYPES, **scaling(short_factor=FIT[:3])}, "rope_scaling.short_factor"),
+    ("olmo3", {**TYPES, **scaling(short_factor=FIT[:3])}, "rope_scaling.short_factor"),
+    ("qwen3", {"head_dim": 32, **scaling(short_factor=[1.0] * 16, long_factor=[1.0] * 16)}, ""),
+    ("llama", scaling(factor="4"), "rope_scaling.factor"),
+    ("llama", scaling(factor=0), ""),
+    ("llama", {"rope_scaling": {"rope_type": "proportional"}}, ""),
+    *(
+        (
+            "llama",
+            {"rope_scaling": {"rope_type": "proportional", "factor": factor}},
+            "rope_scaling.factor",
+        )
+        for factor in (None, "x")
+    ),
+    ("gpt_oss", {**TYPES, "rope_parameters": NESTED}, "rope_parameters"),
+    ("gemma3_text", {**TYPES, "rope_parameters": NESTED}, ""),
+    ("gemma4_text", {**TYPES, "rope_parameters": DEFAULT}, "rope_parameters.full_attention"),
+    ("llama", {"rope_parameters": {**DEFAULT, "extra": BANANA}}, ""),
+    ("llama", {"rope_parameters": {**BANANA, "extra": {"a": 1}}}, "rope_parameters"),
+    ("llama", {"rope_parameters": []}, "rope_parameters"),
+    ("llama", {"rope_parameters": False}, "rope_parameters"),
+    ("llama", {"rope_scaling": False}, ""),
+    *(
+        (family, {**TYPES, **more}, field)
+        for family in ("gemma3_text", "olmo3")
+        for more, field in (
+            ({"rope_scaling": False}, "rope_scaling"),
+            ({"rope_scaling": 0}, "rope_scaling"),
+            ({"rope_scaling": []}, ""),
+            ({"rope_scaling": {"type": "banana"}}, ""),
+            ({"rope_scaling": BANANA}, "rope_scaling"),
+            ({"rope_parameters": BANANA}, ""),
+            ({"rope_scaling": DEFAULT, "rope_parameters": BANANA}, "rope_parameters"),
+        )
+    ),
 )
 
 
@@ -102,7 +222,7 @@ def test_what_the_plan_refuses_of_rotary_embeddings_is_what_transformers_cannot_
 
 def build(family: str, settings: dict[str, Any]) -> None:
     """Build the model, and run it for one token."""
-    copies = {k: dict(v) if isinstance(v, dict) else v for k, v in settings.items()}
+    copies = copy.deepcopy(settings)
     model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**copies))
     rope.pin(model, 1024)
     with torch.no_grad():
@@ -113,7 +233,7 @@ def build(family: str, settings: dict[str, Any]) -> None:
     "factor", [None, True, "4", 0, -4, float("nan"), float("inf"), 1e300, 10**400]
 )
 def test_a_factor_that_is_no_number_above_0_is_refused(factor: object) -> None:
-    config = {"model_type": "llama", "rope_scaling": {"type": "yarn", "factor": factor}}
+    config = {"model_type": "llama", "rope_scaling": {"type": "linear", "factor": factor}}
     with pytest.raises(ModelError, match=r"config\.json: rope_scaling\.factor: must be a number"):
         architecture.check(config)
 
@@ -127,4 +247,30 @@ def test_layers_of_two_types_are_each_checked() -> None:
     with pytest.raises(ModelError, match=r"rope_parameters\.factor"):
         architecture.check(config)
     nested["full_attention"]["factor"] = 8.0
-    assert ModelShape.from_config(config).max_len
+    longest = ModelShape.from_config(config).max_len
+    nested["full_attention"] = {"rope_type": "yarn", "factor": 4.0}
+    assert ModelShape.from_config(config).max_len == 4 * longest
+
+
+def test_the_table_of_families_says_what_their_classes_read() -> None:
+    for family in {**FAMILIES, **WITH_STATES, **SIZED, **TEXTS}:
+        if family not in CONFIG_MAPPING:
+            continue
+        config = CONFIG_MAPPING[family]()
+        settings = getattr(config, "rope_parameters", None)
+        if settings is None:
+            continue
+        row = ROTARIES.get(family, Rotary())
+        nested = "full_attention" in settings
+        assert (row.by_type in ("each", "added")) is nested, family
+        assert row.scaled is (settings.get("rope_type", "default") != "default"), family
+        types = {"full_attention", "sliding_attention"}
+        if not nested and not types.isdisjoint(getattr(config, "layer_types", None) or ()):
+            assert row.by_type == "never", family
+        if not nested and row.share is not None:
+            assert settings.get("partial_rotary_factor", 1.0) == row.share, family
+        path = type(config).__module__.replace(".configuration_", ".modeling_")
+        spec = importlib.util.find_spec(path)
+        if spec is not None and spec.origin is not None:
+            source = Path(spec.origin).read_text(encoding="utf-8")
+            assert ("partial_rotary_factor" in source) is row.reads_share, family

@@ -1017,7 +1017,12 @@ def test_keys_that_a_family_ignores_change_nothing() -> None:
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-LONGROPE = {"rope_type": "longrope", "factor": 8.0, "short_factor": [1.0], "long_factor": [2.0]}
+LONGROPE = {
+    "rope_type": "longrope",
+    "factor": 8.0,
+    "short_factor": [1.0] * 4,
+    "long_factor": [2.0] * 4,
+}
 OF_QWEN_CARD = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
 
 
@@ -1038,7 +1043,6 @@ OF_QWEN_CARD = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings
         ({"rope_scaling": LONGROPE}, 256),
         ({"rope_scaling": {"rope_type": "default"}}, 256),
         ({"rope_scaling": None}, 256),
-        ({"rope_parameters": {"full_attention": YARN, "sliding_attention": {"factor": 9}}}, 1024),
         *(({"rope_scaling": {"type": "yarn", "factor": factor}}, 256) for factor in (0.5, 0.01)),
         ({"rope_scaling": {"type": "yarn", "factor": 1e6}}, 1 << 24),
     ],
