@@ -308,7 +308,7 @@ def test_usage_counts_the_tokens_of_reasoning_alike_on_every_route() -> None:
                 body = {"model": "tiny", "prompt": "x"}
                 usage = (await client.post("/v1/completions", json=body)).json()["usage"]
                 assert usage["completion_tokens_details"] == {"reasoning_tokens": 0}
-                create = server.openai.chat.completions.create
+                create: Any = server.openai.chat.completions.create
                 for n, shown in ((1, True), (2, True), (1, False)):
                     fields = chat(n=n, extra_body={"include_reasoning": shown})
                     options = {"include_usage": True}
