@@ -345,7 +345,7 @@ class Rig:
         if pair is not None and ranks is not None:
             pair.hold(kernels, odd=odd, **self._described)
             rank_pair.shard(self.model, ranks, QUANTIZED.get(kernels))
-        if kernels == "cpu":  # as a start does, before weights are packed
+        if kernels in ("cpu", "int8"):  # as a start does, before weights are packed
             pack_states(self.model, choice_of(self.model, kernels).states)
         self.fusion = fuse(self.model, operations_of(self.model, kernels), ranks)
         use_experts(self.model, kernels)
