@@ -133,6 +133,7 @@ ANSWERS: dict[str, Schema] = {
         completion_tokens=COUNT,
         total_tokens=COUNT,
         prompt_tokens_details=record(cached_tokens=COUNT),
+        completion_tokens_details=record(reasoning_tokens=COUNT),
     ),
     "Completion": record(
         id=TEXT,

@@ -1358,9 +1358,9 @@ BUGS = (
     ),
     PackageBug(
         "the first character of an answer is a part of its own",
-        "fairlead_runtime.api.tools.reasoning:ReasoningParser.feed",
-        "            parts += self._answer.feed(rest)",
-        "            parts += [*self._answer.feed(rest[:1]), *self._answer.feed(rest[1:])]",
+        "fairlead_runtime.api.tools.reasoning:ReasoningParser._take",
+        "self._answer.feed(passed) if",
+        "[*self._answer.feed(passed[:1]), *self._answer.feed(passed[1:])] if",
         ("unit/api/test_tool_parsers.py",),
     ),
     PackageBug(

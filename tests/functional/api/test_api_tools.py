@@ -296,6 +296,31 @@ def test_reasoning_is_separate_streamed_or_not() -> None:
     run(scenario())
 
 
+def test_usage_counts_the_tokens_of_reasoning_alike_on_every_route() -> None:
+    async def scenario() -> None:
+        for parser in ("qwen3", "none"):
+            service = FakeService(says=THOUGHT, finish=FinishReason.STOP, reasoning_parser=parser)
+            async with fake_server(service) as (server, _), server.client() as client:
+                body = {"model": "tiny", "input": "x"}
+                usage = (await client.post("/v1/responses", json=body)).json()["usage"]
+                thought = usage["output_tokens_details"]["reasoning_tokens"]
+                assert (len("Paris is\na city.") <= thought < len(THOUGHT)) == (parser != "none")
+                body = {"model": "tiny", "prompt": "x"}
+                usage = (await client.post("/v1/completions", json=body)).json()["usage"]
+                assert usage["completion_tokens_details"] == {"reasoning_tokens": 0}
+                create: Any = server.openai.chat.completions.create
+                for n, shown in ((1, True), (2, True), (1, False)):
+                    fields = chat(n=n, extra_body={"include_reasoning": shown})
+                    options = {"include_usage": True}
+                    stream = await create(**fields, stream=True, stream_options=options)
+                    *_, last = [chunk async for chunk in stream]
+                    for usage in ((await create(**fields)).usage, last.usage):
+                        assert usage.completion_tokens_details.reasoning_tokens == n * thought
+                    assert thought or parser == "none"
+
+    run(scenario())
+
+
 def test_an_answer_that_never_ends_its_reasoning_has_no_content() -> None:
     async def scenario() -> None:
         service = FakeService(says="<think>hm", reasoning_parser="qwen3")

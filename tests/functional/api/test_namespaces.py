@@ -110,6 +110,8 @@ def test_earlier_calls_and_a_forced_one_have_the_name_that_the_model_knows() -> 
         ({**AGENTS, "tools": [{"type": "web_search"}]}, "tools.1.tools.0.type"),
         ({"type": "web_search_call"}, "tools.1.type"),
         ({"type": "web_search_preview_today"}, "tools.1.type"),
+        ({"type": "web_search_٢٠٢٥_٠٨_٢٦"}, "tools.1.type"),
+        ({"type": "web_search_2025_08_2๖"}, "tools.1.type"),
         ({"type": "file_search", "vector_store_ids": ["x"]}, "tools.1.type"),
         ({"type": "mcp", "server_label": "x"}, "tools.1.type"),
         ({"type": "local_shell"}, "tools.1.type"),
@@ -154,16 +156,78 @@ def test_a_search_of_the_web_is_left_out_and_named(name: str) -> None:
 
 
 def test_a_search_of_the_web_cannot_be_forced() -> None:
-    for choice in ({"type": "web_search"}, "required"):
-        with pytest.raises(ApiError) as refused:
-            bodies.response(body(tools=[SEARCH], tool_choice=choice), MODEL)
+    only: Any = {"type": "allowed_tools", "tools": [SEARCH], "mode": "auto"}
+    named = {"type": "function", "name": "shell"}
+    for choice, tools in (
+        ({"type": "web_search"}, [SEARCH]),
+        ({"type": "web_search_preview"}, [SEARCH, *TOOLS]),
+        ("required", [SEARCH]),
+        (named, [SEARCH]),
+        ({**only, "tools": [named]}, [SEARCH]),
+        (only, [SEARCH, *TOOLS]),
+        ({**only, "mode": "required"}, [SEARCH, *TOOLS]),
+    ):
+        with pytest.raises(ApiError, match="web searches are not run here") as refused:
+            bodies.response(body(tools=tools, tool_choice=choice), MODEL)
         assert (refused.value.status, refused.value.param) == (400, "tool_choice")
-    assert bodies.response(body(tools=[SEARCH]), MODEL).tools.for_template in (None, [], ())
+    with pytest.raises(ApiError, match="needs tools"):
+        bodies.response(body(tools=[], tool_choice="required"), MODEL)
+    for choice in (None, "none", "auto"):
+        request = bodies.response(body(tools=[SEARCH], tool_choice=choice), MODEL)
+        assert request.tools.for_template in (None, [], ())
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_a_search_among_allowed_tools_is_left_out_and_named(mode: str) -> None:
+    choice = {
+        "type": "allowed_tools",
+        "mode": mode,
+        "tools": [SEARCH, {"type": "function", "name": "shell"}],
+    }
+    request = bodies.response(body(tools=[*TOOLS, SEARCH], tool_choice=choice), MODEL)
+    assert request.tools.use.names == {"shell"}
+    assert request.tools.use.required == (mode == "required")
+    assert request.ignored == b"tools.web_search, tool_choice.tools.web_search"
+
+
+def test_searches_count_as_no_functions_and_are_bounded_too() -> None:
+    functions = [function(f"f{number}") for number in range(MAX_TOOLS)]
+    for tools in ([*functions, SEARCH], [SEARCH, {**AGENTS, "tools": functions}, SEARCH]):
+        request = bodies.response(body(tools=tools), MODEL)
+        assert len(request.tools.for_template) == MAX_TOOLS
+    with pytest.raises(ApiError, match=f"more than {MAX_TOOLS} functions"):
+        bodies.response(body(tools=[*functions, SEARCH, function("one_more")]), MODEL)
+    bodies.response(body(tools=[SEARCH] * bodies.MAX_LISTED), MODEL)
+    with pytest.raises(ApiError, match=f"at most {bodies.MAX_LISTED} items") as refused:
+        bodies.response(body(tools=[SEARCH] * (bodies.MAX_LISTED + 1)), MODEL)
+    assert (refused.value.status, refused.value.param) == (400, "tools")
+
+
+def test_an_unknown_key_of_a_tool_is_named_and_a_slip_of_a_known_one_refused() -> None:
+    odd = function("odd", strict=True, zzz=1)
+    group = {**AGENTS, "tools": [odd], "yyy": 1}
+    request = bodies.response(body(tools=[odd, odd | {"name": "f"}, group, SEARCH]), MODEL)
+    assert request.ignored == b"tools.web_search, tools.zzz, tools.tools.zzz, tools.yyy"
+    for tool, path in (
+        (function("f", descripton="x"), "tools.1.descripton"),
+        ({**AGENTS, "tools": [function("f", paramters={})]}, "tools.1.tools.0.paramters"),
+        ({**AGENTS, "descripton": "x"}, "tools.1.descripton"),
+    ):
+        with pytest.raises(ApiError, match="is not known; did you mean tools") as refused:
+            bodies.response(body(tools=[function("shell"), tool]), MODEL)
+        assert refused.value.param == path
 
 
 @pytest.mark.parametrize("within", [False, True])
-def test_a_tool_in_a_chats_form_is_refused_with_the_form_of_this_api(within: bool) -> None:
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+@pytest.mark.parametrize("beside", [{}, {"name": "f"}, {"name": "f", "parameters": {}}])
+def test_a_tool_in_a_chats_form_is_refused_with_the_form_of_this_api(
+    beside: dict[str, Any], within: bool
+) -> None:
+    tool = {
+        "type": "function",
+        "function": {"name": "f", "parameters": {"type": "object"}},
+        **beside,
+    }
     tools = [{**AGENTS, "tools": [tool]}] if within else [tool]
     with pytest.raises(ApiError, match="beside type") as refused:
         bodies.response(body(tools=tools), MODEL)

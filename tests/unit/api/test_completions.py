@@ -28,6 +28,7 @@ from fairlead_runtime.api.routes.completions import (
     _StreamedAnswer,
 )
 from fairlead_runtime.api.routes.eager import run_eagerly
+from fairlead_runtime.api.tools.hermes import HermesParser
 from fairlead_runtime.api.tools.parts import Part, PlainParser
 from fairlead_runtime.api.tools.reasoning import ReasoningParser
 from fairlead_runtime.front.auth import AuthMiddleware
@@ -313,20 +314,62 @@ def test_each_token_of_a_merged_output_is_of_reasoning_or_not() -> None:
     single = [Output(0, (1,), text) for text in texts]
     single[-1] = single[-1]._replace(finish_reason=FinishReason.STOP)
 
-    def encoder(frame: Frame) -> ResponseEncoder:
-        def parser() -> ReasoningParser:
-            return ReasoningParser(PlainParser(), inside=False, show=True)
+    assert thoughts([merged], single) == {3}
 
-        return ResponseEncoder(replace(frame, new_parser=parser))
 
-    counts = set()
-    for outputs in ([merged], single):
-        for kind in ("json", "stream"):
-            _, last = answered(kind, encoder, *outputs)
-            body = orjson.loads(last.decode().partition("data: ")[2] if kind == "stream" else last)
-            usage = body.get("response", body)["usage"]
-            counts.add(usage["output_tokens_details"]["reasoning_tokens"])
-    assert counts == {3}
+def test_a_held_back_call_is_no_reasoning_and_a_hidden_thought_is_some() -> None:
+    texts = ["<think>", "a", "</think>", "<tool_call>", '{"name":', ' "f"}', "</tool_call>"]
+    single = [Output(0, (1,), text) for text in texts]
+    end = Output(0, (), "", finish_reason=FinishReason.STOP)  # no token comes with it
+    lengths = tuple(map(len, texts))
+    merged = Output(0, (1,) * 7, "".join(texts), finish_reason=FinishReason.STOP, lengths=lengths)
+    for show in (True, False):
+        assert thoughts([merged], [*single, end], show=show) == {2}
+    late = merged._replace(text="<think>a</think>b", token_ids=(1, 2, 3), lengths=(7, 1, 8))
+    assert thoughts([late]) == {2}, "what the end adds belongs to no token"
+    empty = [output("<think>"), output("\n\n"), output("</think>"), output("b", FinishReason.STOP)]
+    assert thoughts(empty) == {0}
+
+
+def test_reasoning_of_all_choices_is_counted_and_none_without_a_parser() -> None:
+    outputs = [output("<think>"), output("a"), output("b</think>c", FinishReason.STOP)]
+    for parser, expected in ((partial(thinker, show=True), 4), (PlainParser, 0)):
+        whole = WholeChoice(outputs=outputs)
+        pieces = ChatEncoder(replace(FRAME, new_parser=parser)).body_pieces([whole] * 2, Usage())
+        assert thought_of(b"".join(pieces)) == expected
+        encoder = ChatEncoder(replace(FRAME, usage=True, new_parser=parser))
+        for each in outputs:
+            for index in (0, 1):
+                encoder.events(index, each)
+        assert thought_of(encoder.ending(Usage())) == expected
+
+
+def thinker(*, show: bool) -> ReasoningParser:
+    names = frozenset({"f"})
+    return ReasoningParser(HermesParser(names, lambda: "id"), inside=False, show=show)
+
+
+def thoughts(*answers: list[Output], show: bool = True) -> set[int]:
+    """The tokens of reasoning in the usage of every route that has them, whole and streamed."""
+
+    def encoder(frame: Frame, kind: type[ChatEncoder] | type[ResponseEncoder]) -> Any:
+        return kind(replace(frame, new_parser=partial(thinker, show=show)))
+
+    return {
+        thought_of(answered(how, partial(encoder, kind=kind), *outputs)[1])
+        for outputs in answers
+        for kind in (ChatEncoder, ResponseEncoder)
+        for how in ("json", "stream")
+    }
+
+
+def thought_of(last: bytes) -> int:
+    """Of the last bytes of an answer."""
+    body = orjson.loads(last.split(b"data: ")[1].split(b"\n")[0] if b"data: " in last else last)
+    usage = body.get("response", body)["usage"]
+    details = usage.get("completion_tokens_details") or usage["output_tokens_details"]
+    count: int = details["reasoning_tokens"]
+    return count
 
 
 LENGTHS = (7, 1, 2, 8, 1, 1)

@@ -109,13 +109,16 @@ def test_a_name_that_means_another_thing_is_ignored_and_named(name: str) -> None
 def test_objects_are_looked_at_as_the_body_is() -> None:
     part = {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}
     message = {"role": "user", "name": None, "weight": 1, "content": [part]}
-    tool = {"type": "function", "function": {"name": "f", "examples": []}}
+    tool = {"type": "function", "function": {"name": "f", "strict": True, "examples": []}, "zzz": 1}
     options = {"include_usage": True, "foo": 1}
     body = {"messages": [message, message], "tools": [tool], "stream_options": options}
     assert request_bodies.chat(chat(stream=True) | body, MODEL).ignored == (
         b"messages.weight, messages.content.cache_control, tools.function.examples, "
-        b"stream_options.foo"
+        b"tools.zzz, stream_options.foo"
     )
+    anthropic_tool = {"name": "f", "input_schema": {}, "cache_control": {}, "zzz": 1}
+    sent = {"max_tokens": 4, "messages": TURNS[:1], "tools": [anthropic_tool]}
+    assert anthropic.message(sent, MODEL).ignored == b"tools.zzz"
     wrong = chat(stream=True, stream_options={"include_usge": True})
     with pytest.raises(ApiError, match=r"did you mean stream_options\.include_usage") as refused:
         request_bodies.chat(wrong, MODEL)

@@ -23,6 +23,7 @@ from fairlead_runtime.api.answers.prompt_echo import PromptEcho
 from fairlead_runtime.api.answers.text_offsets import OutputOffsets, prompt_offsets
 from fairlead_runtime.api.answers.token_ids import TokenIds
 from fairlead_runtime.api.tools.parts import CallBegun, Content, Parser, Part, PlainParser
+from fairlead_runtime.api.tools.reasoning import read
 from fairlead_runtime.front.errors import ApiError
 from fairlead_runtime.outputs import Output
 from fairlead_runtime.request.logprobs import Logprob, PromptLogprobs
@@ -66,8 +67,13 @@ class Usage:
     completion: int = 0
     cached: int = 0
 
-    def as_dict(self) -> dict[str, Any]:
-        return {**self.counts(), "prompt_tokens_details": {"cached_tokens": self.cached}}
+    def as_dict(self, thought: int) -> dict[str, Any]:
+        """``thought``: tokens of the completion that are reasoning."""
+        return {
+            **self.counts(),
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+            "completion_tokens_details": {"reasoning_tokens": thought},
+        }
 
     def counts(self, unseen: int = 0) -> dict[str, int]:
         """``unseen``: tokens of the completion that do not count yet."""
@@ -136,9 +142,10 @@ class _ChoicesEncoder(ABC):
         self._frame = frame
         self._kind = kind
         self._events = events
+        self._thought = 0  # tokens of all choices that are reasoning
 
     def ending(self, usage: Usage) -> bytes:
-        return self._events.ending(usage)
+        return self._events.ending(usage, self._thought)
 
     def failure(self, error: ApiError) -> bytes:
         return error_events(error)
@@ -154,7 +161,10 @@ class _ChoicesEncoder(ABC):
             )
             for index, choice in enumerate(choices)
         )
-        return _answer_json(self._frame, self._kind, parts, usage, self._beside_choices())
+        yield from _answer_json(self._frame, self._kind, parts)
+        yield b',"usage":' + orjson.dumps(usage.as_dict(self._thought))
+        yield from self._beside_choices()
+        yield b',"service_tier":null,"system_fingerprint":null,"kv_transfer_params":null}'
 
     def _beside_choices(self) -> Iterable[bytes]:
         """A member of the whole answer that no choice has, after a comma and in pieces."""
@@ -189,9 +199,8 @@ class ChatEncoder(_ChoicesEncoder):
             events.append(self._events.raw(index, role, beside=ids.prompt(index), unseen=new))
             if self._frame.begun:
                 events.append(self._events.text(index, self._frame.begun, unseen=new))
-        parts: list[Part] = self._parsers[index].feed(output.text)
-        if output.finish_reason is not None:
-            parts += self._parsers[index].finish()
+        parts, thought = read(self._parsers[index], output)
+        self._thought += thought
         entries = self._logprobs(output)
         if entries and not parts:
             parts = [Content("")]
@@ -235,7 +244,12 @@ class ChatEncoder(_ChoicesEncoder):
 
     def _choice(self, index: int, choice: WholeChoice) -> dict[str, Any]:
         parser = self._frame.new_parser()
-        answer = message([*parser.feed(choice.text), *parser.finish()], self._frame.begun)
+        parts: list[Part] = []
+        for output in choice.outputs:
+            new, thought = read(parser, output)
+            parts += new
+            self._thought += thought
+        answer = message(parts, self._frame.begun)
         reasons = {}
         if choice.last is not None:
             reasons = self._reasons(choice.last, calls="tool_calls" in answer)
@@ -439,10 +453,10 @@ class _EventShape:
         after = b',"logprobs":' + logprobs + b"," + ending + ids + b"}]" + beside + tail
         return self._prefix(index) + value + after
 
-    def ending(self, usage: Usage) -> bytes:
+    def ending(self, usage: Usage, thought: int) -> bytes:
         if not self._usage:
             return DONE
-        counts = orjson.dumps(usage.as_dict())
+        counts = orjson.dumps(usage.as_dict(thought))
         return self._head + b',"choices":[],"usage":' + counts + b"}\n\n" + DONE
 
     def _prefix(self, index: int) -> bytes:
@@ -485,11 +499,9 @@ def _answer_json(
     frame: Frame,
     kind: str,
     choices: Iterable[tuple[dict[str, Any], Iterator[bytes]]],
-    usage: Usage,
-    more: Iterable[bytes],
 ) -> Iterator[bytes]:
-    """``choices``: the members of each, and its log-probabilities in pieces of JSON, which further
-    members may follow. ``more``: members of the answer after the choices.
+    """An answer's JSON up to its choices. ``choices``: the members of each, and its
+    log-probabilities in pieces of JSON, which further members may follow.
     """
     head = {"id": frame.id, "object": kind, "created": frame.created, "model": frame.model}
     yield orjson.dumps(head)[:-1] + b',"choices":['
@@ -497,6 +509,4 @@ def _answer_json(
         yield b"," * bool(place) + orjson.dumps(members)[:-1] + b',"logprobs":'
         yield from logprobs
         yield b"}"
-    yield b'],"usage":' + orjson.dumps(usage.as_dict())
-    yield from more
-    yield b',"service_tier":null,"system_fingerprint":null,"kv_transfer_params":null}'
+    yield b"]"

@@ -24,6 +24,9 @@ from fairlead_runtime.api.bodies.tool_bodies import ALLOWED, MAX_TOOLS
 from fairlead_runtime.api.responses.items import MAX_ITEMS, SILENT, Item, messages_of
 from fairlead_runtime.api.responses.namespaces import (
     KIND,
+    NO_SEARCHES,
+    FunctionTool,
+    NamespaceTool,
     Placed,
     functions_of,
     is_search,
@@ -31,9 +34,17 @@ from fairlead_runtime.api.responses.namespaces import (
     searches_in,
 )
 from fairlead_runtime.front.errors import ApiError, invalid
-from fairlead_runtime.front.strict_body import MAX_NAME, StrictBody, Whole, check_model, validated
+from fairlead_runtime.front.strict_body import (
+    MAX_NAME,
+    ObjectsOf,
+    StrictBody,
+    Whole,
+    check_model,
+    validated,
+)
 from fairlead_runtime.request.sequence import RequestError
 
+MAX_LISTED = 2 * MAX_TOOLS  # tools with the searches among them, which count as no function
 MAX_METADATA = 16  # pairs, as OpenAI
 LOGPROBS = "message.output_text.logprobs"  # in ``include``
 
@@ -87,7 +98,9 @@ class ResponseBody(StrictBody):
     input: Items
     instructions: str | None = None
     max_output_tokens: Whole | None = None
-    tools: list[dict[str, Any]] | None = Field(default=None, max_length=MAX_TOOLS)
+    tools: Annotated[
+        list[dict[str, Any]] | None, ObjectsOf(FunctionTool), ObjectsOf(NamespaceTool)
+    ] = Field(default=None, max_length=MAX_LISTED)
     tool_choice: Any = None
     text: TextOptions | None = None
     include: list[str] | None = Field(default=None, max_length=MAX_METADATA)
@@ -114,7 +127,12 @@ def response(body: Mapping[str, Any], served: str) -> GenerationRequest:
     """Raises ApiError 400, or 404 for a model other than ``served``, and RequestError."""
     check_model(body.get("model"), served)
     refuse_fields(body, (), _REFUSED)
-    searches = searches_in(body.get("tools"))
+    choice = body.get("tool_choice")
+    allowed = choice.get("tools") if isinstance(choice, dict) else None
+    searches = [
+        *searches_in("tools", body.get("tools")),
+        *searches_in("tool_choice.tools", allowed),
+    ]
     ignored = unread(ResponseBody, body, _REFUSED_HERE, _KNOWN, searches)
     try:
         parsed = validated(ResponseBody, body)
@@ -149,7 +167,10 @@ def _as_chat(
         "messages": messages_of(parsed.input, parsed.instructions),
         "max_completion_tokens": parsed.max_output_tokens,
         "tools": [_tool(each) for each in tools],
-        "tool_choice": _choice(parsed.tool_choice),
+        "tool_choice": _choice(
+            parsed.tool_choice,
+            only_searches=not tools and any(map(is_search, parsed.tools or ())),
+        ),
         "parallel_tool_calls": parsed.parallel_tool_calls,
         "response_format": _format(parsed.text),
         "reasoning_effort": (parsed.reasoning or {}).get("effort"),
@@ -166,12 +187,21 @@ def _tool(placed: Placed) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _choice(choice: Any) -> Any:
-    if choice in (None, "none", "auto", "required"):
+def _choice(choice: Any, *, only_searches: bool = False) -> Any:
+    """``only_searches``: no tool of the body is a function."""
+    if choice in (None, "none", "auto"):
+        return choice
+    if only_searches or (isinstance(choice, dict) and is_search(choice)):
+        raise invalid("tool_choice", NO_SEARCHES)
+    if choice == "required":
         return choice
     if isinstance(choice, dict) and choice.get("type") == ALLOWED:
-        tools = choice.get("tools")
-        named = [_choice(tool) for tool in tools] if isinstance(tools, list) else tools
+        named = tools = choice.get("tools")
+        if isinstance(tools, list) and tools:
+            kept = [tool for tool in tools if not isinstance(tool, dict) or not is_search(tool)]
+            if not kept:
+                raise invalid("tool_choice", NO_SEARCHES)
+            named = [_choice(tool) for tool in kept]
         return {"type": ALLOWED, ALLOWED: {"mode": choice.get("mode"), "tools": named}}
     if not isinstance(choice, dict) or choice.get("type") != "function" or "name" not in choice:
         raise invalid(

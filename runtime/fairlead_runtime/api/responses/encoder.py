@@ -13,6 +13,7 @@ from fairlead_runtime.api.answers.logprob_bodies import chat_content
 from fairlead_runtime.api.answers.response_bodies import Frame, Usage, WholeChoice
 from fairlead_runtime.api.responses.namespaces import KIND, names_of
 from fairlead_runtime.api.tools.parts import CallArguments, CallBegun, Content, Part, Reasoning
+from fairlead_runtime.api.tools.reasoning import read
 from fairlead_runtime.front.errors import ApiError
 from fairlead_runtime.outputs import Output
 from fairlead_runtime.request.logprobs import Logprob
@@ -69,31 +70,22 @@ class ResponseEncoder:
     # -- from text to items
 
     def _read_output(self, output: Output) -> None:
-        """Token by token where it has several: each is one of reasoning or not."""
+        """Token by token where it has several: each has its log-probabilities."""
         at = 0
-        for place, length in enumerate(output.lengths[:-1]):
-            entries = self._entries(
-                output.token_ids[place : place + 1],
-                output.logprobs and output.logprobs[place : place + 1],
-            )
-            self._read(output.text[at : at + length], 1, entries, None)
+        for place, length in enumerate(output.lengths):
+            self._read(_piece(output, slice(place, place + 1), output.text[at : at + length]))
             at += length
-        last = max(0, len(output.lengths) - 1)
-        entries = self._entries(output.token_ids[last:], output.logprobs and output.logprobs[last:])
-        tokens = len(output.token_ids) - last
-        self._read(output.text[at:], tokens, entries, output.finish_reason)
+        rest = _piece(output, slice(len(output.lengths), None), output.text[at:])
+        self._read(rest._replace(finish_reason=output.finish_reason))
 
-    def _read(self, text: str, tokens: int, entries: Entries, finish: FinishReason | None) -> None:
+    def _read(self, output: Output) -> None:
         if not self._number:
             for kind in ("created", "in_progress"):
                 self._emit(f"response.{kind}", response=self._response("in_progress", None))
-        parts = self._parser.feed(text)
-        if finish is not None:
-            parts += self._parser.finish()
-        self._pending += entries
-        thinking = self._open and self._items[-1]["type"] == "reasoning"
-        if any(isinstance(part, Reasoning) for part in parts) or (thinking and not parts):
-            self._reasoning_tokens += tokens
+        parts, thought = read(self._parser, output)
+        self._reasoning_tokens += thought
+        self._pending += self._entries(output.token_ids, output.logprobs)
+        finish = output.finish_reason
         for part in parts:
             self._add(part)
         if finish is not None:
@@ -220,6 +212,13 @@ class ResponseEncoder:
             return
         data = orjson.dumps({"type": kind, "sequence_number": number, **fields})
         self._events.append(b"event: %s\ndata: %s\n\n" % (kind.encode(), data))
+
+
+def _piece(output: Output, tokens: slice, text: str) -> Output:
+    """Of an output these tokens, which have this text."""
+    return Output(
+        output.index, output.token_ids[tokens], text, output.logprobs and output.logprobs[tokens]
+    )
 
 
 def _item(kind: str, fields: Mapping[str, str]) -> Fields:

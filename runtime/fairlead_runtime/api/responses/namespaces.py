@@ -2,20 +2,38 @@
 functions in it. A model knows each as one function, by both names; its calls come back as two.
 
 Searches of the web, which a model may use or not and coding tools always offer, are left out.
+The types here are for the names in a tool; ``functions_of`` and the chat check the values.
 """
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from fairlead_runtime.api.bodies.tool_bodies import FUNCTION_NAME, MAX_TOOLS
 from fairlead_runtime.front.errors import invalid
+from fairlead_runtime.front.strict_body import ObjectsOf, StrictBody
 
 KIND = "namespace"  # the type of such a tool, and the field of a call
 _BETWEEN = "__"
 _NAME = re.compile(FUNCTION_NAME)
-_SEARCH = re.compile(r"web_search(_preview)?(_\d{4}_\d{2}_\d{2})?")
+_SEARCH = re.compile(r"web_search(_preview)?(_[0-9]{4}_[0-9]{2}_[0-9]{2})?")
+NO_SEARCHES = "web searches are not run here; choose a function"
 Tool = Mapping[str, Any]
+
+
+class FunctionTool(StrictBody):
+    type: Literal["function"]
+    name: Any = None
+    description: Any = None
+    parameters: Any = None
+    strict: Any = None
+
+
+class NamespaceTool(StrictBody):
+    type: Literal["namespace"]
+    name: Any = None
+    description: Any = None
+    tools: Annotated[Any, ObjectsOf(FunctionTool)] = None
 
 
 class Placed(NamedTuple):
@@ -71,16 +89,22 @@ def is_search(tool: Tool) -> bool:
     return isinstance(kind, str) and _SEARCH.fullmatch(kind) is not None
 
 
-def searches_in(tools: Any) -> list[str]:
-    """The searches among the tools, of any type yet, as the header shows what was ignored."""
+def searches_in(path: str, tools: Any) -> list[str]:
+    """The searches among the tools at a path, of any type yet, as the header shows what was
+    ignored.
+    """
     if not isinstance(tools, list):
         return []
-    return [f"tools.{tool['type']}" for tool in tools if isinstance(tool, dict) and is_search(tool)]
+    return [
+        f"{path}.{tool['type']}" for tool in tools if isinstance(tool, dict) and is_search(tool)
+    ]
 
 
 def _count(tools: Sequence[Tool]) -> None:
     count = 0
     for place, tool in enumerate(tools):
+        if is_search(tool):
+            continue
         inner = tool.get("tools") if tool.get("type") == KIND else None
         count += len(inner) if isinstance(inner, list) else 1
         if count > MAX_TOOLS:
@@ -102,7 +126,7 @@ def _function(path: str, tool: Tool) -> Placed:
             f"{path}.type",
             'must be "function", or "namespace" for a group of them; no tool is built in',
         )
-    if "name" not in tool and isinstance(tool.get("function"), dict):
+    if tool.get("function") is not None:
         message = "is a chat's form: send name, description and parameters beside type"
         raise invalid(f"{path}.function", message)
     return Placed(path, tool)

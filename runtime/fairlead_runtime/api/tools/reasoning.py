@@ -1,12 +1,15 @@
 """Separates the reasoning of models that write ``<think>…</think>`` before their answer.
 
 White space next to the two marks belongs to neither. The answer goes to another parser.
+Owns which tokens are of reasoning: each that shows some of it, or would if that were shown, and
+each between the first of those and the answer, the closing mark among them.
 """
 
 from collections.abc import Callable
 
 from fairlead_runtime.api.tools.call_json import SPACE
 from fairlead_runtime.api.tools.parts import Parser, Part, Parts
+from fairlead_runtime.outputs import Output
 
 BEGIN, END = "<think>", "</think>"
 
@@ -25,19 +28,38 @@ class ReasoningParser:
         self._pending = ""  # white space, and the beginning of a mark after it
         self._mark = ""
         self._empty = True  # no reasoning was read
+        self._wrote = False  # some was, of the last piece of text
         # None: the answer has begun
         self._state: Callable[[str], None] | None = self._before
 
     def feed(self, text: str) -> list[Part]:
-        place = 0
+        self._piece(text)
+        return self._take()
+
+    def read(self, output: Output) -> tuple[list[Part], int]:
+        """The parts of an output's text, and how many of its tokens are of reasoning."""
+        thought = at = 0
+        for length in output.lengths:
+            thought += self._piece(output.text[at : at + length])
+            at += length
+        thought += self._piece(output.text[at:]) * (len(output.token_ids) - len(output.lengths))
+        return self._take(), thought
+
+    def _piece(self, text: str) -> bool:
+        """Take the text of one token. Returns whether that is of reasoning."""
+        place, self._wrote = 0, False
         while self._state is not None and (place := self._run(text, place)) < len(text):
             self._state(text[place])
             place += 1
-        parts = self._parts.take()
-        if self._state is None and (rest := self._passed + text[place:]):
-            self._passed = ""
-            parts += self._answer.feed(rest)
-        return parts
+        if self._state is None:
+            self._passed += text[place:]
+        return self._wrote or not (self._empty or self._state is None)
+
+    def _take(self) -> list[Part]:
+        """The parts of the pieces since the last one of these."""
+        parts, passed = self._parts.take(), self._passed
+        self._passed = ""
+        return parts + self._answer.feed(passed) if passed else parts
 
     def _run(self, text: str, place: int) -> int:
         """Take the characters of reasoning from ``place`` on, up to one that may begin its end.
@@ -64,7 +86,7 @@ class ReasoningParser:
         return [*self.feed(""), *self._answer.finish()]
 
     def _write(self, text: str) -> None:
-        self._empty = False
+        self._empty, self._wrote = False, True
         if self._show:
             self._parts.reasoning(text)
 
@@ -108,3 +130,12 @@ class ReasoningParser:
     def _after(self, c: str) -> None:
         if c not in SPACE:
             self._pass(c)
+
+
+def read(parser: Parser, output: Output) -> tuple[list[Part], int]:
+    """The parts of an output of one choice, and how many of its tokens are of reasoning."""
+    if isinstance(parser, ReasoningParser):
+        parts, thought = parser.read(output)
+    else:
+        parts, thought = parser.feed(output.text), 0
+    return (parts if output.finish_reason is None else parts + parser.finish()), thought
