@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import gguf_states
 import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import load_file
@@ -47,12 +48,15 @@ def save(model: Path, *, int8: bool) -> Path:
     config = json.loads((model / "config.json").read_text())
     weights = load_file(model / "model.safetensors")
     kind = config["model_type"]
-    writer = gguf.GGUFWriter(str(file), kind)
+    writer = gguf.GGUFWriter(str(file), gguf_states.NAMES.get(kind, kind))
     writer.add_tokenizer_model("no_vocab")
     writer.add_vocab_size(config["vocab_size"])
     if kind == "gpt2":
         _describe_gpt2(writer, config)
         tensors = _gpt2(config, weights)
+    elif kind in gguf_states.NAMES:
+        gguf_states.describe(writer, config)
+        tensors = gguf_states.tensors(config, weights)
     else:
         _describe_llama(writer, config)
         tensors = _llama(config, weights)
