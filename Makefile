@@ -49,7 +49,8 @@ GPU_LIMIT := --timeout=1800 --timeout-method=thread
 TESTS ?= tests/gpu
 # One file's tests share a worker, and with it the cluster and the servers that they start.
 WORKERS ?= 2
-PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+BY_FILE := --dist loadfile --no-loadscope-reorder
+PARALLEL := -n $(WORKERS) $(BY_FILE)
 
 .PHONY: help setup demo quick check lint style types imports fast test functional cluster e2e test-full generate images test-images plant gpu gpu-soak bench bench-gpu lock clean
 help: ## print this list
@@ -106,8 +107,9 @@ fast: setup
 test: setup ## everything that needs no GPU, long forms shortened; the fast parts first
 	@$(PYTHON) scripts/steps.py check functional+cluster
 
+# One worker more: they wait for the servers and browsers that they start, four tenths of their time.
 functional: setup
-	$(PYTEST) $(PARALLEL) -m "not gpu and not full" tests/functional $(LONG_UNITS)
+	$(PYTEST) -n $$(($(WORKERS) + 1)) $(BY_FILE) -m "not gpu and not full" tests/functional $(LONG_UNITS)
 
 cluster: setup
 	$(PYTEST) $(PARALLEL) -m "not gpu and not full" --durations=10 tests/cluster

@@ -5,6 +5,17 @@ from planted.bug import PackageBug
 _LAYERS = ("functional/engine/test_state_layers.py",)
 _TEXTS = ("functional/engine/test_states.py",)
 _MODEL = "fairlead_runtime.device.model"
+_PACKED = ("functional/engine/test_packed_states.py",)
+_KERNELS = ("unit/kernels/test_cpu_states.py",)
+_STATES_C, _CONVOLUTION_C, _DELTA_C = (
+    f"kernels/fairlead_kernels/csrc/{name}" for name in ("states.h", "convolution.cpp", "delta.cpp")
+)
+_PROOF = "fairlead_runtime.device.conversion.pack_states"
+_SCANS = ("unit/kernels/test_scans.py",)
+_SSD_C, _SELECTIVE_C, _SCAN_C, _SIMD_C = (
+    f"kernels/fairlead_kernels/csrc/{name}"
+    for name in ("ssd.cpp", "selective.cpp", "scan.h", "simd.h")
+)
 
 BUGS = (
     PackageBug(
@@ -38,8 +49,8 @@ BUGS = (
     PackageBug(
         "a decode writes its state where it has read it",
         f"{_MODEL}.state_layers:StateStep._decode",
-        "self.states.write(layer, self.target, cache.states)",
-        "self.states.write(layer, self.source, cache.states)",
+        "self.states.write(layer, target, cache.states)",
+        "self.states.write(layer, source, cache.states)",
         _LAYERS,
     ),
     PackageBug(
@@ -149,13 +160,6 @@ BUGS = (
         _LAYERS,
     ),
     PackageBug(
-        "an fp8 cache of a model with states is tried",
-        "fairlead_runtime.sizing.verdict:_refuse_with_states",
-        "if config.fp8_cache:",
-        "if False:",
-        _LAYERS,
-    ),
-    PackageBug(
         "another package's gated delta rule is taken where it is installed",
         "fairlead_runtime.models.text_model:",
         'KERNELS = ("fla", "mamba_ssm",',
@@ -184,10 +188,10 @@ BUGS = (
         _LAYERS,
     ),
     PackageBug(
-        "a GPU keeps the decodes of a model with states",
+        "no step of a model with states is launched ahead",
         "fairlead_runtime.device.warmup.decode_plan:DecodePlan.choose",
-        "        elif model.states:\n",
-        "        elif False:\n",
+        "        elif model.states:",
+        "        elif False:",
         ("unit/device/test_decode_plan.py",),
     ),
     PackageBug(
@@ -203,5 +207,250 @@ BUGS = (
         "return listed + builder.nbytes",
         "return builder.nbytes",
         ("unit/device/test_profiling.py",),
+    ),
+    PackageBug(
+        "a tensor that straddles units is read from the first of them",
+        _STATES_C,
+        "units[unit] * place.unit_bytes + within, done",
+        "units[0] * place.unit_bytes + within, done",
+        _KERNELS,
+    ),
+    PackageBug(
+        "a head that straddles units is taken to lie in one",
+        _STATES_C,
+        "if (within + nbytes > place.unit_bytes) return",
+        "if (within >= place.unit_bytes) return",
+        _KERNELS,
+    ),
+    PackageBug(
+        "columns of a head are read from its first one on",
+        _STATES_C,
+        "memcpy(to, whole + first, size_t(count) * 4);",
+        "memcpy(to, whole + row * width * 4, size_t(count) * 4);",
+        _KERNELS,
+    ),
+    PackageBug(
+        "a recurrence begins with what lies in its units",
+        _DELTA_C,
+        "if (rows.begins[row]) {",
+        "if (false) {",
+        _KERNELS,
+    ),
+    PackageBug(
+        "a head decays as the first one does",
+        _DELTA_C,
+        "exp(splat(d.g[gate]))",
+        "exp(splat(d.g[t * d.value_heads]))",
+        _KERNELS,
+    ),
+    PackageBug(
+        "heads of values take turns with heads of keys",
+        _DELTA_C,
+        "head / (d.value_heads / d.key_heads)",
+        "head % d.key_heads",
+        _KERNELS,
+    ),
+    PackageBug(
+        "a recurrence writes its state where it has read it",
+        _DELTA_C,
+        "write_columns(place, rows.target",
+        "write_columns(place, rows.source",
+        _KERNELS,
+    ),
+    PackageBug(
+        "what a state knows of a key has not decayed",
+        _DELTA_C,
+        "(kept[0][n] + kept[1][n]) * decay",
+        "(kept[0][n] + kept[1][n])",
+        _KERNELS,
+    ),
+    PackageBug(
+        "the last row of an odd head is left out of what a state knows",
+        _DELTA_C,
+        "kept[0][n] += load(state + row * stride + n * W) * k[row];",
+        "kept[0][n] += load(state + row * stride + n * W) * k[0];",
+        _KERNELS,
+    ),
+    PackageBug(
+        "queries are normalized, and keys are not",
+        _DELTA_C,
+        "d.key_dim, 1.0f,\n                d.normalizes, k)",
+        "d.key_dim, 1.0f,\n                false, k)",
+        _KERNELS,
+    ),
+    PackageBug(
+        "the window of a convolution is one input late",
+        _CONVOLUTION_C,
+        "t + tap - before;",
+        "t + tap - before - 1;",
+        _KERNELS,
+    ),
+    PackageBug(
+        "a convolution keeps the inputs before the last one",
+        _CONVOLUTION_C,
+        "tokens + j - before;",
+        "tokens + j - before - 1;",
+        _KERNELS,
+    ),
+    PackageBug(
+        "a convolution begins with what lies in its units",
+        _CONVOLUTION_C,
+        "if (!rows.begins[row]) {",
+        "if (true) {",
+        _KERNELS,
+    ),
+    PackageBug(
+        "a convolution writes its state where it has read it",
+        _CONVOLUTION_C,
+        "write_state(place, rows.target",
+        "write_state(place, rows.source",
+        _KERNELS,
+    ),
+    PackageBug(
+        "the bias of a convolution is that of another channel",
+        _CONVOLUTION_C,
+        "to_float(bias[first + i])",
+        "to_float(bias[i])",
+        _KERNELS,
+    ),
+    PackageBug(
+        "a packed step writes its states where it has read them",
+        f"{_MODEL}.state_packed:rows_of",
+        "target.contiguous(),",
+        "source.contiguous(),",
+        _PACKED,
+    ),
+    PackageBug(
+        "a packed convolution has no activation",
+        f"{_MODEL}.state_packed:_convolution",
+        'None if activation is None else "silu"',
+        "None",
+        _PACKED,
+    ),
+    PackageBug(
+        "queries of a packed step are not scaled",
+        f"{_MODEL}.state_packed:_delta_rule",
+        "query.shape[-1] ** -0.5",
+        "1.0",
+        _PACKED,
+    ),
+    PackageBug(
+        "operations on states are taken whatever they give",
+        f"{_PROOF}:_prove",
+        "if not noise.explains(got, want):",
+        "if False:",
+        _PACKED,
+    ),
+    PackageBug(
+        "operations on states are proven in float32 alone",
+        f"{_PROOF}:_prove",
+        "if not away <= OWN_TYPE * allowed:",
+        "if False:",
+        _PACKED,
+    ),
+    PackageBug(
+        "a mixer that is not proven runs once a step all the same",
+        f"{_PROOF}:pack_states",
+        "mixer.unpack()",
+        "pass",
+        _PACKED,
+    ),
+    PackageBug(
+        "operations on states are taken where plain torch is asked for",
+        "fairlead_kernels.choice.backend:pick",
+        "states: CpuStates | None = None",
+        "states = cpu_states(heads)",
+        _PACKED,
+    ),
+    PackageBug(
+        "time steps of generated tokens keep the bounds of prompts",
+        _SSD_C,
+        "? bounded : steps;",
+        "? bounded : bounded;",
+        _SCANS,
+    ),
+    PackageBug(
+        "the bounds of time steps hold from the first token of the packed row on",
+        _SSD_C,
+        "generated = begin + rows.prompts[sequence];",
+        "generated = rows.prompts[sequence];",
+        _SCANS,
+    ),
+    PackageBug(
+        "a head reads B and C of another group",
+        _SSD_C,
+        "const int group = head / (s.heads / s.groups);",
+        "const int group = head % s.groups;",
+        _SCANS,
+    ),
+    PackageBug(
+        "the second block of a head's state is kept in the place of the first",
+        _SSD_C,
+        "write_rows(rows, place, sequence, first_row,",
+        "write_rows(rows, place, sequence, int64_t(head) * s.dim,",
+        _SCANS,
+    ),
+    PackageBug(
+        "a state of Mamba 2 fades by the first of some tokens' time steps",
+        _SSD_C,
+        "splat(decays[i])",
+        "splat(decays[0])",
+        _SCANS,
+    ),
+    PackageBug(
+        "channels of Mamba 1 fade by each other's time steps",
+        _SELECTIVE_C,
+        "exp(load(a + at) * dt[first + row])",
+        "exp(load(a + at) * dt[first])",
+        _SCANS,
+    ),
+    PackageBug(
+        "time steps of Mamba 1 lie side by side",
+        _SELECTIVE_C,
+        "gather(dt + t * s.dt_stride + row * s.dt_column, s.dt_column, width)",
+        "gather(dt + t * s.dt_stride + row * s.dt_column, 1, width)",
+        _SCANS,
+    ),
+    PackageBug(
+        "a scan begins with what its units hold",
+        _SCAN_C,
+        "if (!rows.begins[sequence]) {",
+        "if (rows.count > 0) {",
+        _SCANS,
+    ),
+    PackageBug(
+        "a scan goes on from the state that it is to write",
+        _SCAN_C,
+        "rows.source + sequence * rows.units",
+        "rows.target + sequence * rows.units",
+        _SCANS,
+    ),
+    PackageBug(
+        "small time steps are lost to rounding",
+        _SIMD_C,
+        "- 0.5f * z + lost;",
+        "- 0.5f * z;",
+        _SCANS,
+    ),
+    PackageBug(
+        "a packed row's time steps have no bounds",
+        f"{_MODEL}.state_packed:_scan_of_mamba2",
+        "bounds=dt_limit,",
+        "bounds=(-math.inf, math.inf),",
+        _PACKED,
+    ),
+    PackageBug(
+        "a packed row of Mamba 1 has no gate",
+        f"{_MODEL}.state_packed:_selective_scan",
+        "z=gate_rows[0] if gate_rows else None,",
+        "z=None,",
+        _PACKED,
+    ),
+    PackageBug(
+        "a packed row of Mamba 2 has no bias of its time steps",
+        f"{_MODEL}.state_packed:_scan_of_mamba2",
+        "bias=None if dt_bias is None else dt_bias.float(),",
+        "bias=None,",
+        _PACKED,
     ),
 )

@@ -456,4 +456,32 @@ BUGS = (
         "(name, None)",
         ("functional/api/test_namespaces.py",),
     ),
+    PackageBug(
+        "a tool in a chat's form is told that it has no name",
+        "fairlead_runtime.api.responses.namespaces:_function",
+        'if "name" not in tool and isinstance',
+        'if "name" in tool and isinstance',
+        ("functional/api/test_namespaces.py",),
+    ),
+    PackageBug(
+        "a search of the web that a coding tool offers is refused",
+        "fairlead_runtime.api.responses.namespaces:functions_of",
+        "if is_search(tool):",
+        "if False:",
+        ("functional/api/test_namespaces.py",),
+    ),
+    PackageBug(
+        "a search of the web is left out in silence",
+        "fairlead_runtime.api.responses.bodies:response",
+        "_REFUSED_HERE, _KNOWN, searches)",
+        "_REFUSED_HERE, _KNOWN)",
+        ("functional/api/test_namespaces.py",),
+    ),
+    PackageBug(
+        "what only begins as the name of a search is left out",
+        "fairlead_runtime.api.responses.namespaces:is_search",
+        "_SEARCH.fullmatch(kind)",
+        "_SEARCH.match(kind)",
+        ("functional/api/test_namespaces.py",),
+    ),
 )

@@ -43,7 +43,7 @@ def test_until_its_first_resource_comes_a_namespace_is_read_for_resources_alone(
         api.create(idep(namespace, paused=True))
         eventually(lambda: is_read(namespace, KINDS), 20, "all is read where a resource is")
         eventually(lambda: status(api, namespace), 20, "it has a status")
-        assert is_read(idle, {RESOURCE.plural})
+        eventually(lambda: is_read(idle, {RESOURCE.plural}), 20, "and resources where none is")
         api.create(idep(idle, paused=True))
         eventually(lambda: status(api, idle), 20, "the first resource has a status")
         eventually(lambda: is_read(idle, KINDS), 20, "all is read there, too")

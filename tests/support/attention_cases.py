@@ -85,6 +85,30 @@ def make_case(
     return Case(heads, ragged, query, key_cache.to(cached), value_cache.to(cached))
 
 
+def in_places(
+    keys: torch.Tensor, values: torch.Tensor, before: int, behind: int, together: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Caches whose slots lie apart, with so many NaNs before and behind each one's keys or values;
+    ``together``: both in one tensor, a slot's values behind its keys, else those further apart.
+    """
+
+    def placed(*parts: torch.Tensor, behind: int = behind) -> list[torch.Tensor]:
+        widths = [part.shape[2] * part.shape[3] for part in parts]
+        size = (*parts[0].shape[:2], before + sum(widths) + behind)
+        places = torch.full(size, torch.nan, dtype=parts[0].dtype)
+        found, at = list[torch.Tensor](), before
+        for part, width in zip(parts, widths, strict=True):
+            view = places[..., at : at + width].view(part.shape)
+            found.append(view.copy_(part))
+            at += width
+        return found
+
+    if together:
+        first, second = placed(keys, values)
+        return first, second
+    return placed(keys)[0], placed(values, behind=behind + 5)[0]
+
+
 @dataclass(frozen=True)
 class Cut:
     """Queries ``begin:begin + count`` of those that a case has for a row."""

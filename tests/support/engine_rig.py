@@ -23,6 +23,7 @@ from fairlead_kernels.interface.attention import AttentionBackend, DecodeAttenti
 from fairlead_kernels.interface.layer import LayerOperations
 from fairlead_kernels.interface.not_available import NotAvailableError
 from fairlead_runtime.device.conversion.fusion import fuse, quantize_weights
+from fairlead_runtime.device.conversion.pack_states import pack_states
 from fairlead_runtime.device.memory.storage import CacheStorage
 from fairlead_runtime.device.model.batch import BatchBuilder
 from fairlead_runtime.device.model.experts import samples_of
@@ -86,6 +87,7 @@ UNFUSED = {
 GRAPHS = ("graphs", "graphs layers")
 STANDINS = ("flashinfer", "resident", *GRAPHS, "triton", "ranks ahead")  # of a GPU's attention
 # Those that stand for a GPU: what they offload crosses on a stream of its own.
+LAUNCHING = ("ahead", "ranks ahead")  # steps of all kinds, by rows on the device
 ON_GPU = (
     "flashinfer",
     "resident",
@@ -93,6 +95,7 @@ ON_GPU = (
     "graphs layers",
     "layers",
     "triton",
+    "ahead",
     "ranks",
     "ranks ahead",
     *FUSED_RANKS[1:],
@@ -245,18 +248,12 @@ def choice_of(model: PagedModel, kernels: str) -> BackendChoice:
         return BackendChoice(fixed_attention(model.heads), fixed_operations(), reason)
     if kernels == "fixed":
         try:
-            return pick(
-                model.heads,
-                model.kinds,
-                model.device,
-                deterministic=True,
-                torch_because=model.torch_because,
-            )
+            return pick(model.heads, model.kinds, model.device, deterministic=True)
         except NotAvailableError as error:
             pytest.skip(str(error))
     auto = kernels in ("cpu", "int8") or kernels.startswith("ranks cpu")
     kernels = "auto" if auto else "torch"
-    return pick(model.heads, model.kinds, model.device, kernels, torch_because=model.torch_because)
+    return pick(model.heads, model.kinds, model.device, kernels)
 
 
 def operations_of(model: PagedModel, kernels: str) -> LayerOperations | None:
@@ -291,9 +288,10 @@ def cache_of(
         states = model.state_layout
         cache = CacheStorage(groups, heads, device=model.device, states=states, **sizes)
     else:
-        piece = 3 * CacheStorage.unit_bytes(groups, heads, block_size)
+        states = model.state_layout
+        piece = 3 * CacheStorage.unit_bytes(groups, heads, block_size, states)
         sizes |= {"choose": random.Random(side).randrange, "piece_bytes": piece}
-        cache = DelayedCache(groups, heads, device=model.device, **sizes)
+        cache = DelayedCache(groups, heads, device=model.device, states=states, **sizes)
     cache.fill(torch.nan)
     return cache
 
@@ -302,7 +300,8 @@ class Rig:
     """One tiny model, run by our engine with any setting, and by transformers one prompt at a
     time.
 
-    ``kernels``: torch, or cpu for fused layers: in C++ where it is built, else by the reference.
+    ``kernels``: torch, or cpu for fused layers: in C++ where it is built, else by the reference;
+    mixers that keep states run once a step there.
     int8 is cpu with int8 weights; their reference, rounded, computes in torch with the same. So do
     the layers of GPUs, for int8 and fp8. flashinfer is its attention on the stand-in of its
     wrappers; resident the same with the decodes' state on the device; graphs with captured steps
@@ -311,11 +310,11 @@ class Rig:
     processes, each with half of the model; ranks cpu, ranks layers and ranks triton are the same
     with layers fused, but for ``odd``, which does not fit on the other one; with int8 or fp8
     behind, some also with such weights; ranks ahead launches steps, on the stand-in of flashinfer's
-    wrappers. After "fp8 cache " they have one, and the reference rounds keys and values. fixed is
-    cpu with ``deterministic``, whose text nothing but itself is compared with; fixed triton the
-    same in Triton. After "triton " attention, resident and graphs have Triton's attention on the
-    stand-in of its kernels, interpreted in its interpreter. Experts are in Triton, on the same
-    stand-in, in all that stand for a GPU.
+    wrappers, and ahead does in torch alone. After "fp8 cache " they have one, and the reference
+    rounds keys and values. fixed is cpu with ``deterministic``, whose text nothing but itself is
+    compared with; fixed triton the same in Triton. After "triton " attention, resident and graphs
+    have Triton's attention on the stand-in of its kernels, interpreted in its interpreter. Experts
+    are in Triton, on the same stand-in, in all that stand for a GPU.
     """
 
     def __init__(
@@ -333,7 +332,7 @@ class Rig:
         because = self.model.torch_because
         if because and (self._on_triton or kernels in (*STANDINS, "fixed triton")):
             # Raises, as where the product is told to take a GPU's attention.
-            facts = self.model.heads, self.model.kinds, self.model.device
+            facts = self.model.heads, self.model.kinds, torch.device("cuda")
             pick(*facts, "flashinfer", torch_because=because)
         if kernels in QUANTIZED and kernels not in QUANTIZED_RANKS:
             quantize_weights(
@@ -347,6 +346,8 @@ class Rig:
             pair.hold(kernels, odd=odd, **self._described)
             rank_pair.shard(self.model, ranks, QUANTIZED.get(kernels))
         self.fusion = fuse(self.model, operations_of(self.model, kernels), ranks)
+        if kernels == "cpu":
+            pack_states(self.model, choice_of(self.model, kernels).states)
         use_experts(self.model, kernels)
         self.groups: tuple[LayerGroup, ...] = self.model.groups
         self._references: dict[tuple[int, ...], tuple[int, list[int]]] = {}
@@ -365,13 +366,16 @@ class Rig:
         plain = UNFUSED.get(self._kernels, "torch")
         if self._kernels in (plain, *UNFUSED.values()):
             return self
+        if self.model.states and not self.model.packed:  # transformers finds its mixers as it was
+            return self
         return rig(self.family, self._cached + plain, **self._overrides)
 
     def limits(self, setting: Setting) -> Limits:
         """Those of a setting with this model, whose states lie in units, too: beside those of a
         block for each of its layers' groups there are as many as two running sequences have.
         """
-        limits = setting.limits(len(self.groups))
+        versions = 3 if self._kernels == "ahead" else 2
+        limits = replace(setting.limits(len(self.groups)), state_versions=versions)
         layout = self.model.state_layout
         if layout is None:
             return limits
@@ -404,7 +408,7 @@ class Rig:
         pair = self._pair
         attention, decodes = self._choice().attention, None
         sampler = None
-        if self._kernels == "ranks ahead":
+        if self._kernels in LAUNCHING:
             lengths = {"sequences": limits.max_requests, "max_model_len": limits.max_model_len}
             sampler = RowSampler.of(self.model, cache, **lengths, listed=setting.listed)
         if pair is not None:
@@ -524,7 +528,9 @@ class Rig:
 
     def _own_cache(self) -> dict[str, Any]:
         """The argument of transformers' model that gives it a cache in fp8."""
-        return {"past_key_values": Fp8Cache()} if self.model.heads.fp8_cache else {}
+        if not self.model.heads.fp8_cache:
+            return {}
+        return {"past_key_values": Fp8Cache(self.model.model.config if self.model.states else None)}
 
     def margin(self, tokens: abc.Sequence[int]) -> tuple[float, float, float]:
         """How close the reference's choice after ``tokens`` is: the distance of the top two logits,

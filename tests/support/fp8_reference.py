@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
 # Sign, 4 bits of exponent, 3 of mantissa. The last code is NaN; there is no infinity.
 CODES = [(exponent, mantissa) for exponent in range(16) for mantissa in range(8)][:-1]
@@ -37,10 +37,11 @@ def nearest(x: Tensor) -> Tensor:
 class Fp8Cache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
     """Attention reads rounded keys and values, of the tokens of a pass too. ``closest``: how near
     any of them lay to the middle of two numbers, where another order of sums gives the other one.
+    ``config``: of a model some of whose layers keep states.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, config: PretrainedConfig | None = None) -> None:
+        super().__init__(config=config)
         self.closest = float("inf")
 
     def update(

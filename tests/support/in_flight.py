@@ -19,7 +19,7 @@ class InFlight:
     def __init__(
         self, engine: Rig, setting: Setting, *asked: Request, guides: Guides | None = None
     ) -> None:
-        self.scheduler = Scheduler(setting.limits(len(engine.groups)), engine.groups, b"rig")
+        self.scheduler = Scheduler(engine.limits(setting), engine.groups, b"rig")
         self.runner: ModelRunner = engine.runner(setting, guides)
         self.flying: list[tuple[Work, Collect]] = []
         for request in asked:

@@ -49,6 +49,26 @@ _SIZES: Mapping[str, Any] = {
 }
 # Settings that are left as they are: transformers' cache has this window, and its mask has not.
 _LEFT: Mapping[str, tuple[str, ...]] = {"moshi": ("sliding_window",)}
+# Settings of classes whose own do not make a model.
+_PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+_NEEDED: Mapping[str, Mapping[str, Any]] = {
+    "dbrx": {
+        "d_model": tiny.HIDDEN,
+        "n_heads": 4,
+        "n_layers": 3,
+        "max_seq_len": tiny.CONTEXT,
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
+        "ffn_config": {
+            "hidden_size": tiny.HIDDEN,
+            "ffn_hidden_size": 96,
+            "moe_num_experts": 4,
+            "moe_top_k": 2,
+        },
+    },
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": _PLAIN, "sliding_attention": _PLAIN}
+    },
+}
 
 
 def settings_of(kind: str, **overrides: Any) -> dict[str, Any]:
@@ -63,7 +83,9 @@ def settings_of(kind: str, **overrides: Any) -> dict[str, Any]:
         # A family that has none is left without.
         and (key != "sliding_window" or default.sliding_window)
     }
-    return {**known, **overrides}
+    if kind == "dbrx":  # the usual names stand for its own
+        known = {"vocab_size": known["vocab_size"]}
+    return {**known, **_NEEDED.get(kind, {}), **overrides}
 
 
 def config_of(kind: str, **overrides: Any) -> PretrainedConfig:

@@ -151,10 +151,8 @@ class ScenarioRun:
         work = self.scheduler.commit(plan)
         self.device.copy(work)
         launched = self.ahead and _launches(work.rows)
-        if self.scenario.limits.state_units and not launched:  # what fails is repeated in halves
-            half = len(work.rows) // 2
-            for part in (work.rows, work.rows[half:], work.rows[:half]):
-                self.device.forward(part)
+        if not launched:
+            self._repeat(work)
         results = self.device.forward(work.rows, launched=launched)
         size = self.scenario.limits.block_size
         units = [
@@ -190,7 +188,15 @@ class ScenarioRun:
         again, self.flights = [flight, *self.flights], []
         for each in again:
             work = each.work.living()
+            self._repeat(work)
             self._update(work, self.device.forward(work.rows))
+
+    def _repeat(self, work: Work) -> None:
+        """A step that is not launched may fail, and is repeated in halves: states must bear it."""
+        if self.scenario.limits.state_units:
+            half = len(work.rows) // 2
+            for part in (work.rows, work.rows[half:], work.rows[:half]):
+                self.device.forward(part)
 
     def _update(self, work: Work, results: dict[int, Result]) -> None:
         self.outcome.dead += len(work.rows) - len(work.living().rows)

@@ -11,10 +11,12 @@ import torch
 from fairlead_kernels.cpu import cpu_operations as cpu
 from fairlead_kernels.cpu.cpu_attention import CpuAttention
 from fairlead_kernels.cpu.cpu_operations import CpuOperations
+from fairlead_kernels.cpu.cpu_states import CpuStates
 from fairlead_kernels.gpu import triton_attention, triton_fixed, triton_operations, triton_package
 from fairlead_kernels.interface.attention import AttentionBackend, GroupKinds, Heads
 from fairlead_kernels.interface.layer import LayerOperations
 from fairlead_kernels.interface.not_available import NotAvailableError, fall_back, name_of
+from fairlead_kernels.interface.states import StateOperations
 from fairlead_kernels.packages import flashinfer_package, humming_package
 from fairlead_kernels.packages.flashinfer_attention import SUPPORTED, FlashinferAttention
 from fairlead_kernels.packages.flashinfer_package import FlashinferPackage
@@ -33,12 +35,14 @@ FP8_GPU = (8, 9)  # the oldest that multiply 8-bit floats
 @dataclass(frozen=True, slots=True, eq=False)
 class BackendChoice:
     """The kernels of this process and the reason for them. ``operations`` are those of fused
-    layers; None: the model's own code computes its layers.
+    layers; None: the model's own code computes its layers. ``states``: those of mixers that keep
+    one, None where the model's own code changes states.
     """
 
     attention: AttentionBackend
     operations: LayerOperations | None
     reason: str = ""
+    states: StateOperations | None = None
 
     def __str__(self) -> str:
         return f"{self.attention.name} ({self.reason})" if self.reason else self.attention.name
@@ -59,7 +63,7 @@ def pick(
     C++, ``flashinfer`` its attention, with ``torch`` plain torch, which runs on every device. On
     GPUs ``auto`` takes attention by flashinfer, else in Triton, else in torch; layers have
     operations of their own, in Triton or else in torch, beside each of them. ``torch_because``: why
-    plain torch alone can serve the model, whatever it is; ``heads`` are its widest layer's.
+    no kernels for GPUs can serve the model, whatever they are; ``heads`` are its widest layer's.
 
     With ``deterministic`` a token's results are the same bits whatever else is in its step, by
     kernels of ours alone.
@@ -67,13 +71,14 @@ def pick(
     Raises NotAvailableError with the reason when ``cpu`` or ``flashinfer`` is asked for and cannot
     serve the model, or when ``deterministic`` is and no kernels can.
     """
-    if torch_because and (deterministic or kernels in ("cpu", "flashinfer")):
-        raise NotAvailableError(torch_because)
+    reason = ""
+    if torch_because and device.type != "cpu":
+        if deterministic or kernels in ("cpu", "flashinfer"):
+            raise NotAvailableError(torch_because)
+        kernels, reason = "torch", f"; {torch_because}"
     if deterministic:
         return fixed_kernels(heads, kinds, device, kernels)
-    reason = f"; {torch_because}" if torch_because else ""
-    if torch_because:
-        kernels = "torch"
+    states: CpuStates | None = None
     if kernels == "cpu" or (kernels == "auto" and device.type == "cpu"):
         try:
             c_operations = cpu_operations(device.type, heads.dtype, fp8_cache=heads.fp8_cache)
@@ -81,15 +86,17 @@ def pick(
             if kernels == "cpu":
                 raise
             reason = f"; no C++ kernels: {error}"
+            states = cpu_states(heads)
         else:
-            return BackendChoice(CpuAttention(heads, c_operations.library), c_operations)
+            loaded = c_operations.library
+            return BackendChoice(CpuAttention(heads, loaded), c_operations, "", CpuStates(loaded))
     if kernels == "flashinfer" or (kernels == "auto" and device.type == "cuda"):
         attention, description, reason = _gpu_attention(heads, kinds, device, kernels, block_size)
         layers, name = gpu_operations(heads.dtype, device, heads.cache_dtype)
         return BackendChoice(attention, layers, f"{description}, {name}{reason}")
     on_cpu = f"plain torch on {torch.get_num_threads()} CPU threads"
     description = on_cpu if device.type == "cpu" else PORTABLE.format(device.type)
-    return BackendChoice(TorchAttention(heads, device), None, f"{description}{reason}")
+    return BackendChoice(TorchAttention(heads, device), None, f"{description}{reason}", states)
 
 
 def _gpu_attention(
@@ -129,7 +136,10 @@ def fixed_kernels(
     if device.type == "cpu":
         c_operations = cpu_operations(device.type, heads.dtype, fp8_cache=heads.fp8_cache)
         return BackendChoice(
-            c_operations.attention(heads, fixed=True), c_operations, "sums in one order"
+            c_operations.attention(heads, fixed=True),
+            c_operations,
+            "sums in one order",
+            CpuStates(c_operations.library),
         )
     attention, operations = triton_fixed.load(heads, kinds, device)
     return BackendChoice(attention, operations, "sums in one order, layers in Triton")
@@ -200,6 +210,14 @@ def cpu_operations(device: str, dtype: torch.dtype, *, fp8_cache: bool = False) 
     if fp8_cache:
         raise NotAvailableError("their cache is in float32 or bfloat16, not in fp8")
     return cpu.load()
+
+
+def cpu_states(heads: Heads) -> CpuStates | None:
+    """The C++ operations on states of a model of this type, whatever its cache; None without."""
+    try:
+        return CpuStates(cpu_operations("cpu", heads.dtype).library)
+    except NotAvailableError:
+        return None
 
 
 def flashinfer_for(heads: Heads, device: torch.device) -> FlashinferPackage:

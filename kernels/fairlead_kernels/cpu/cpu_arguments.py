@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from fairlead_kernels.cpu.library import NormStruct, WeightStruct
+from fairlead_kernels.cpu.library import CachesStruct, NormStruct, WeightStruct
 from fairlead_kernels.interface.layer import Activation, Norm, Packed
 
 # As in csrc/activation.h.
@@ -77,10 +77,23 @@ def weight_struct(weight: Packed, bias: Tensor | None, name: str) -> WeightStruc
     )
 
 
-def check_caches(key_cache: Tensor, value_cache: Tensor) -> None:
-    """Raise ValueError unless the caches are ones that the C functions read."""
+def caches_struct(key_cache: Tensor, value_cache: Tensor) -> CachesStruct:
+    """Caches [blocks, block_size, kv heads, dim], which the caller keeps alive, as C reads them.
+    Raises ValueError unless each slot's heads are in one piece and all slots equally far apart.
+    """
+    strides = []
     for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
         if cache.dtype not in CACHE_TYPES or cache.dtype is not key_cache.dtype:
             raise ValueError(f"{name}: {cache.dtype}; float32 or bfloat16 is needed")
-        if not cache.is_contiguous() or cache.is_cuda:
-            raise ValueError(f"{name}: must be contiguous, on the CPU")
+        blocks, block_size, kv, dim = cache.shape
+        block, slot, head, element = cache.stride()
+        stride = slot if block_size > 1 else block
+        steps = (blocks, block, block_size * stride), (kv, head, dim), (dim, element, 1)
+        if cache.is_cuda or any(size > 1 and step != even for size, step, even in steps):
+            raise ValueError(
+                f"{name}: strides {cache.stride()}; a slot's heads in one piece, and all slots "
+                "equally far apart, are needed, on the CPU"
+            )
+        strides.append(stride)
+    half = key_cache.dtype is torch.bfloat16
+    return CachesStruct(key_cache.data_ptr(), value_cache.data_ptr(), *strides, half)

@@ -15,13 +15,13 @@ from fairlead_kernels.cpu import library
 from fairlead_kernels.cpu.cpu_arguments import (
     ACTIVATIONS,
     address,
-    check_caches,
+    caches_struct,
     dense,
     in_fours,
     norm_struct,
     weight_struct,
 )
-from fairlead_kernels.cpu.cpu_attention import CpuPlan
+from fairlead_kernels.cpu.cpu_attention import CpuPlan, TaskList, sizes_of
 from fairlead_kernels.cpu.slabs import SLAB
 from fairlead_kernels.interface.attention import Heads, LayerSpec
 from fairlead_kernels.interface.layer import Layer, Packed
@@ -67,8 +67,7 @@ class LayerChain:
             *map(self._struct, self.layers, self.specs, self._sinks)
         )
         self._caches: list[tuple[Tensor, Tensor]] = []
-        self._half = False
-        self._windows: dict[int, int | None] = {}  # by layer group
+        self._windows: dict[int, int | None] = {}  # by layer group, of those that have some here
         self._places: list[int] = []  # of each layer's cosines among the step's
 
     def _struct(self, layer: Layer, spec: LayerSpec, sinks: Tensor | None) -> library.LayerStruct:
@@ -97,18 +96,19 @@ class LayerChain:
 
     def bind(self, caches: Sequence[tuple[Tensor, Tensor]], groups: Sequence[int]) -> None:
         """Give each layer these keys and values [blocks, block_size, kv heads, dim] and this layer
-        group, for all steps from now on. Keeps the tensors alive.
+        group, for all steps from now on. Their slots may be any distance apart. Keeps the tensors
+        alive.
         """
         self._caches = []  # until all of them are checked
-        self._half = caches[0][0].dtype is torch.bfloat16
         self._windows = {}
         for struct, spec, (keys, values), group in zip(
             self._structs, self.specs, caches, groups, strict=True
         ):
-            self._check(keys, values, half=self._half)
-            struct.keys, struct.values, struct.group = keys.data_ptr(), values.data_ptr(), group
+            self._check(keys, values)
+            struct.caches = caches_struct(keys, values)
             if self._windows.setdefault(group, spec.window) != spec.window:
                 raise ValueError(f"window: the layers of group {group} differ in theirs")
+            struct.group = list(self._windows).index(group)
         self._caches = list(caches)
 
     def run(
@@ -131,7 +131,7 @@ class LayerChain:
         """
         if not self._caches:
             raise RuntimeError("run: bind the layers' caches first")
-        h, count = self._heads, x.shape[0]
+        count = x.shape[0]
         x = dense(x, "x", self._width)
         for group, window in self._windows.items():
             if window != plans[group].ragged.window:
@@ -139,30 +139,30 @@ class LayerChain:
                     f"window: the layer has {window}, its plan {plans[group].ragged.window}"
                 )
         angles = self._rotate(ropes)
-        slots = [slot.contiguous() for slot in slots]
+        tasks = [plans[group].cut(sizes_of(self._heads)) for group in self._windows]
+        slots = [slots[group].contiguous() for group in self._windows]
         if any(tensor.shape[0] != count for tensor in (*(cos for cos, _ in angles), *slots)):
             raise ValueError(f"ropes and slots: not for the {count} tokens of x")
         rope_structs = (library.RopeStruct * len(angles))(
             *(library.RopeStruct(c.data_ptr(), s.data_ptr(), c.shape[1]) for c, s in angles)
         )
-        group_structs = (library.GroupStruct * len(plans))(
+        group_structs = (library.GroupStruct * len(tasks))(
             *(
-                library.GroupStruct(plan.rows, slot.data_ptr())
-                for plan, slot in zip(plans, slots, strict=True)
+                library.GroupStruct(part.rows, slot.data_ptr())
+                for part, slot in zip(tasks, slots, strict=True)
             )
         )
-        boundaries = slab_ends(self._library, self._heads, plans, count, slab)
+        boundaries = slab_ends(self._library, tasks, count, slab)
         largest = max(end - begin for begin, end in itertools.pairwise([0, *boundaries]))
         normed, normed_digits, shared = (torch.empty(largest * n) for n in self._floats)
-        parts = torch.empty(max(plan.part_floats for plan in plans))
+        parts = torch.empty(max(part.part_floats for part in tasks))
         begin = shared.data_ptr()
         end_numbers = (library.Int * len(boundaries))(*boundaries)
         kept_tokens = None if keep is None else _ascending(keep, count)
         step = library.StepStruct(
             count,
             self._width,
-            library.HeadsStruct(h.query, h.kv, h.dim, h.dim),
-            self._half,
+            tasks[0].heads,
             torch.get_num_threads(),
             ctypes.addressof(rope_structs),
             ctypes.addressof(group_structs),
@@ -202,27 +202,26 @@ class LayerChain:
             for cos, sin in different.values()
         ]
 
-    def _check(self, keys: Tensor, values: Tensor, *, half: bool) -> None:
-        check_caches(keys, values)
+    def _check(self, keys: Tensor, values: Tensor) -> None:
         h = self._heads
         if keys.shape[2:] != (h.kv, h.dim) or values.shape[2:] != (h.kv, h.dim):
             raise ValueError(f"keys: heads of {tuple(keys.shape[2:])}, not {(h.kv, h.dim)}")
-        if half != (keys.dtype is torch.bfloat16):
-            raise ValueError(f"keys: {keys.dtype}, another layer's are of another type")
 
 
 def slab_ends(
-    functions: library.Library, h: Heads, plans: Sequence[CpuPlan], count: int, slab: int
+    functions: library.Library, groups: Sequence[TaskList], count: int, slab: int
 ) -> list[int]:
-    """The ends of a step's slabs, of ``count`` tokens, which no layer group's tasks cross."""
+    """The ends of a step's slabs, of ``count`` tokens, which no layer group's tasks cross: those
+    for heads of one size.
+    """
     if count <= slab:
         return [count]
     boundaries = (library.Int * count)()
-    heads = library.HeadsStruct(h.query, h.kv, h.dim, h.dim)
-    rows = (ctypes.POINTER(library.RowsStruct) * len(plans))(
-        *(ctypes.pointer(plan.rows) for plan in plans)
+    rows = (ctypes.POINTER(library.RowsStruct) * len(groups))(
+        *(ctypes.pointer(tasks.rows) for tasks in groups)
     )
-    slab_count = functions.slabs(ctypes.byref(heads), rows, len(plans), slab, boundaries)
+    heads = ctypes.byref(groups[0].heads)
+    slab_count = functions.slabs(heads, rows, len(groups), slab, boundaries)
     return boundaries[:slab_count]
 
 

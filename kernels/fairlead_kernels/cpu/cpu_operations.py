@@ -15,7 +15,7 @@ from torch import Tensor
 from fairlead_kernels.cpu import library
 from fairlead_kernels.cpu.cpu_arguments import (
     ACTIVATIONS,
-    check_caches,
+    caches_struct,
     dense,
     in_fours,
     norm_struct,
@@ -274,7 +274,7 @@ class CpuOperations:
         """``LayerOperations.rope_write``. Changes ``qkv``; the result is a view of it."""
         kv, dim = key_cache.shape[2:]
         query = qkv.shape[1] // dim - 2 * kv
-        check_caches(key_cache, value_cache)
+        caches = caches_struct(key_cache, value_cache)
         if value_cache.shape[3] != dim:
             raise ValueError(f"value_cache: heads of {value_cache.shape[3]}, keys have {dim}")
         qkv = dense(qkv, "qkv", (query + 2 * kv) * dim)
@@ -296,9 +296,7 @@ class CpuOperations:
             ctypes.byref(norm_struct(q_norm, "q_norm", dim)),
             ctypes.byref(norm_struct(k_norm, "k_norm", dim)),
             slots.contiguous().data_ptr(),
-            key_cache.data_ptr(),
-            value_cache.data_ptr(),
-            key_cache.dtype is torch.bfloat16,
+            ctypes.byref(caches),
             torch.get_num_threads(),
         )
         return qkv.view(qkv.shape[0], -1, dim)[:, :query]

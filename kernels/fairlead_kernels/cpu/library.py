@@ -59,6 +59,18 @@ class HeadsStruct(ctypes.Structure):
     _fields_ = (("query", Int), ("kv", Int), ("dim", Int), ("value_dim", Int))
 
 
+class CachesStruct(ctypes.Structure):
+    """``Caches`` of attention.h."""
+
+    _fields_ = (
+        ("keys", Pointer),
+        ("values", Pointer),
+        ("key_stride", Long),
+        ("value_stride", Long),
+        ("half", Int),
+    )
+
+
 class RowsStruct(ctypes.Structure):
     """``Rows`` of attention.h."""
 
@@ -82,8 +94,7 @@ class AttentionStruct(ctypes.Structure):
 
     _fields_ = (
         ("query", Pointer),
-        ("keys", Pointer),
-        ("values", Pointer),
+        ("caches", CachesStruct),
         ("sinks", Pointer),
         ("out", Pointer),
         ("parts", Pointer),
@@ -91,7 +102,6 @@ class AttentionStruct(ctypes.Structure):
         ("first", Long),
         ("scale", Float),
         ("softcap", Float),
-        ("half", Int),
         ("keep", Pointer),
         ("keep_count", Long),
     )
@@ -117,8 +127,7 @@ class LayerStruct(ctypes.Structure):
         ("out", WeightStruct),
         ("gate_up", WeightStruct),
         ("down", WeightStruct),
-        ("keys", Pointer),
-        ("values", Pointer),
+        ("caches", CachesStruct),
         ("sinks", Pointer),
         ("scale", Float),
         ("softcap", Float),
@@ -135,14 +144,42 @@ class GroupStruct(ctypes.Structure):
     _fields_ = (("rows", RowsStruct), ("slots", Pointer))
 
 
+class SsdStruct(ctypes.Structure):
+    """``Ssd`` of ssd.cpp."""
+
+    _fields_ = (
+        *((name, Pointer) for name in ("x", "dt", "b", "c")),
+        *((f"{name}_stride", Long) for name in ("x", "dt", "b", "c")),
+        *((name, Pointer) for name in ("a", "d", "bias", "out")),
+        *((name, Int) for name in ("heads", "dim", "groups", "size")),
+        ("least", Float),
+        ("most", Float),
+        ("softplus", Int),
+        ("half", Int),
+    )
+
+
+class SelectiveStruct(ctypes.Structure):
+    """``Selective`` of selective.cpp."""
+
+    _fields_ = (
+        *((name, Pointer) for name in ("x", "dt", "b", "c", "z")),
+        ("x_stride", Long),
+        ("dt_stride", Long),
+        ("dt_column", Long),
+        *((f"{name}_stride", Long) for name in ("b", "c", "z")),
+        *((name, Pointer) for name in ("a", "d", "bias", "out")),
+        *((name, Int) for name in ("channels", "size", "softplus", "half")),
+    )
+
+
 class StepStruct(ctypes.Structure):
     """``Step`` of layers.cpp."""
 
     _fields_ = (
         ("count", Long),
-        ("width", Long),
+        ("units", Long),
         ("heads", HeadsStruct),
-        ("half", Int),
         ("threads", Int),
         ("ropes", Pointer),
         ("groups", Pointer),
@@ -160,6 +197,64 @@ class StepStruct(ctypes.Structure):
         ("keep", Pointer),
         ("keep_count", Long),
         ("first", Long),
+    )
+
+
+class StatePlaceStruct(ctypes.Structure):
+    """``StatePlace`` of states.h."""
+
+    _fields_ = (("pool", Pointer), ("unit_bytes", Long), ("offset", Long))
+
+
+class StateRowsStruct(ctypes.Structure):
+    """``StateRows`` of states.h."""
+
+    _fields_ = (
+        ("starts", Pointer),
+        ("prompts", Pointer),
+        ("begins", Pointer),
+        ("source", Pointer),
+        ("target", Pointer),
+        ("count", Long),
+        ("units", Long),
+    )
+
+
+class ConvolutionStruct(ctypes.Structure):
+    """``Convolution`` of convolution.cpp."""
+
+    _fields_ = (
+        ("x", Pointer),
+        ("weight", Pointer),
+        ("bias", Pointer),
+        ("out", Pointer),
+        ("channels", Long),
+        ("taps", Int),
+        ("half", Int),
+        ("activated", Int),
+    )
+
+
+class DeltaStruct(ctypes.Structure):
+    """``Delta`` of delta.cpp."""
+
+    _fields_ = (
+        ("q", Pointer),
+        ("k", Pointer),
+        ("v", Pointer),
+        ("g", Pointer),
+        ("beta", Pointer),
+        ("out", Pointer),
+        ("q_stride", Long),
+        ("k_stride", Long),
+        ("v_stride", Long),
+        ("key_heads", Int),
+        ("value_heads", Int),
+        ("key_dim", Int),
+        ("value_dim", Int),
+        ("half", Int),
+        ("normalizes", Int),
+        ("scale", Float),
     )
 
 
@@ -204,7 +299,7 @@ _FUNCTIONS: dict[str, tuple[tuple[type, ...], type | None]] = {
             *(Pointer, Long, Int, Int, Int),
             *(Pointer, Pointer, Int),
             *(ctypes.POINTER(NormStruct),) * 2,
-            *(Pointer, Pointer, Pointer, Int, Int),
+            *(Pointer, ctypes.POINTER(CachesStruct), Int),
         ),
         None,
     ),
@@ -234,7 +329,33 @@ _FUNCTIONS: dict[str, tuple[tuple[type, ...], type | None]] = {
         ),
         None,
     ),
+    "convolution": (
+        (
+            ctypes.POINTER(ConvolutionStruct),
+            ctypes.POINTER(StateRowsStruct),
+            ctypes.POINTER(StatePlaceStruct),
+            Int,
+        ),
+        None,
+    ),
+    "gated_delta": (
+        (
+            ctypes.POINTER(DeltaStruct),
+            ctypes.POINTER(StateRowsStruct),
+            ctypes.POINTER(StatePlaceStruct),
+            Int,
+        ),
+        None,
+    ),
     "layers": ((Pointer, Int, ctypes.POINTER(StepStruct)), None),
+    "ssd": (
+        (*(ctypes.POINTER(x) for x in (SsdStruct, StateRowsStruct, StatePlaceStruct)), Int),
+        None,
+    ),
+    "selective": (
+        (*(ctypes.POINTER(x) for x in (SelectiveStruct, StateRowsStruct, StatePlaceStruct)), Int),
+        None,
+    ),
 }
 _OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 

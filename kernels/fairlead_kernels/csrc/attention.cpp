@@ -298,18 +298,18 @@ void put_head(const Heads& heads, int head, const float* sums, float maximum, fl
 // The tile of a row's tokens in the positions [at, end). Places before position `lowest`, whose
 // block may be freed, are that token again.
 template <class T>
-void locate(const Heads& heads, const Rows& rows, const Attention& layer, int row, int at, int end,
-            int lowest, Tile<T>& tile) {
+void locate(const Rows& rows, const Caches& caches, int row, int at, int end, int lowest,
+            Tile<T>& tile) {
   const int32_t* table = rows.tables + int64_t(row) * rows.table_width;
-  const T* keys = static_cast<const T*>(layer.keys);
-  const T* values = static_cast<const T*>(layer.values);
+  const T* keys = static_cast<const T*>(caches.keys);
+  const T* values = static_cast<const T*>(caches.values);
   tile.count = end - at < TILE ? end - at : TILE;
   int position = std::max(at, lowest);
   int64_t block = position / rows.block_size, inside = position % rows.block_size;
   for (int i = 0; i < TILE; i++) {
     const int64_t slot = table[block] * int64_t(rows.block_size) + inside;
-    tile.keys[i] = keys + slot * heads.kv * heads.dim;
-    tile.values[i] = values + slot * heads.kv * heads.value_dim;
+    tile.keys[i] = keys + slot * caches.key_stride;
+    tile.values[i] = values + slot * caches.value_stride;
     if (position > at + i || position == end - 1) continue;
     position++;
     if (++inside == rows.block_size) {
@@ -351,13 +351,13 @@ void decode(const Heads& heads, const Rows& rows, const Attention& layer, const 
   const auto shares = std::make_integer_sequence<int, SHARE>();
   const int end = task.first + task.count;
   Tile<T> tile, next;
-  locate(heads, rows, layer, task.row, task.first, end, task.first, tile);
+  locate(rows, layer.caches, task.row, task.first, end, task.first, tile);
   for (int at = task.first; at < end; at += TILE, tile = next) {
     if (at + TILE < end) {
-      locate(heads, rows, layer, task.row, at + TILE, end, task.first, next);
+      locate(rows, layer.caches, task.row, at + TILE, end, task.first, next);
     } else if (following != nullptr) {
       const int first = following->first;
-      locate(heads, rows, layer, following->row, first, first + following->count, first, next);
+      locate(rows, layer.caches, following->row, first, first + following->count, first, next);
     } else {
       next = tile;
     }
@@ -478,11 +478,11 @@ void prefill(const Heads& heads, const Rows& rows, const Attention& layer, const
   const int lowest = shared ? task.first : unseen;
   const int begin = rows.fixed ? lowest / TILE * TILE : lowest;
   Tile<T> tile, next;
-  locate(heads, rows, layer, task.row, begin, end, lowest, next);
+  locate(rows, layer.caches, task.row, begin, end, lowest, next);
   for (int at = begin; at < end; at += TILE) {
     tile = next;
     const int count = tile.count;
-    if (at + TILE < end) locate(heads, rows, layer, task.row, at + TILE, end, lowest, next);
+    if (at + TILE < end) locate(rows, layer.caches, task.row, at + TILE, end, lowest, next);
     transpose_keys(tile, next, task.kv_head * dim, dim, key_panels);
     copy_values(tile, next, task.kv_head * heads.value_dim, heads.value_dim, value_panels);
     // Queries before the tile's first key see none of it.
@@ -556,7 +556,7 @@ void attend_typed(Team& team, const Heads& heads, const Rows& rows, const Tasks&
 
 void attend(Team& team, const Heads& heads, const Rows& rows, const Tasks& share,
             const Attention& layer) {
-  if (layer.half) {
+  if (layer.caches.half) {
     attend_typed<bfloat16>(team, heads, rows, share, layer);
   } else {
     attend_typed<float>(team, heads, rows, share, layer);

@@ -74,14 +74,22 @@ struct Tasks {
 // Those of the tokens [begin, end), which cut no task. attention_plan.cpp has this and the plan.
 Tasks tasks_of(const Rows& rows, int begin, int end);
 
-// One layer. `query` and `out` begin with token `first` of the step. softcap 0: none. `half`: the
-// caches hold bfloat16. Queries of a token are `q_stride` floats after those of the token before
+// Where a layer's keys and values are: those of a slot so many elements after those of the slot
+// before, each slot's heads in one piece. `half`: they are bfloat16.
+struct Caches {
+  void* keys;
+  void* values;
+  int64_t key_stride;
+  int64_t value_stride;
+  int32_t half;
+};
+
+// One layer. `query` and `out` begin with token `first` of the step. softcap 0: none. Queries of a token are `q_stride` floats after those of the token before
 // it. `parts`: (dim of all values + 2 · heads) floats a part. `keep`: tokens of the step whose
 // results are needed, ascending; keep_count -1: all are. Other results may be missing.
 struct Attention {
   const float* query;
-  const void* keys;
-  const void* values;
+  Caches caches;
   const float* sinks;
   float* out;
   float* parts;
@@ -89,7 +97,6 @@ struct Attention {
   int64_t first;
   float scale;
   float softcap;
-  int32_t half;
   const int64_t* keep;
   int64_t keep_count;
 };

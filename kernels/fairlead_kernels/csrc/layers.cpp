@@ -24,8 +24,7 @@ namespace {
 struct Layer {
   Norm input_norm, q_norm, k_norm, after_attention, mlp_norm, after_mlp;
   Weight qkv, out, gate_up, down;
-  void* keys;
-  void* values;
+  Caches caches;
   const float* sinks;
   float scale;
   float softcap;
@@ -54,7 +53,6 @@ struct Step {
   int64_t count;
   int64_t width;
   Heads heads;
-  int32_t half;
   int32_t threads;
   const Rope* ropes;
   const Group* groups;
@@ -127,10 +125,9 @@ void rope_write(Team& team, const Step& step, const Layer& layer) {
   const float* sin = rope.sin + step.first * rope.rotated;
   team.share(int(step.count), 1, [&](int begin, int end) {
     for (int64_t t = begin; t < end; t++) {
-      rope_write_token(step.qkv + t * layer.qkv.rows, step.heads.query, step.heads.kv,
-                       step.heads.dim, cos + t * rope.rotated, sin + t * rope.rotated,
-                       rope.rotated, layer.q_norm, layer.k_norm, slots[t],
-                       static_cast<T*>(layer.keys), static_cast<T*>(layer.values));
+      rope_write_token<T>(step.qkv + t * layer.qkv.rows, step.heads.query, step.heads.kv,
+                          step.heads.dim, cos + t * rope.rotated, sin + t * rope.rotated,
+                          rope.rotated, layer.q_norm, layer.k_norm, slots[t], layer.caches);
     }
   });
   team.barrier();
@@ -236,16 +233,15 @@ void run_layer(Team& team, const Step& step, const Layer& layer, const Norm& nex
                   store_tile(layer.qkv, panel, row, rows, tile, step.qkv, false);
                 });
   team.barrier();
-  if (step.half) {
+  if (layer.caches.half) {
     rope_write<bfloat16>(team, step, layer);
   } else {
     rope_write<float>(team, step, layer);
   }
   const bool keeps = last && step.keep_count >= 0;
-  const Attention attention{step.qkv,      layer.keys,    layer.values,   layer.sinks,
-                            step.attended, step.parts,    layer.qkv.rows, step.first,
-                            layer.scale,   layer.softcap, step.half,      step.keep,
-                            keeps ? step.keep_count : -1};
+  const Attention attention{step.qkv,       layer.caches,   layer.sinks,    step.attended,
+                            step.parts,     layer.qkv.rows, step.first,     layer.scale,
+                            layer.softcap,  step.keep,      keeps ? step.keep_count : -1};
   const Rows& rows = step.groups[layer.group].rows;
   const Tasks tasks = tasks_of(rows, int(step.first), int(step.first + step.count));
   attend(team, step.heads, rows, tasks, attention);

@@ -1,6 +1,7 @@
 // Rotary position embedding (Su et al., 2021) in Llama's layout, and the write of the cache.
 #pragma once
 
+#include "attention.h"
 #include "norm.h"
 
 namespace fairlead {
@@ -34,21 +35,23 @@ void write_head(const float* head, int dim, T* out) {
 }
 
 // One token: normalizes and rotates its queries and keys in place in qkv [(query + 2 kv) · dim],
-// and writes keys and values into slot `slot` of caches [slots, kv, dim]. A null `cos` leaves the
-// heads as they are.
+// and writes keys and values into slot `slot` of the caches. A null `cos` leaves the heads as they
+// are.
 template <class T>
 void rope_write_token(float* qkv, int query, int kv, int dim, const float* cos, const float* sin,
-                      int rotated, const Norm& q_norm, const Norm& k_norm, int64_t slot, T* keys,
-                      T* values) {
+                      int rotated, const Norm& q_norm, const Norm& k_norm, int64_t slot,
+                      const Caches& caches) {
   for (int head = 0; head < query + kv; head++) {
     const Norm& norm = head < query ? q_norm : k_norm;
     float* x = qkv + head * dim;
     if (norm.weight != nullptr) normalize(x, norm, dim, x);
     if (cos != nullptr) rotate(x, cos, sin, rotated);
   }
-  const int64_t width = int64_t(kv) * dim;
-  write_head(qkv + int64_t(query) * dim, int(width), keys + slot * width);
-  write_head(qkv + int64_t(query + kv) * dim, int(width), values + slot * width);
+  const int width = kv * dim;
+  write_head(qkv + int64_t(query) * dim, width,
+             static_cast<T*>(caches.keys) + slot * caches.key_stride);
+  write_head(qkv + int64_t(query + kv) * dim, width,
+             static_cast<T*>(caches.values) + slot * caches.value_stride);
 }
 
 }  // namespace fairlead

@@ -180,6 +180,33 @@ FL_INLINE Vec exp(Vec x) {
   return vanishes ? Vec{} : reinterpret_cast<Vec>(scaled);
 }
 
+// ln(1 + x) for x from 0 to 1: Cephes' logf, with what 1 + x has lost to rounding added.
+FL_INLINE Vec log_of_one_and(Vec x) {
+  const Vec one = x + 1.0f;
+  const auto large = one > 1.41421356f;
+  const Vec r = (large ? one * 0.5f : one) - 1.0f;
+  const Vec z = r * r;
+  Vec p = splat(7.0376836292e-2f);
+  p = p * r - 1.1514610310e-1f;
+  p = p * r + 1.1676998740e-1f;
+  p = p * r - 1.2420140846e-1f;
+  p = p * r + 1.4249322787e-1f;
+  p = p * r - 1.6668057665e-1f;
+  p = p * r + 2.0000714765e-1f;
+  p = p * r - 2.4999993993e-1f;
+  p = p * r + 3.3333331174e-1f;
+  const Vec power = large ? splat(1.0f) : Vec{};
+  const Vec lost = (x - (one - 1.0f)) / one;
+  const Vec small = p * r * z - power * 2.12194440e-4f - 0.5f * z + lost;
+  return r + small + power * 0.693359375f;
+}
+
+// ln(1 + e^x), without its overflow.
+FL_INLINE Vec softplus(Vec x) {
+  const Vec positive = x > 0.0f ? x : Vec{};
+  return positive + log_of_one_and(exp(x > 0.0f ? -x : x));
+}
+
 // Cephes' tanhf: a polynomial near zero, where the exponential form would cancel.
 FL_INLINE Vec tanh(Vec x) {
   const Vec far = 1.0f - 2.0f / (exp(2.0f * x) + 1.0f);

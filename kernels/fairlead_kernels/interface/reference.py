@@ -1,11 +1,14 @@
 """Reference implementations in plain torch, which tests compare the backends with.
 
 Slow on purpose: in float64, attention one token at a time, straight from the definitions in
-``attention`` and ``layer``. Never on a hot path. The module is a ``LayerOperations``.
+``attention``, ``layer`` and ``states``. Never on a hot path. The module is a ``LayerOperations``
+and a ``StateOperations``.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
@@ -15,6 +18,7 @@ from fairlead_kernels.formats.quantize import Quantized, as_quantized
 from fairlead_kernels.interface.attention import LayerSpec, RaggedRows
 from fairlead_kernels.interface.cache_write import rounded
 from fairlead_kernels.interface.layer import Activation, Norm, Packed
+from fairlead_kernels.interface.states import StatePlace, StateRows
 
 name = "reference"
 in_float32 = True
@@ -225,3 +229,148 @@ def gated(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
 def activate(x: torch.Tensor, activation: Activation) -> torch.Tensor:
     """``LayerOperations.activate``."""
     return ACTIVATIONS[activation](x.double()).to(x.dtype)
+
+
+def causal_convolution(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: Literal["silu"] | None,
+    rows: StateRows,
+    place: StatePlace,
+) -> torch.Tensor:
+    """``StateOperations.causal_convolution``."""
+    channels, taps = weight.shape
+    out = torch.empty_like(x)
+    for row, tokens in _sequences(rows):
+        kept = _read(rows, place, row, (channels, taps - 1), weight.dtype)
+        inputs = torch.cat([kept.T, x[tokens]])
+        windows = inputs.double().unfold(0, taps, 1)  # [T, C, K]
+        total = (windows * weight.double()).sum(-1)
+        total = (total if bias is None else total + bias.double()).to(x.dtype)
+        out[tokens] = total if activation is None else activate(total, activation)
+        _write(rows, place, row, inputs[len(inputs) - taps + 1 :].T)
+    return out
+
+
+def gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    scale: float,
+    rows: StateRows,
+    place: StatePlace,
+    *,
+    normalizes: bool,
+) -> torch.Tensor:
+    """``StateOperations.gated_delta_rule``."""
+    per_key = v.shape[1] // k.shape[1]
+    out = torch.empty_like(v, memory_format=torch.contiguous_format)
+    for row, tokens in _sequences(rows):
+        shape = (v.shape[1], k.shape[2], v.shape[2])
+        state = _read(rows, place, row, shape, torch.float32).double()
+        for t in range(tokens.start, tokens.stop):
+            query, key = (x[t].double().repeat_interleave(per_key, dim=0) for x in (q, k))
+            if normalizes:
+                query, key = (
+                    x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (query, key)
+                )
+            state = state * g[t].double().exp()[:, None, None]
+            known = torch.einsum("hkv,hk->hv", state, key)
+            change = (v[t].double() - known) * beta[t].double()[:, None]
+            state = state + key[:, :, None] * change[:, None]
+            out[t] = torch.einsum("hkv,hk->hv", state, query * scale)
+        _write(rows, place, row, state.float())
+    return out
+
+
+def ssd(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    rows: StateRows,
+    place: StatePlace,
+    *,
+    d: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    softplus: bool = False,
+    bounds: tuple[float, float] = (-math.inf, math.inf),
+) -> torch.Tensor:
+    """``StateOperations.ssd``, one token at a time."""
+    (_, heads, dim), (groups, size) = x.shape, b.shape[1:]
+    out = torch.empty(x.shape)
+    bs, cs = (m.double().repeat_interleave(heads // groups, dim=1) for m in (b, c))
+    for row, tokens in _sequences(rows):
+        state = _read(rows, place, row, (heads, dim, size), torch.float32).double()
+        for t in range(tokens.start, tokens.stop):
+            step = _time_steps(dt[t], bias, softplus=softplus)
+            if t - tokens.start < int(rows.prompts[row]):
+                step = step.clamp(*bounds)
+            added = (step[:, None] * x[t].double())[..., None] * bs[t][:, None]
+            state = state * torch.exp(step * a.double())[:, None, None] + added
+            result = torch.einsum("hpn,hn->hp", state, cs[t])
+            out[t] = result if d is None else result + d.double()[:, None] * x[t].double()
+        _write(rows, place, row, state.float())
+    return out
+
+
+def selective_scan(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    rows: StateRows,
+    place: StatePlace,
+    *,
+    d: torch.Tensor | None = None,
+    z: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    softplus: bool = False,
+) -> torch.Tensor:
+    """``StateOperations.selective_scan``, one token at a time."""
+    out = torch.empty(x.shape)
+    for row, tokens in _sequences(rows):
+        state = _read(rows, place, row, tuple(a.shape), torch.float32).double()
+        for t in range(tokens.start, tokens.stop):
+            step = _time_steps(dt[t], bias, softplus=softplus)[:, None]
+            added = step * x[t].double()[:, None] * b[t].double()
+            state = state * torch.exp(step * a.double()) + added
+            result = state @ c[t].double()
+            result = result if d is None else result + d.double() * x[t].double()
+            out[t] = result if z is None else result * F.silu(z[t].double())
+        _write(rows, place, row, state.float())
+    return out
+
+
+def _time_steps(dt: torch.Tensor, bias: torch.Tensor | None, *, softplus: bool) -> torch.Tensor:
+    steps = dt.double() if bias is None else dt.double() + bias.double()
+    return F.softplus(steps) if softplus else steps
+
+
+def _sequences(rows: StateRows) -> Iterator[tuple[int, slice]]:
+    """Each sequence's number and its tokens."""
+    starts = rows.starts.tolist()
+    yield from enumerate(map(slice, starts[:-1], starts[1:]))
+
+
+def _read(
+    rows: StateRows, place: StatePlace, row: int, shape: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    """The state of a sequence."""
+    if rows.begins[row]:
+        return torch.zeros(shape, dtype=dtype)
+    run = place.pool[rows.source[row]].flatten()
+    end = place.offset + math.prod(shape) * dtype.itemsize
+    return run[place.offset : end].view(dtype).view(shape)
+
+
+def _write(rows: StateRows, place: StatePlace, row: int, state: torch.Tensor) -> None:
+    run = place.pool[rows.target[row]]
+    nbytes = state.contiguous().view(-1).view(torch.uint8)
+    run.view(-1)[place.offset : place.offset + len(nbytes)] = nbytes
+    place.pool[rows.target[row]] = run

@@ -133,7 +133,7 @@ class _RowArrays(NamedTuple):
         if len(blocks) == 1 or (np.diff(blocks) == 1).all():
             return Keys(span, start=int(blocks[0]) * size + skip)
         slots = (blocks[:, None] * size + np.arange(size)).reshape(-1)[skip : skip + span]
-        return Keys(span, slots=torch.from_numpy(slots).to(device))
+        return Keys(span, slots=torch.from_numpy(slots).to(device, non_blocking=True))
 
 
 def plan(
@@ -173,7 +173,7 @@ def plan(
 
 
 def _decodes(rows: _RowArrays, chosen: Index, device: torch.device, dtype: torch.dtype) -> Decodes:
-    tokens = torch.from_numpy(rows.starts[chosen]).to(device)
+    tokens = torch.from_numpy(rows.starts[chosen]).to(device, non_blocking=True)
     if len(chosen) == 1:
         return Decodes(tokens, rows.keys(int(chosen[0]), device), None)
     first, last = rows.first[chosen][:, None], rows.lens[chosen][:, None] - 1
@@ -190,8 +190,9 @@ def _decodes(rows: _RowArrays, chosen: Index, device: torch.device, dtype: torch
         mask = torch.zeros(padded.shape, dtype=dtype).masked_fill_(
             torch.from_numpy(padded), -torch.inf
         )
-        mask = mask[:, None, None, :].to(device)
-    return Decodes(tokens, Keys(length, slots=torch.from_numpy(slots.reshape(-1)).to(device)), mask)
+        mask = mask[:, None, None, :].to(device, non_blocking=True)
+    places = torch.from_numpy(slots.reshape(-1)).to(device, non_blocking=True)
+    return Decodes(tokens, Keys(length, slots=places), mask)
 
 
 def _cut_lengths(lengths: Index, limit: int) -> list[slice]:

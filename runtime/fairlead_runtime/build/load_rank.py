@@ -3,6 +3,7 @@
 Owns what every rank does alike, before the first of them sizes the cache.
 """
 
+import gc
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from fairlead_runtime.models import loading
 from fairlead_runtime.models.loading import InspectedModel, LoadedModel
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
 from fairlead_runtime.settings.startup_parts import Report, unreported
-from fairlead_runtime.sizing.terms import DeviceFacts, gib, state_units
+from fairlead_runtime.sizing.terms import DeviceFacts, gib, state_units, state_versions
 
 log = logging.getLogger("fairlead.build")
 
@@ -85,26 +86,11 @@ def load_rank(
         log.warning("%s", shared)
     sum_in_float32()
     compilers = compilers_of(cpu_limit(), memory_limit())
-    loaded = loading.load(
-        path,
-        config=config,
-        device=place if ranks is None else "cpu",
-        inspected=inspected,
-        report=report,
-    )
     result: selftest.SelfTestResult | None
     if ranks is None:
-        served, result = selftest.prepare_and_test(
-            loaded,
-            config.kernels,
-            config.quantization,
-            fp8_cache=fp8_cache,
-            deterministic=config.deterministic,
-            block_size=config.block_size,
-            compilers=compilers,
-            report=report,
-        )
+        loaded, served, result = _load_and_test(path, config, place, compilers, inspected, report)
     else:
+        loaded = loading.load(path, config=config, inspected=inspected, report=report)
         served, result = selftest.prepare_rank(
             loaded,
             ranks,
@@ -127,6 +113,46 @@ def load_rank(
         log.info("%s", result)
     profile = _profile(loaded, model, choice.attention, config)
     return LoadedRank(loaded, served, result, profile)
+
+
+def _load_and_test(
+    path: Path | str,
+    config: EngineConfig,
+    device: torch.device,
+    compilers: int,
+    inspected: InspectedModel | None,
+    report: Report,
+) -> tuple[LoadedModel, selftest.ServedModel, selftest.SelfTestResult]:
+    """The whole model, and on what it is served. What rounding in float32 does to it takes as long
+    as the expected logits, and few models need it: where one does, all is done once more.
+    """
+
+    def attempt(
+        *, judged: bool
+    ) -> tuple[LoadedModel, selftest.ServedModel, selftest.SelfTestResult]:
+        loaded = loading.load(
+            path, config=config, device=device, inspected=inspected, report=report
+        )
+        served, result = selftest.prepare_and_test(
+            loaded,
+            config.kernels,
+            config.quantization,
+            fp8_cache=config.fp8_cache,
+            deterministic=config.deterministic,
+            block_size=config.block_size,
+            compilers=compilers,
+            judged=judged,
+            report=report,
+        )
+        return loaded, served, result
+
+    try:
+        return attempt(judged=False)
+    except selftest.UnexplainedError as error:
+        log.info("%s; loading it again to measure what rounding does to it", error)
+    gc.collect()  # the first model, before there is another one
+    release_memory()
+    return attempt(judged=True)
 
 
 def sum_in_float32() -> None:
@@ -183,6 +209,7 @@ def _profile(
             block_size=config.block_size,
             chunk=loaded.shape.mixer_chunk,
             state_units=state_units(loaded.shape, config, model.groups),
+            state_versions=state_versions(config, model.device.type),
         )
     except torch.OutOfMemoryError as error:
         raise ConfigError(

@@ -53,7 +53,8 @@ class AccessLogMiddleware:
         try:
             await self._app(scope, receive, answer)
         except ClientDisconnected:
-            status = status or 499
+            # A 500 is what Starlette answers to any exception; here nobody was left to read it.
+            status = 499 if status in (0, 500) else status
         except Exception as error:
             _log.error("request failed: %s", describe(error), extra={"request_id": request_id})
             if not status:

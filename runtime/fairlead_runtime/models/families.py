@@ -8,6 +8,7 @@ without an error: such models are refused by name, with the reason
 properties of its class in transformers, and must then pass the self-test.
 """
 
+import functools
 import inspect
 import sys
 from typing import Any
@@ -138,8 +139,19 @@ def _own(config: PretrainedConfig, name: str, absent: Any = None) -> Any:
 
 
 def knows(config: PretrainedConfig, name: str) -> bool:
-    """Whether its class has this setting."""
-    return hasattr(type(config), name) or name in getattr(config, "__dataclass_fields__", {})
+    """Whether its class has this setting, or makes it of others."""
+    fields = getattr(config, "__dataclass_fields__", {})
+    kind: Any = type(config)  # mypy takes no class of an untyped package for hashable
+    return hasattr(kind, name) or name in fields or name in _made_by(kind)
+
+
+@functools.cache
+def _made_by(config_class: type[PretrainedConfig]) -> frozenset[str]:
+    """What a configuration of this class has of no file at all."""
+    try:
+        return frozenset(vars(config_class()))
+    except Exception:  # noqa: BLE001 - some classes have no defaults: their errors are their own
+        return frozenset()
 
 
 def _window_of(kind: str, window: int | None, config: PretrainedConfig) -> int | None:

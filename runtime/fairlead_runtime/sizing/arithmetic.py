@@ -1,7 +1,9 @@
 """Arithmetic on counts, and the count of levels in a value from a file."""
 
+import itertools
 from typing import Any
 
+_CONTAINERS = (dict, list)
 DEEPEST_JSON = 64  # levels of a JSON object from outside; what walks it calls itself for each
 
 
@@ -14,13 +16,12 @@ def ceil_div(count: int, divisor: int) -> int:
 
 def depth_of(value: Any) -> int:
     """Levels of nesting, counted without recursion."""
-    depth, level = 0, [value]
-    while level:
+    depth, level = 1, [value]
+    while level := [item for item in level if isinstance(item, _CONTAINERS) and item]:
         depth += 1
-        level = [
-            child
-            for item in level
-            if isinstance(item, dict | list)
-            for child in (item.values() if isinstance(item, dict) else item)
-        ]
+        level = list(
+            itertools.chain.from_iterable(
+                item.values() if isinstance(item, dict) else item for item in level
+            )
+        )
     return depth

@@ -310,6 +310,10 @@ class ConfigReader:
         key = self.family.aliases.get(name, name)
         return self._config[key] if key in self._config else self.family.defaults.get(name)
 
+    def says(self, name: str) -> bool:
+        """Whether the file itself has the setting, if only as null."""
+        return self.family.aliases.get(name, name) in self._config
+
     def optional(self, name: str, low: int = 1) -> int | None:
         return None if self.get(name) is None else self.integer(name, low)
 
@@ -349,36 +353,6 @@ class ConfigReader:
     def flag_or_constant(self, value: bool | str) -> bool:
         """``value`` itself, or the setting that it names."""
         return self.flag(value) if isinstance(value, str) else value
-
-
-def longest_text(s: ConfigReader, *, rotary: bool = True) -> int:
-    """Tokens that the model reads: those of its positions, and where its ``rotary`` embedding is
-    scaled beyond these by ``yarn`` or ``dynamic``, as many times more as the factor says.
-
-    Follows vLLM's derivation of a model's length; transformers has no limit. ``longrope`` and
-    ``llama3`` name the scaled length in max_position_embeddings, ``linear`` either one.
-    """
-    positions = s.integer("max_position_embeddings")
-    if not rotary:
-        return positions
-    parameters = s.get("rope_scaling") or s.get("rope_parameters")
-    layers = [parameters, *parameters.values()] if isinstance(parameters, Mapping) else []
-    lengths = [_scaled(layer, positions) for layer in layers if isinstance(layer, Mapping)]
-    return min(max(positions, *lengths) if lengths else positions, LARGEST_OTHER)
-
-
-def _scaled(parameters: Mapping[str, Any], positions: int) -> int:
-    """The tokens that scaled rotary embeddings reach; 0 where they are not scaled beyond these."""
-    kind, factor = parameters.get("rope_type", parameters.get("type")), parameters.get("factor")
-    if kind not in ("yarn", "dynamic") or isinstance(factor, bool):
-        return 0
-    if not isinstance(factor, int | float) or not 1 <= factor <= LARGEST_OTHER:
-        return 0
-    original = parameters.get("original_max_position_embeddings")
-    if kind == "yarn" and isinstance(original, int):
-        # More than all positions: the default of a class, for a larger model.
-        return int(original * factor) if 0 < original <= positions else 0
-    return int(positions * factor)
 
 
 def check_traits(s: ConfigReader) -> None:

@@ -122,6 +122,15 @@ class Family:
     wide_sinks: bool = False
     wide_norms: bool = False
     wide_qk_norms: bool = False
+    # What a model in 16 bits computes in float32: the shares of chosen experts, and so what these
+    # give; rotary embeddings, by "tables" in float32 or of "queries" and keys as copies.
+    wide_shares: bool = False
+    wide_rotary: str = ""
+    # Of rotary embeddings: the types that its class takes, if not all; its names for some of them;
+    # numbers that scaled ones need besides.
+    rope_types: tuple[str, ...] = ()
+    rope_names: Mapping[str, str] = field(default_factory=dict)
+    rope_scales: tuple[str, ...] = ()
     dense_first: int | str = 0
     mlp_types: bool = False
     sparse_last: str = ""
@@ -160,7 +169,7 @@ def _defaults(
     } | more
 
 
-_LLAMA = _defaults(32000, 4096, 11008, 32, 32, 2048)
+_LLAMA = _defaults(32000, 4096, 11008, 32, 32, 2048, partial_rotary_factor=1.0)
 _QWEN = _defaults(
     151936,
     4096,
@@ -214,6 +223,7 @@ _GEMMA4 = Family(
     qk_norm="head",
     experts="moe_intermediate_size",
     experts_if="enable_moe_block",
+    wide_shares=True,
     full_dim="global_head_dim",
     full_kv_heads="num_global_key_value_heads",
     full_if="attention_k_eq_v",
@@ -238,6 +248,7 @@ FAMILIES: Mapping[str, Family] = {
     "mixtral": Family(
         _MIXTRAL,
         experts="intermediate_size",
+        wide_shares=True,
         window="all",
     ),
     "qwen2": Family(_QWEN, made=("num_key_value_heads",), qkv_bias=True, **_QWEN_WINDOWS),
@@ -294,6 +305,7 @@ FAMILIES: Mapping[str, Family] = {
         full_rule=lambda index, _: index == 0 or (index + 1) % 6 == 0,
         window_before="sliding_window_size",
         choice_buffer="float32",
+        wide_shares=True,
     ),
     "gemma": Family(
         _defaults(256000, 3072, 24576, 28, 16, 8192, num_key_value_heads=16) | _GEMMA,
@@ -348,10 +360,16 @@ FAMILIES: Mapping[str, Family] = {
         experts_if="",
     ),
     "phi3": Family(
-        _defaults(32064, 3072, 8192, 32, 32, 4096), shardable=False, mlp_copies=4, window="all"
+        _defaults(32064, 3072, 8192, 32, 32, 4096, partial_rotary_factor=1.0),
+        shardable=False,
+        mlp_copies=4,
+        window="all",
+        rope_types=("default", "longrope"),
+        rope_names={"su": "longrope", "yarn": "longrope"},
     ),
     "olmo2": Family(
         _defaults(50304, 4096, 11008, 32, 32, 2048),
+        wide_rotary="tables",
         fuses_nowhere=True,
         shardable=False,
         qk_norm="flat",
@@ -360,6 +378,7 @@ FAMILIES: Mapping[str, Family] = {
     "cohere": Family(
         _defaults(256000, 8192, 22528, 40, 64, 8192, tie_word_embeddings=True, use_qk_norm=False),
         norms=1,
+        wide_rotary="queries",
         logit_copies=2,
         qk_norm="flat",
         qk_norm_if="use_qk_norm",
@@ -369,6 +388,7 @@ FAMILIES: Mapping[str, Family] = {
         _defaults(256000, 8192, 22528, 40, 64, 8192, tie_word_embeddings=True)
         | {"sliding_window": 4096, "sliding_window_pattern": 4},
         norms=1,
+        wide_rotary="queries",
         logit_copies=2,
         window="types",
         full_every="sliding_window_pattern",
@@ -421,6 +441,7 @@ _QWEN_VL = Family(
     made=("num_key_value_heads",),
     reads_head_dim=False,
     qkv_bias=True,
+    rope_names={"mrope": "default"},
     **_QWEN_WINDOWS,
 )
 # The texts of models of several parts that are no models of their own, by the text's model_type.

@@ -18,11 +18,11 @@ from fairlead_runtime.sizing.solve import Fix, solve
 from fairlead_runtime.sizing.tensor_parallel import COUNTS, reason_against
 from fairlead_runtime.sizing.terms import (
     GIB,
-    STATE_VERSIONS,
     DeviceFacts,
     dtype_of,
     max_model_len,
     state_units,
+    state_versions,
 )
 from fairlead_runtime.sizing.traffic import DEFAULT_QUEUE
 
@@ -42,7 +42,7 @@ def find_fixes(
     # Terms were measured under the settings that do not fit. With changed settings only those that
     # do not depend on them still hold.
     independent = {name: measured[name] for name in ("weights", "process") if name in measured}
-    blocks = blocks_of(shape, config)
+    blocks = blocks_of(shape, config, device.kind)
 
     def fits(change: Fix) -> bool:
         settings: dict[str, Any] = {**change}
@@ -71,10 +71,10 @@ def find_fixes(
     return [*islice(changes, 2)] or [*search(MEMORY, range(device.total_bytes // GIB + 1, LARGEST))]
 
 
-def blocks_of(shape: ModelShape, config: EngineConfig) -> int:
+def blocks_of(shape: ModelShape, config: EngineConfig, kind: str) -> int:
     """Blocks of a cache that holds one sequence of full length."""
     groups = shape.groups
-    held = STATE_VERSIONS * state_units(shape, config, groups)
+    held = state_versions(config, kind) * state_units(shape, config, groups)
     if not groups:
         return held
     blocks = ceil_div(max_model_len(shape, config), config.block_size)

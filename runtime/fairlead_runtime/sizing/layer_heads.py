@@ -4,7 +4,7 @@ differ in them.
 Owns the settings by which windowed and full layers have heads of other numbers and sizes. Pure.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
@@ -12,7 +12,11 @@ from fairlead_runtime.sizing.arithmetic import ceil_div
 from fairlead_runtime.sizing.config_json import ConfigReader, ShapeError
 from fairlead_runtime.sizing.family_table import Family
 
-MIXED = "the model's layers differ in their heads, which plain torch alone serves"
+# Queries and keys of a token that are alive in a model in 16 bits, as multiples of them, where each
+# is normalized, and where rotary embeddings are made, in float32: one takes two elements.
+WIDE_NORMS = ((5, 1), (1, 5))
+WIDE_ROTARY = {"tables": ((8, 1), (3, 8)), "queries": ((9, 3), (5, 9))}
+MIXED = "the model's layers differ in their heads"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +61,16 @@ class LayerHeads:
         """Elements of one token's queries, key and value."""
         return self.query_width + self.width
 
-    @property
-    def alive_width(self) -> int:
+    def alive_width(self, moments: Iterable[tuple[int, int]] = ()) -> int:
         """Elements of one token that attention keeps alive, the most of three moments: a rotary
         embedding of queries and keys, one of queries, which has two products beside what it takes
-        and gives, and the projection of what attention gives.
+        and gives, and the projection of what attention gives. ``moments``: multiples of queries and
+        keys at others.
         """
         query, key = self.query_width, self.key_width
         embedded = max(3 * query + 3 * key, 4 * query + key, query + self.attended_width + key)
-        return embedded + self.value_width
+        others = (queries * query + keys * key for queries, keys in moments)
+        return max([embedded, *others]) + self.value_width
 
     def share(self, ranks: int) -> "LayerHeads":
         """Those that one of so many ranks has."""
@@ -160,9 +165,11 @@ def widest(layers: Sequence[LayerHeads]) -> LayerHeads:
 
 def refuse_mixed(config: EngineConfig) -> None:
     """Raise ConfigError for a setting that a model is not served with whose layers differ in their
-    heads: it needs kernels that know one size.
+    heads.
     """
-    if config.kernels in ("cpu", "flashinfer"):
-        raise ConfigError("kernels", f"{config.kernels}: {MIXED}", "use auto or torch")
+    if config.kernels == "flashinfer":
+        problem = f"flashinfer: {MIXED}, which it does not know"
+        raise ConfigError("kernels", problem, "use auto, cpu or torch")
     if config.deterministic:
-        raise ConfigError("deterministic", MIXED, "use false")
+        problem = f"{MIXED}, and some of them are computed by torch"
+        raise ConfigError("deterministic", problem, "use false")

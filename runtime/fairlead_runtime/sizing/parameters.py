@@ -11,7 +11,7 @@ from fairlead_runtime.sizing.layer_heads import LayerHeads
 from fairlead_runtime.sizing.layer_kinds import FULL, MLPS, attends, mixes
 from fairlead_runtime.sizing.mixers import MIXERS
 
-# Elements that indices and weights take for each token and chosen expert.
+# Elements in float32 that indices and weights take for each token and chosen expert.
 ROUTING_ELEMENTS = 16
 
 
@@ -256,9 +256,7 @@ def _mlp(
 def _experts(s: ConfigReader, family: Family) -> tuple[ParameterCount, int]:
     """Parameters of one layer's experts and their router, and the elements they keep per token."""
     hidden = s.integer("hidden_size")
-    inner, experts, chosen = (
-        s.integer(k) for k in (family.experts, "num_local_experts", "num_experts_per_tok")
-    )
+    inner, experts = (s.integer(k) for k in (family.experts, "num_local_experts"))
     latent = s.optional(family.expert_latent) if family.expert_latent else None
     taken = latent or hidden
     expert = _columns(taken, (2 if family.gated else 1) * inner, bias=family.expert_bias)
@@ -275,17 +273,32 @@ def _experts(s: ConfigReader, family: Family) -> tuple[ParameterCount, int]:
     if latent:
         biased = s.flag_or_constant(family.mlp_bias)
         count += _columns(hidden, latent, bias=biased) + _rows(latent, hidden, bias=biased)
-    # Each chosen expert takes a copy of its tokens and returns one; the copies are then weighted,
-    # reordered and summed.
-    inside = max(family.mlp_copies * inner + 2 * hidden, (family.mlp_copies + 1) * inner + hidden)
-    summed = (5 if family.expert_bias else 4) * hidden
-    width = chosen * (max(inside, summed) + ROUTING_ELEMENTS)
     if shared := _shared_width(s, family):
         gate = ParameterCount(rest=hidden if family.shared_gate else 0)
         count += _dense(s, family, shared) + gate
+    return count, experts_width(s, family)
+
+
+def experts_width(s: ConfigReader, family: Family, *, half: bool = False) -> int:
+    """Elements of one token that its experts keep, in a model in float32 or, ``half``, in 16 bits:
+    there an element in float32 counts as two.
+    """
+    hidden, inner, experts, chosen = (
+        s.integer(k)
+        for k in ("hidden_size", family.experts, "num_local_experts", "num_experts_per_tok")
+    )
+    wide = 2 if half else 1
+    # Each chosen expert takes a copy of its tokens and returns one; the copies are then weighted,
+    # reordered and summed.
+    inside = max(family.mlp_copies * inner + 2 * hidden, (family.mlp_copies + 1) * inner + hidden)
+    weighted = 2 * (wide if family.wide_shares else 1)
+    summed = ((3 if family.expert_bias else 2) + weighted) * hidden
+    # The router's logits are kept until its experts are done.
+    width = chosen * (max(inside, summed) + ROUTING_ELEMENTS * wide) + experts * wide
+    if shared := _shared_width(s, family):
         # What the chosen experts gave is kept beside it.
         width = max(width, family.mlp_copies * shared) + hidden
-    return count, width
+    return width
 
 
 def _dense(s: ConfigReader, family: Family, inner: int) -> ParameterCount:

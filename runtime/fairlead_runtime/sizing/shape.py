@@ -19,11 +19,18 @@ from fairlead_runtime.sizing.config_json import (
     check_traits,
     dtype_of,
     family_of,
-    longest_text,
 )
 from fairlead_runtime.sizing.family_table import FAMILIES, UNKNOWN_DENSE, UNKNOWN_EXPERTS, Family
 from fairlead_runtime.sizing.groups import NO_KEYS, LayerGroup, group_layers
-from fairlead_runtime.sizing.layer_heads import LayerHeads, check_types, heads_of, is_mixed, widest
+from fairlead_runtime.sizing.layer_heads import (
+    WIDE_NORMS,
+    WIDE_ROTARY,
+    LayerHeads,
+    check_types,
+    heads_of,
+    is_mixed,
+    widest,
+)
 from fairlead_runtime.sizing.layer_kinds import FULL, SLIDING, attends, kinds_of, mixes
 from fairlead_runtime.sizing.mixers import MIXERS
 from fairlead_runtime.sizing.parameters import (
@@ -31,12 +38,14 @@ from fairlead_runtime.sizing.parameters import (
     count_last_norm,
     count_layer,
     count_outside,
+    experts_width,
     first_mixture,
     has_experts,
     has_flat_norm,
     layer_input_width,
     layers_with_keys,
 )
+from fairlead_runtime.sizing.rotary import check_rope, longest_text
 from fairlead_runtime.sizing.states import StatePart
 from fairlead_runtime.sizing.stored import (
     KEY,
@@ -80,6 +89,10 @@ class ModelShape:
     # Elements the widest MLP keeps per token, all its chosen experts together, or what takes more
     # where an MLP is not running.
     mlp_width: int
+    # The same of a model in 16 bits, where an element in float32 counts as two, and what attention
+    # keeps there, as multiples of queries and keys.
+    half_mlp_width: int
+    half_moments: tuple[tuple[int, int], ...]
     # Elements that a layer in the C++ kernels keeps of each token of a slab for attention or the
     # MLP; 0 where it is not known that they compute its layers.
     slab_width: int
@@ -128,8 +141,11 @@ class ModelShape:
 
     def plain_on(self, device: str) -> str:
         """What its layers have that no product with quantized weights on a device of this kind is
-        known to serve, "" for nothing.
+        known to serve, "" for nothing: those of layers with states need none, and what of them
+        stays whole is refused by ``verdict``.
         """
+        if self.states:
+            return ""
         return self.plain_on_cpus if device == "cpu" else self.plain
 
     def heads_on(self, ranks: int) -> tuple[LayerHeads, ...]:
@@ -166,6 +182,7 @@ class ModelShape:
             raise
         s = ConfigReader(text, family)
         check_traits(s)
+        check_rope(s)
         layers, hidden, vocab = (
             s.integer(k) for k in ("num_hidden_layers", "hidden_size", "vocab_size")
         )
@@ -202,6 +219,7 @@ class ModelShape:
         mixer = MIXERS[family.mixer](s) if mixing else None
         keys = sum(heads[layer].width for layer in _held(windows, sources))
         beside, inside = _widths(s, family, layers, keys)
+        most_inside = max(width for _, width, _ in counts)
         return cls(
             model_type=str(config["model_type"]),
             layers=layers,
@@ -220,7 +238,13 @@ class ModelShape:
             rotary_width=2 * sum({windows[i]: heads[i].dim for i in attending}.values()),
             hidden=hidden,
             beside_width=beside,
-            mlp_width=max(inside, *(width for _, width, _ in counts)),
+            mlp_width=max(inside, most_inside),
+            half_mlp_width=max(
+                inside + (2 * hidden if family.streams else 0),  # the norm of one of them
+                most_inside,
+                experts_width(s, family, half=True) if experts else 0,
+            ),
+            half_moments=_half_moments(s, family),
             slab_width=_slab_width(s, family, max(inners)) if family.fuses and not unfused else 0,
             logit_copies=2 if s.get("final_logit_softcapping") is not None else family.logit_copies,
             unfused=unfused,
@@ -314,6 +338,8 @@ class ModelShape:
             slab_width=0,
             # No attention measured so far keeps more than ten times its queries.
             mlp_width=max(width + chosen * (width + 5 * hidden), 10 * s.heads * s.head_dim),
+            half_mlp_width=max(width + chosen * (width + 8 * hidden), 10 * s.heads * s.head_dim),
+            half_moments=WIDE_ROTARY["queries"],
             logit_copies=UNKNOWN_DENSE.logit_copies,
             unfused=unfused,
             plain=unfused,
@@ -379,6 +405,11 @@ def _widths(s: ConfigReader, family: Family, layers: int, keys: int) -> tuple[in
     # All of them corrected, with the change of each. The inputs of layers are made before them, and
     # normalized in float32.
     return beside, max((2 * streams + 2) * hidden * bool(streams), 6 * inputs + hidden - beside)
+
+
+def _half_moments(s: ConfigReader, family: Family) -> tuple[tuple[int, int], ...]:
+    norms = bool(family.qk_norm) and (not family.qk_norm_if or s.flag(family.qk_norm_if))
+    return (WIDE_NORMS if norms else ()) + WIDE_ROTARY.get(family.wide_rotary, ())
 
 
 def _slab_width(s: ConfigReader, family: Family, inner: int) -> int:

@@ -20,7 +20,6 @@ from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.terms import (
     GIB,
     PROCESS,
-    STATE_VERSIONS,
     Bookkeeping,
     DeviceFacts,
     cache_bytes_of,
@@ -30,6 +29,7 @@ from fairlead_runtime.sizing.terms import (
     max_model_len,
     offload_units,
     state_units,
+    state_versions,
     terms_of,
     unit_bytes,
 )
@@ -77,7 +77,7 @@ class MemoryPlan:
     # Of a model with states: the units of one version, how many a running sequence has, and the
     # tokens that the cache holds of one sequence beside all; without states None.
     state_units: int = 0
-    state_versions: int = STATE_VERSIONS
+    state_versions: int = 0
     cache_tokens: int | None = None
     widened: str = ""  # what is said of weights that are held larger than they are stored
     bounds: Sequence[str] = ()  # what binds in place of memory or a setting, for ``bounds_for``
@@ -176,7 +176,8 @@ def solve(
             blocks, bound = max_blocks, SLOTS_BOUND
     units = pool_units(blocks, len(groups))
     of_states = state_units(shape, config, groups)
-    held = of_states * STATE_VERSIONS
+    versions = state_versions(config, device.kind)
+    held = of_states * versions
     tokens = blocks * config.block_size
     if of_states:
         tokens = beside_states(blocks, len(groups), held, config.block_size, longest)
@@ -206,6 +207,7 @@ def solve(
         message="",
         traffic=traffic,
         state_units=of_states,
+        state_versions=versions,
         cache_tokens=tokens if of_states else None,
         bounds=[text for text in (bound, padding_bound(config, device.kind)) if text],
     )

@@ -19,6 +19,8 @@ from fairlead_runtime.sizing.config_json import DTYPE_BYTES
 
 ALIGNMENT = 64  # bytes; a multiple of it is where a tensor begins, and a unit of a pool with states
 
+DECODES = 32  # rows of one token each that one call of a mixer takes at most, with their states
+
 
 class StatePart(NamedTuple):
     """One tensor that a layer keeps of a sequence. ``dtype`` "": the model's own type.

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal, Self
 
 from fairlead_kernels.cpu.slabs import SLAB
+from fairlead_kernels.formats.row_chunks import ELEMENTS
 from fairlead_kernels.packages.humming_memory import COMPILER, OWN_PAIR, PAIR, takes
 from fairlead_kernels.plain.strips import STRIP, scored_strip
 from fairlead_runtime.settings.engine_config import EngineConfig
@@ -18,7 +19,7 @@ from fairlead_runtime.sizing.graph_sizes import graph_bytes, may_capture, plan_b
 from fairlead_runtime.sizing.groups import LayerGroup
 from fairlead_runtime.sizing.offload_space import Staging, units_of
 from fairlead_runtime.sizing.shape import ModelShape
-from fairlead_runtime.sizing.states import StateLayout, aligned_width
+from fairlead_runtime.sizing.states import DECODES, StateLayout, aligned_width
 from fairlead_runtime.sizing.traffic import Traffic
 
 GIB = 1 << 30
@@ -56,11 +57,12 @@ UNIT_BYTES = 454
 ROW_BYTES, ENTRY, INDEX = 80, 4, 24 + 21 * 12
 # Ids in the list of what a row changes in its logits, at most, and the bytes of one.
 LIST_ROOM, LISTED = 4096, 12
-# Versions that a running sequence has of its state: a step reads one and writes the other. No step
-# is launched ahead of another's tokens, which would need a third.
-STATE_VERSIONS = 2
+# Versions that a running sequence has of its state where each step is waited for.
+WAITED_VERSIONS = 2
 # Of the states of one layer that a step of decodes reads, copies that are alive at once, measured.
 STATE_COPIES = 6
+INDEX_BYTES = 32  # of a token's id, position and places in a step
+FLOAT32 = DTYPE_BYTES["float32"]
 TERMS = ("weights", "activations", "attention", "logits", "sampling", "graphs", "batch")
 HOST_TERMS = ("process", "offload", "shared_memory", "grammars", "tokenizers")
 
@@ -85,45 +87,57 @@ def terms_of(
     rows = config.max_rows
     # Alive at once: the residual and its norm (in float32), the rotary tables (models with windows
     # have two), and the larger of the widest layer's attention and the widest MLP.
-    attended = max((heads.alive_width for heads in shape.heads_on(tp)), default=0)
-    mixed = ceil_div(4 * shape.mixer_width, element)
+    # In 16 bits some of it is in float32, as all of a norm of hidden states is.
+    half = element < FLOAT32
+    moments = shape.half_moments if half else ()
+    attended = max((heads.alive_width(moments) for heads in shape.heads_on(tp)), default=0)
+    norms, indices = (4 * shape.hidden, INDEX_BYTES // element) if half else (0, 0)
     filled = 4 * shape.mixer_width * (-tokens % shape.mixer_chunk)
     rotary = shape.rotary_width
     # Experts also keep copies of the hidden states, which are not split.
-    inside = shape.mlp_width if shape.experts else ceil_div(shape.mlp_width, tp)
-    width = 4 * shape.hidden + shape.beside_width + rotary + max(attended, inside, mixed)
-    if shape.experts and not cpu and config.kernels != "torch" and element < 4:
+    inside = shape.half_mlp_width if half else shape.mlp_width
+    inside = inside if shape.experts else ceil_div(inside, tp)
+    width = 4 * shape.hidden + shape.beside_width + rotary + indices
+    if shape.experts and not cpu and config.kernels != "torch" and half:
         width += shape.hidden  # layers fused around experts keep the residual in float32
     # The C++ kernels compute layers without experts in float32. They have no fp8 cache.
     packed = cpu and packs_on_cpu(shape, config)
     fused = cpu and fuses_on_cpu(shape, config)
     layer = 4 if fused else element
+    # Of one token; mixers compute in float32, between hidden states of the model's type.
+    layer_bytes = max(
+        (width + max(attended, inside, norms)) * layer, width * element + 4 * shape.mixer_width
+    )
     # Logits that come from all ranks are there in shards, too, before they are joined.
     copies = shape.logit_copies if tp == 1 else max(3, shape.logit_copies)
     # The kernels' head takes and gives float32.
     head = (2 * shape.hidden + copies * shape.vocab) * (4 if packed else element)
     table_entries = len(groups) * rows * ceil_div(longest, config.block_size)
+    decoded = state_scratch(shape, config, min(rows, DECODES))
+    if shape.states:  # its own code widens quantized weights in each pass
+        decoded += _widened(shape, config, device.kind, rows)
     terms = {
         "weights": held_weights(shape, config, tp, device.kind),
         "activations": _in_slabs(shape, config, tokens, rotary)
         if packed and fused and shape.slab_width
-        else tokens * width * layer
+        else tokens * layer_bytes
         + _widened(shape, config, device.kind, tokens)
         + filled
         + state_scratch(shape, config, 1),
         "attention": _attention(shape, config, groups, element),
-        "logits": max(rows * width * layer + state_scratch(shape, config, rows), rows * head),
+        "logits": max(rows * layer_bytes + decoded, rows * head),
         "sampling": sampler_rows(rows, shape.vocab, device.kind)
         * (shape.vocab * SAMPLING_BYTES + HISTOGRAM)
         + rows * shape.vocab * ROW_SAMPLING_BYTES,
         "graphs": 0,
         "batch": GROWTH * (tokens * (16 + 8 * len(groups)) + rows * 64 + table_entries * 4),
     }
+    versions = state_versions(config, device.kind)
     if shape.states:
         units = state_units(shape, config, groups)
         # The units that each row reads and writes, beside the lists that the scheduler keeps.
-        terms["batch"] += rows * units * (GROWTH * 2 * 8 + ENTRY_BYTES * STATE_VERSIONS)
-    if not cpu and not shape.states:  # of those the device keeps nothing between steps
+        terms["batch"] += rows * units * (GROWTH * 2 * 8 + ENTRY_BYTES * versions)
+    if not cpu and (not shape.states or versions > WAITED_VERSIONS):
         terms["batch"] += decode_state(shape, config, groups)
     if not cpu and (units := offload_units(shape, config, groups)):
         unit = unit_bytes(shape, config, groups)
@@ -214,6 +228,14 @@ def state_units(shape: ModelShape, config: EngineConfig, groups: Sequence[LayerG
     if not shape.states:
         return 0
     return state_layout(shape, config).units(unit_bytes(shape, config, groups))
+
+
+def state_versions(config: EngineConfig, kind: str) -> int:
+    """Versions that a running sequence has of its state: a step reads one and writes the other, and
+    where the next is launched before its tokens are known, that writes a third.
+    """
+    launches = config.async_batching != "off" and not config.deterministic
+    return WAITED_VERSIONS + (kind == "cuda" and launches)
 
 
 def _kv_width(shape: ModelShape, config: EngineConfig, layer: int) -> int:
@@ -331,13 +353,16 @@ def packs_on_cpu(shape: ModelShape, config: EngineConfig) -> bool:
 
 
 def fuses_on_cpu(shape: ModelShape, config: EngineConfig) -> bool:
-    """Whether a CPU's kernels compute its layers, where they are built and these fit."""
-    return _runs_on_cpu(shape, config) and not shape.unfused
+    """Whether a CPU's kernels compute its layers, where they are built and these fit; with states
+    some of them.
+    """
+    return _runs_on_cpu(shape, config) and (not shape.unfused or bool(shape.states))
 
 
 def _runs_on_cpu(shape: ModelShape, config: EngineConfig) -> bool:
-    plain = config.kernels != "torch" and not config.fp8_cache and not shape.mixed
-    return plain and dtype_of(shape, config) != "float16"
+    plain = config.kernels == "torch" or config.fp8_cache
+    plain |= bool(shape.states) and config.quantization != "none"
+    return not plain and dtype_of(shape, config) != "float16"
 
 
 def held_weights(shape: ModelShape, config: EngineConfig, tp: int, kind: str) -> int:
@@ -346,8 +371,8 @@ def held_weights(shape: ModelShape, config: EngineConfig, tp: int, kind: str) ->
     """
     dtype = dtype_of(shape, config)
     wide = shape.wide + (shape.wide_norms if dtype == "float16" else 0)
-    element, float32 = DTYPE_BYTES[dtype], DTYPE_BYTES["float32"]
-    more = wide * (float32 - element) + shape.buffers * float32 + shape.typed_buffers * element
+    element = DTYPE_BYTES[dtype]
+    more = wide * (FLOAT32 - element) + shape.buffers * FLOAT32 + shape.typed_buffers * element
     return weights(shape, config, tp, kind) + more
 
 
@@ -420,11 +445,28 @@ def _packed_weights(shape: ModelShape, config: EngineConfig, element: int) -> in
     rows = ceil_div(shape.vocab, PANEL) * PANEL
     plain = (shape.parameters + (rows - shape.vocab) * shape.hidden) * element
     if config.quantization == "none":
-        return plain
+        return plain + (_panel_rows(shape) * element if element == 4 else 0)
     matrices, channels = shape.layer_matrices, shape.layer_channels
-    if not shape.quantized and element == 4:
+    if not shape.quantized and element == 4 and not shape.states:
         matrices, channels = matrices + rows * shape.hidden, channels + shape.vocab
     return plain - matrices * (element - 1) + 4 * channels
+
+
+def _panel_rows(shape: ModelShape) -> int:
+    """Elements, at most, of the rows that make whole panels of a layer's matrices, where the
+    model's own code multiplies by them. Mixers have two at most whose rows are no whole panels: a
+    number for each head, or beside other widths.
+    """
+    if shape.slab_width:
+        return 0
+    rows = max(
+        (
+            sum(-width % PANEL for width in (kind.query_width, kind.key_width, kind.value_width))
+            for kind in shape.head_kinds
+        ),
+        default=0,
+    )
+    return shape.hidden * (shape.layers * rows + len(shape.states) * 2 * (PANEL - 1))
 
 
 def _widened(shape: ModelShape, config: EngineConfig, kind: str, tokens: int) -> int:
@@ -432,11 +474,14 @@ def _widened(shape: ModelShape, config: EngineConfig, kind: str, tokens: int) ->
     the type of the activations. Of int4 half of the integers are beside it, and what they multiply
     in the order of their columns.
     """
-    if config.quantization == "none" or kind == "cpu":
+    if config.quantization == "none" or (kind == "cpu" and not shape.states):
         return 0
+    element = bytes_of(shape, config)
+    if shape.states:  # rows of a matrix as they are widened, and what they give beside all others'
+        return ELEMENTS * (4 + element) + tokens * shape.layer_channels // shape.layers * element
     projections = max((heads.projected_width for heads in shape.head_kinds), default=0)
     widest = ceil_div(max(2 * shape.mlp_width_unit, projections), config.tensor_parallel)
-    largest, element = shape.hidden * widest, bytes_of(shape, config)
+    largest = shape.hidden * widest
     if config.quantization != "int4":
         return largest * element
     attended = max(heads.attended_width for heads in shape.head_kinds)

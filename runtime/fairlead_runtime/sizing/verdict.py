@@ -56,25 +56,26 @@ def check_against(shape: ModelShape, config: EngineConfig) -> None:
     if shape.mixed:
         refuse_mixed(config)
     if shape.states:
-        _refuse_with_states(config)
+        _refuse_with_states(shape, config)
 
 
-def _refuse_with_states(config: EngineConfig) -> None:
+def _refuse_with_states(shape: ModelShape, config: EngineConfig) -> None:
     """Raise ConfigError for what layers that keep states do not work with yet."""
-    if config.fp8_cache:
-        problem = f"{config.cache_dtype}: the model's layers keep states, which fp8 does not hold"
+    if config.fp8_cache and not shape.groups:
+        problem = f"{config.cache_dtype}: the model's layers keep states and no keys to round"
         raise ConfigError("cache_dtype", problem, "use auto")
     if config.deterministic:
-        problem = "the model's layers keep states, which plain torch alone computes"
+        problem = "the model's layers keep states, which torch computes"
         raise ConfigError("deterministic", problem, "use false")
-    if config.kernels in ("cpu", "flashinfer"):
-        problem = (
-            f"{config.kernels}: the model's layers keep states, which plain torch alone serves"
-        )
-        raise ConfigError("kernels", problem, "use auto or torch")
-    if config.quantization != "none":
-        problem = f"{config.quantization}: the model's layers keep states, whose weights stay whole"
-        raise ConfigError("quantization", problem, "use none")
+    if config.kernels == "flashinfer":
+        problem = "flashinfer: the model's layers keep states, between which it finds no keys"
+        raise ConfigError("kernels", problem, "use auto, cpu or torch")
+    if config.quantization != "none" and shape.experts:
+        problem = f"{config.quantization}: the model's layers keep states, and experts beside these"
+        raise ConfigError("quantization", f"{problem} stay whole", "use none")
+    if config.quantization != "none" and config.kernels == "cpu":
+        problem = f"cpu: the model's layers keep states, and {config.quantization} weights of such"
+        raise ConfigError("kernels", f"{problem} a model are plain torch's", "use auto or torch")
 
 
 def _widened(shape: ModelShape, config: EngineConfig, memory: MemoryPlan) -> str:

@@ -23,6 +23,8 @@ ROUNDS = 20
 # Of each step, the first one from the operator's first call on; a watch opened in them keeps its
 # fault.
 FAULT_SECONDS = 10.0
+# What no watch has shown is listed in half of the operator's time.
+INTERVALS = {"fairlead_operator.app.RELIST_SECONDS": 9.0}
 
 
 @pytest.fixture
@@ -69,7 +71,12 @@ def run_with_faults(
 
     lifecycle = Lifecycle(api, keys, 30)
     proxy = FaultProxy(plane, choose_fault, rng=random.Random(first))
-    with proxy, OperatorProcess(plane, tuple(namespaces), server=proxy.url, wait=False) as operator:
+    with (
+        proxy,
+        OperatorProcess(
+            plane, tuple(namespaces), server=proxy.url, wait=False, intervals=INTERVALS
+        ) as operator,
+    ):
         lifecycle.explain = operator.tail
         lifecycle.run()
         assert not operator.tracebacks()
@@ -132,7 +139,12 @@ def test_an_operator_restarted_on_stale_lists_reverts_nothing(
         return {"list": "stale", "watch": "drop-events"}.get(call.verb, "pass")  # type: ignore[return-value]
 
     proxy = FaultProxy(plane, choose_fault, rng=random.Random(0))
-    with proxy, OperatorProcess(plane, tuple(namespaces), server=proxy.url) as operator:
+    with (
+        proxy,
+        OperatorProcess(
+            plane, tuple(namespaces), server=proxy.url, intervals=INTERVALS
+        ) as operator,
+    ):
         lifecycle.explain = operator.tail
 
         def restart() -> None:

@@ -24,7 +24,8 @@ class OperatorProcess:
     """``with OperatorProcess(plane, ("ns",)) as operator``: runs inside the block.
 
     ``server`` is the API server's address (a proxy), ``token`` gives its rights (default: the
-    administrator's), ``identity`` is its name in the Lease, ``arguments`` replace the namespaces.
+    administrator's), ``identity`` is its name in the Lease, ``arguments`` replace the namespaces,
+    ``intervals`` are seconds in place of those in its modules, by "module.NAME".
     """
 
     plane: ControlPlane
@@ -35,6 +36,7 @@ class OperatorProcess:
     environ: dict[str, str] = field(default_factory=dict)
     wait: bool = True
     arguments: tuple[str, ...] = ()
+    intervals: dict[str, float] = field(default_factory=dict)
     process: subprocess.Popen[bytes] | None = None
     port: int = 0
     log: Path = Path()
@@ -64,7 +66,7 @@ class OperatorProcess:
         scope = list(self.arguments) or scope
         with self.log.open("ab") as out:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "fairlead_operator", *scope, f"--probe-port={self.port}"],
+                [sys.executable, *self._program(), *scope, f"--probe-port={self.port}"],
                 env=environ,
                 stdin=subprocess.DEVNULL,
                 stdout=out,
@@ -74,6 +76,15 @@ class OperatorProcess:
             )
         if self.wait:
             eventually(self.ready, 20, f"the operator is ready; its log:\n{self.tail()}")
+
+    def _program(self) -> list[str]:
+        if not self.intervals:
+            return ["-m", "fairlead_operator"]
+        lines = ["import runpy"]
+        for place, seconds in self.intervals.items():
+            lines += [f"import {place.rpartition('.')[0]}", f"{place} = {seconds}"]
+        lines.append("runpy.run_module('fairlead_operator', run_name='__main__', alter_sys=True)")
+        return ["-c", "\n".join(lines)]
 
     @property
     def running(self) -> "subprocess.Popen[bytes]":

@@ -397,6 +397,31 @@ def test_a_client_that_disconnects_cancels_its_request(
     run(scenario())
 
 
+def test_a_client_that_left_before_its_answer_is_no_failure_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def scenario() -> None:
+        async with fake_server(FakeService(hang=True)) as (server, service):
+            for path, body in (
+                ("/v1/completions", completion("one")),
+                ("/v1/chat/completions", chat()),
+            ):
+                service.hanging.clear()
+                _, writer = await server.raw()
+                writer.write(http("POST", path, json.dumps(body).encode()))
+                await service.hanging.wait()
+                writer.close()
+            await until(lambda: len(_statuses(caplog)) == 2)
+
+    with caplog.at_level("INFO", "fairlead.api"):
+        run(scenario())
+    assert _statuses(caplog) == [499, 499]
+
+
+def _statuses(caplog: pytest.LogCaptureFixture) -> list[int]:
+    return [vars(each)["status"] for each in caplog.records if each.getMessage() == "request"]
+
+
 def test_clients_that_disconnect_do_not_disturb_the_others() -> None:
     async def scenario() -> None:
         service = FakeService()

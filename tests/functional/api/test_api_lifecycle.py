@@ -13,6 +13,7 @@ from fairlead_runtime.api.ports import server as server_module
 from fairlead_runtime.api.ports.admin import EXPOSITION
 from fairlead_runtime.api.ports.app import admin_app, public_app
 from fairlead_runtime.api.state.state import Backend, ServerState
+from fairlead_runtime.front import port as port_module
 from fairlead_runtime.front.doors import listen
 from fairlead_runtime.front.drain import Drain
 from fairlead_runtime.front.limits import PromptPool
@@ -201,7 +202,7 @@ def test_a_signal_lets_streams_finish_and_refuses_new_requests() -> None:
             client = server.openai
 
             async def stream() -> str:
-                body = chat(max_tokens=3000, stream=True)
+                body = chat(max_tokens=1500, stream=True)
                 answer = await client.chat.completions.create(**body)
                 return "".join([chunk.choices[0].delta.content or "" async for chunk in answer])
 
@@ -215,7 +216,7 @@ def test_a_signal_lets_streams_finish_and_refuses_new_requests() -> None:
                 refused = await late.post("/v1/completions", json=completion())
                 assert refused.status_code == 503
                 assert refused.json()["error"]["code"] == "draining"
-            assert [len(text) for text in await asyncio.gather(*streams)] == [3000] * 5
+            assert [len(text) for text in await asyncio.gather(*streams)] == [1500] * 5
             await server.task
             with pytest.raises(ConnectionError):
                 await server.raw()
@@ -236,8 +237,11 @@ class _Stubborn(FakeService):
         return DrainResult(0, len(self.live))
 
 
-def test_the_end_of_the_grace_closes_idle_connections_and_no_other() -> None:
+def test_the_end_of_the_grace_closes_idle_connections_and_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A client with a pool opens another one, to a pod that serves, before its next request."""
+    monkeypatch.setattr(port_module, "CLOSING_SECONDS", 0)  # the stream never ends
 
     async def scenario() -> None:
         service = _Stubborn(hang=True)

@@ -107,13 +107,68 @@ def test_earlier_calls_and_a_forced_one_have_the_name_that_the_model_knows() -> 
             {**AGENTS, "tools": [function("a", parameters={"type": "nothing"})]},
             "tools.1.tools.0.parameters",
         ),
-        ({"type": "web_search"}, "tools.1.type"),
+        ({**AGENTS, "tools": [{"type": "web_search"}]}, "tools.1.tools.0.type"),
+        ({"type": "web_search_call"}, "tools.1.type"),
+        ({"type": "web_search_preview_today"}, "tools.1.type"),
+        ({"type": "file_search", "vector_store_ids": ["x"]}, "tools.1.type"),
+        ({"type": "mcp", "server_label": "x"}, "tools.1.type"),
+        ({"type": "local_shell"}, "tools.1.type"),
+        ({"type": ["web_search"]}, "tools.1.type"),
+        ({}, "tools.1.type"),
     ],
 )
 def test_what_is_wrong_in_a_namespace_is_refused_at_its_place(tool: Any, param: str) -> None:
     with pytest.raises(ApiError) as refused:
         bodies.response(body(tools=[function("shell"), tool]), MODEL)
     assert (refused.value.status, refused.value.param) == (400, param)
+
+
+# As Codex sends it with every request, and the other names that OpenAI's API has for it.
+SEARCH = {"type": "web_search", "external_web_access": False}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "web_search",
+        "web_search_2025_08_26",
+        "web_search_preview",
+        "web_search_preview_2025_03_11",
+    ],
+)
+def test_a_search_of_the_web_is_left_out_and_named(name: str) -> None:
+    search = {**SEARCH, "type": name}
+
+    async def scenario() -> None:
+        async with fake_server(saying(SAID)) as (server, service), server.client() as client:
+            for tools in ([search, *TOOLS], [*TOOLS, search, search]):
+                answer = await client.post(ROUTE, json=body(tools=tools))
+                assert answer.headers["fairlead-ignored-fields"] == f"tools.{name}"
+                read = Response.model_validate(answer.json())
+                assert [call.type for call in read.output] == ["function_call"] * 3
+                assert search in answer.json()["tools"]
+                told: Any = tiny.tokenizer()
+                assert "web_search" not in told.decode(service.seen[-1].prompt)
+
+    run(scenario())
+
+
+def test_a_search_of_the_web_cannot_be_forced() -> None:
+    for choice in ({"type": "web_search"}, "required"):
+        with pytest.raises(ApiError) as refused:
+            bodies.response(body(tools=[SEARCH], tool_choice=choice), MODEL)
+        assert (refused.value.status, refused.value.param) == (400, "tool_choice")
+    assert bodies.response(body(tools=[SEARCH]), MODEL).tools.for_template in (None, [], ())
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_a_tool_in_a_chats_form_is_refused_with_the_form_of_this_api(within: bool) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    tools = [{**AGENTS, "tools": [tool]}] if within else [tool]
+    with pytest.raises(ApiError, match="beside type") as refused:
+        bodies.response(body(tools=tools), MODEL)
+    path = "tools.0.tools.0.function" if within else "tools.0.function"
+    assert (refused.value.status, refused.value.param) == (400, path)
 
 
 def test_too_many_functions_are_refused_before_any_is_looked_at() -> None:

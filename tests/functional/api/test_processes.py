@@ -127,7 +127,7 @@ class Waiter(threading.Thread):
 
     def run(self) -> None:
         with self._server.client() as client:
-            self.answer = client.post("/v1/completions", json=body(self._model))
+            self.answer = client.post("/v1/completions", json=body(self._model, max_tokens=8))
 
 
 def test_a_killed_engine_ends_streams_with_an_error_the_queue_with_503_and_the_pod_with_4(

@@ -1,31 +1,32 @@
-"""`make demo`, run as a user runs it."""
+"""`make demo`, run as a user runs it, on a terminal; it says what the README shows."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[3]
+from support.pseudo_terminal import on_a_terminal
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "scripts"))
+
+from first_minute import DEMO, ROOT, blocks, missing
 
 
 def test_the_demo_answers_shows_engine_figures_and_exits_with_0() -> None:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "demo.py")],
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert (
-        "Continuous batching lets requests join and leave the batch at every step." in done.stdout
-    )
-    figures = dict(re.findall(r"^  (\S.*?)  +(.+)$", done.stdout, re.MULTILINE))
+    with on_a_terminal(sys.executable, str(ROOT / "scripts" / "demo.py")) as terminal:
+        code = terminal.end()
+    said = terminal.text.replace("\r\n", "\n")
+    assert code == 0, said
+    readme = (ROOT / "README.md").read_text("utf-8")
+    (block,) = (block for block in blocks(readme) if DEMO in block.commands)
+    assert block.output
+    assert missing(block.output, said) == []
+    assert "Continuous batching lets requests join and leave the batch at every step." in said
+    figures = dict(re.findall(r"^  (\S.*?)  +(.+)$", said, re.MULTILINE))
     hits, tokens = map(int, re.findall(r"\d+", figures["prefix cache"]))
     assert 0 < hits < tokens
     sizes = [int(size) for size in re.findall(r"\d+ steps? of (\d+)", figures["batch sizes"])]
     assert max(sizes) > 1
-    assert "exit code 0" in done.stdout
-    starts = done.stdout.partition("Ready in")[0].splitlines()
+    assert "exit code 0" in said
+    starts = said.partition("Ready in")[0].splitlines()
     assert starts[1] == "  imports …"
     assert "  weights …" in starts

@@ -1,4 +1,6 @@
-"""The README, followed on a terminal as a newcomer does, without its set-up."""
+"""The README, followed on a terminal as a newcomer does, without its set-up and `make demo`, which
+``test_demo.py`` runs.
+"""
 
 import re
 import subprocess

@@ -9,8 +9,9 @@ there shows; and of two streams, of which the one that offloads is late.
 import functools
 import itertools
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -24,14 +25,21 @@ from fairlead_runtime.device.step.model_runner import ModelRunner
 from fairlead_runtime.engine.engine import Bounds, Engine
 from fairlead_runtime.request.sequence import FinishReason, Request, SamplingParams
 from fairlead_runtime.scheduling.plan import Work
-from fairlead_runtime.scheduling.scheduler import Scheduler
+from fairlead_runtime.scheduling.scheduler import Scheduler, SchedulerStats
 from support import tiny_guides
+from support.bad_steps import BadSteps
 from support.engine_rig import EOS, Rig, Setting, prompts, rig
 from support.fake_engine import Clock, Collected
 from support.full import LONG_FORM
 from support.tiny_guides import ASKED, GUIDES
 
-FAMILIES = ("llama", "gemma2", "gemma2 on Triton", "gemma2 on ranks")
+# With states, on plain torch.
+WITH_STATES = (
+    "qwen3_5_text on torch",
+    "falcon_mamba on torch",
+    *(pytest.param(f"{name} on torch", marks=pytest.mark.full) for name in ("nemotron_h", "lfm2")),
+)
+FAMILIES = ("llama", "gemma2", "gemma2 on Triton", "gemma2 on ranks", *WITH_STATES)
 LENGTHS, SHARED = (9, 21, 30, 14, 25), 12
 IDS = tuple(range(40, 56))
 PARAMS: tuple[dict[str, Any], ...] = (
@@ -110,9 +118,10 @@ SETTINGS = st.builds(
 
 
 def rig_of(family: str) -> Rig:
-    """With flashinfer's attention, or Triton's; without graphs on two ranks."""
+    """With flashinfer's attention, or Triton's; without graphs on two ranks and in torch."""
     name, _, on = family.partition(" on ")
-    return rig(name, {"": "graphs", "Triton": "triton graphs", "ranks": "ranks ahead"}[on])
+    kernels = {"": "graphs", "Triton": "triton graphs", "ranks": "ranks ahead", "torch": "ahead"}
+    return rig(name, kernels[on])
 
 
 @functools.cache
@@ -151,17 +160,30 @@ class Counted:
         return counted
 
 
+class Played(NamedTuple):
+    """What the clients got, how many steps were launched beside another, and what happened."""
+
+    got: Collected
+    ahead: int
+    stats: SchedulerStats
+
+
 def play(
-    family: str, setting: Setting, clients: list[Client], *, ahead: bool
-) -> tuple[Collected, int]:
-    """What the clients got, and how many steps were launched beside another."""
+    family: str,
+    setting: Setting,
+    clients: list[Client],
+    *,
+    ahead: bool,
+    executor: Callable[[ModelRunner], Any] = lambda runner: runner,
+) -> Played:
+    """``executor``: what runs the steps that are not launched."""
     groups = rig_of(family).groups
     runner = runner_of(family, setting)
     device = Counted(runner)
-    limits = setting.limits(len(groups))
+    limits = rig_of(family).limits(setting)
     engine = Engine(
         lambda: Scheduler(limits, groups, b"rig"),
-        runner,
+        executor(runner),
         Bounds.of(limits, max_queue=1024, queue_timeout=60.0),
         now=Clock(),
         launcher=device if ahead else None,
@@ -185,16 +207,18 @@ def play(
             engine._scheduler.check()
         if engine.idle and step > max(client.arrives for client in clients):
             break
-    assert engine.snapshot().scheduler.used == device.flying == 0
+    stats = engine.snapshot().scheduler
+    assert stats.used == device.flying == 0
     assert engine.counters.engine_faults == engine.counters.failed_sequences == 0
     assert engine.counters.steps_launched == device.launched
     assert engine.counters.generated_tokens == sum(map(len, got.tokens.values()))
-    return got, device.ahead
+    return Played(got, device.ahead, stats)
 
 
 def compare(family: str, setting: Setting, clients: list[Client]) -> int:
-    want, _ = play(family, setting, [replace(c, leaves=None) for c in clients], ahead=False)
-    got, ahead = play(family, setting, clients, ahead=True)
+    stay = [replace(c, leaves=None) for c in clients]
+    want, *_ = play(family, setting, stay, ahead=False)
+    got, ahead, _ = play(family, setting, clients, ahead=True)
     for i, client in enumerate(clients):
         for choice in range(client.n):
             key = f"{i}", choice
@@ -280,10 +304,54 @@ def test_a_launched_step_that_fails_on_the_device_leaves_the_texts_as_they_are(
             raise RuntimeError("planted")
         return out
 
-    want, _ = play("llama", setting, clients, ahead=False)
+    want, *_ = play("llama", setting, clients, ahead=False)
     monkeypatch.setattr(owner, name, failing)
-    got, ahead = play("llama", setting, clients, ahead=True)
+    got, ahead, _ = play("llama", setting, clients, ahead=True)
     assert got.tokens == want.tokens
     assert got.finish == want.finish
     assert calls > 8
     assert ahead > 4
+
+
+@pytest.mark.parametrize("at", ["launch", "collect"])
+@pytest.mark.parametrize("family", WITH_STATES)
+def test_bad_steps_in_flight_leave_the_greedy_texts_of_states_as_generate_has_them(
+    monkeypatch: pytest.MonkeyPatch, family: str, at: str
+) -> None:
+    """In too little memory: a step fails when it is launched or when its tokens are taken, once it
+    has written its states, and so do steps that are computed again.
+    """
+    owner, name = {"launch": (MixedSteps, "_queue"), "collect": (TokenReadback, "wait")}[at]
+    clients = [
+        Client(i, i % 5, PARAMS[0], 24, 1 + i % 2, stop_ids=False, stop_text=False, leaves=None)
+        for i in range(5)
+    ]
+    offload = at == "launch"
+    setting = Setting(block_size=4, chunk=13, num_blocks=16, offload=offload, max_requests=4)
+    whole, calls = getattr(owner, name), 0
+
+    def failing(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        out = whole(*arguments)
+        if calls % 4 == 3:
+            raise RuntimeError("planted")
+        return out
+
+    devices: list[BadSteps] = []
+
+    def bad(runner: ModelRunner) -> BadSteps:
+        devices.append(BadSteps(runner))
+        return devices[0]
+
+    monkeypatch.setattr(owner, name, failing)
+    got, ahead, stats = play(family, setting, clients, ahead=True, executor=bad)
+    engine = rig_of(family)
+    for i, client in enumerate(clients):
+        prompt = prompts(len(family), LENGTHS, SHARED)[client.place]
+        for choice in range(client.n):
+            assert got.tokens[f"{i}", choice] == engine.reference(prompt, client.max_tokens)
+    assert ahead > 4
+    assert devices[0].failed > 1
+    # States alone do not grow.
+    assert (stats.preemptions > 0 and (stats.offloads > 0) == offload) or not engine.groups

@@ -21,11 +21,12 @@ from fairlead_kernels.choice.backend import BackendChoice, pick
 from fairlead_kernels.cpu.cpu_layers import LayerChain
 from fairlead_kernels.formats.quantize import Format
 from fairlead_kernels.interface import reference
+from fairlead_kernels.interface.attention import Heads
 from fairlead_kernels.interface.layer import LayerOperations, Norm, Packed
 from fairlead_kernels.interface.not_available import NotAvailableError
 from fairlead_kernels.plain.torch_operations import TorchOperations
 from fairlead_runtime.device.conversion import recognize_ends
-from fairlead_runtime.device.conversion.fusion import Fusion, fuse, quantize_weights
+from fairlead_runtime.device.conversion.fusion import Fusion, _runs, fuse, quantize_weights
 from fairlead_runtime.device.conversion.module_calls import ModuleCall
 from fairlead_runtime.device.conversion.recognize_layer import DoesNotFitError, norm_of
 from fairlead_runtime.device.conversion.recording_pass import decoder_layers
@@ -38,6 +39,7 @@ from fairlead_runtime.models import loading
 from fairlead_runtime.models.model_error import SelfTestError
 from fairlead_runtime.models.quantized import QuantizedLinear
 from fairlead_runtime.sizing.shape import ModelShape
+from fairlead_runtime.sizing.terms import PANEL
 from support import flashinfer_standin, tiny
 from support.engine_rig import attend_once, paged
 from support.full import LONG_FORM
@@ -57,9 +59,7 @@ REFUSED: dict[str, str] = {
     **dict.fromkeys(("apertus", "qwen3_moe", "mixtral", "granitemoe"), OTHER_MLP),
     **dict.fromkeys(("qwen2_moe", "phimoe"), OTHER_MLP),
     "olmoe": "it computes with OlmoeRMSNorm",
-    **dict.fromkeys(
-        ("mimo_v2_flash", "gemma4_text", "gemma4_unified_text"), "its layers differ in their heads"
-    ),
+    **dict.fromkeys(("mimo_v2_flash", "gemma4_text", "gemma4_unified_text"), ROPE),
 }
 # Those that operations of GPUs fuse around their MLP.
 AROUND_MLP = {family for family, reason in REFUSED.items() if reason == OTHER_MLP}
@@ -80,9 +80,7 @@ def kernels_of(model: PagedModel, kernels: str) -> tuple[Any, LayerOperations]:
     if kernels == "triton":
         return flashinfer_standin.attention(model.heads, model.kinds), gpu_operations(kernels)
     try:
-        choice = pick(
-            model.heads, model.kinds, model.device, "cpu", torch_because=model.torch_because
-        )
+        choice = pick(model.heads, model.kinds, model.device, "cpu")
     except NotAvailableError as error:
         pytest.skip(str(error))
     assert choice.operations is not None
@@ -111,15 +109,46 @@ def test_a_layer_is_fused_where_it_fits_and_the_reason_is_said_where_not(
     model = paged(family)
     attention, operations = kernels_of(model, kernels)
     expected, size = selftest.Expected.of(model, 512), model.weight_bytes
+    filled = sum(
+        4 * (-len(x) % PANEL) * x.shape[1] for x in model.model.parameters() if x.dim() == 2
+    )
+    room = room_of(model) + filled * (family in REFUSED)
     fused = fuse(model, operations)
     assert fused.layers == len(model.windows)
     assert fused.fused == (0 if family in REFUSED else fused.layers)
     assert REFUSED.get(family, "") in fused.reason
     assert bool(fused.reason) == (family in REFUSED)
     assert selftest.check(model, attention, expected).delta < 1e-4
-    assert 0 <= model.weight_bytes - size <= (room_of(model) if kernels == "cpu" else 0)
+    assert 0 <= model.weight_bytes - size <= (room if kernels == "cpu" else 0)
     assert (fused.head == "float32") == (kernels == "cpu")
     assert (fused.products.matrices > 0) == (kernels == "cpu" and family in REFUSED)
+
+
+@pytest.mark.parametrize(
+    ("family", "fused", "reason"),
+    [
+        ("lfm2", 1, "layer 0: it keeps a state"),
+        ("qwen3_5_text", 0, "layer 0: it keeps a state; layer 1: "),
+        ("nemotron_h", 0, "layer 1: it has no attention"),
+    ],
+)
+def test_of_layers_beside_states_those_that_fit_are_fused(
+    family: str, fused: int, reason: str
+) -> None:
+    model = paged(family)
+    attention, operations = kernels_of(model, "cpu")
+    expected = selftest.Expected.of(model, 512)
+    fusion = fuse(model, operations)
+    assert fusion.fused == fused
+    assert reason in fusion.reason
+    assert fusion.products.matrices > 0
+    assert selftest.check(model, attention, expected).delta < 1e-4
+
+
+def test_a_run_of_layers_ends_where_heads_change_though_the_matrices_are_as_large() -> None:
+    layers: Any = [SimpleNamespace(index=i, sizes=(48, 16)) for i in (0, 1, 2, 3, 5)]
+    heads = [Heads(4, 1, 8, 8, torch.float32)] * 2 + [Heads(2, 2, 8, 8, torch.float32)] * 4
+    assert [[layer.index for layer in run] for run in _runs(layers, heads)] == [[0, 1], [2, 3], [5]]
 
 
 # Other forms of a family, by settings of its configuration.

@@ -4,13 +4,16 @@ from itertools import groupby
 from pathlib import Path
 
 import pytest
+import torch
 
 from fairlead_runtime.build.build_engine import build
+from fairlead_runtime.device.proof import selftest
+from fairlead_runtime.models.model_error import SelfTestError
 from fairlead_runtime.settings.engine_config import EngineConfig
 from support import tiny
 
 Told = list[tuple[str, int, int]]
-LAYERS, PASSES = 3, 6  # three prompts, plain and with what modules read changed
+LAYERS, PROMPTS = 3, 3
 
 
 def told_by(folder: Path, **settings: object) -> Told:
@@ -40,7 +43,7 @@ def test_a_start_tells_its_parts_their_layers_and_bytes(tmp_path: Path) -> None:
     fused = [(done, total) for part, done, total in told if part == "kernels" and total]
     assert fused == [(layer, LAYERS) for layer in range(LAYERS)]
     tested = [done for part, done, total in told if part == "self_test" and total]
-    assert sorted(set(tested)) == list(range(LAYERS * PASSES + 1))
+    assert sorted(set(tested)) == list(range(LAYERS * PROMPTS + 1))
     assert tested == sorted(tested), "no pass begins anew"
     read = [(done, total) for part, done, total in told if part == "weights" and total]
     assert read == sorted(read)
@@ -54,3 +57,22 @@ def test_no_more_layers_are_tested_than_there_are(
     told = told_by(tmp_path, **settings)
     assert all(done <= total for _, done, total in told if total)
     assert {part for part, _, _ in told} == {"weights", "kernels", "self_test", "profile", "cache"}
+
+
+def passes_of(told: Told) -> set[int]:
+    """How many passes of transformers a start told of, each time that it began them."""
+    return {total // LAYERS for part, _, total in told if part == "self_test" and total}
+
+
+def test_what_rounding_does_to_a_model_is_measured_where_the_start_depends_on_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert passes_of(told_by(tmp_path / "half", dtype="bfloat16")) == {2 * PROMPTS}
+    assert passes_of(told_by(tmp_path / "plain")) == {PROMPTS}
+    monkeypatch.setitem(selftest.TOLERANCE, torch.float32, 1e-9)
+    told = told_by(tmp_path / "moved")
+    assert passes_of(told) == {PROMPTS, 2 * PROMPTS}, "it is loaded once more"
+    assert [part for part, _ in groupby(part for part, _, _ in told)].count("weights") == 2
+    monkeypatch.setattr(selftest, "REFERENCE_FACTOR", 1e-9)
+    with pytest.raises(SelfTestError, match="alone moves them by"):
+        told_by(tmp_path / "refused")

@@ -22,11 +22,15 @@ from fairlead_kernels.plain.torch_attention import TorchAttention
 from fairlead_runtime.build.checks import check
 from fairlead_runtime.device.memory.state_units import StateUnits
 from fairlead_runtime.device.model.paged_model import PagedModel, prepare
+from fairlead_runtime.device.model.state_cache import StateCache
+from fairlead_runtime.device.model.state_layers import StateMixer
 from fairlead_runtime.device.proof import selftest
 from fairlead_runtime.models import loading
 from fairlead_runtime.models.model_error import ModelError, SelfTestError
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
+from fairlead_runtime.sizing.states import DECODES
 from fairlead_runtime.sizing.terms import GIB, DeviceFacts, state_layout
+from fairlead_runtime.sizing.verdict import check_against
 from support import tiny, tiny_states
 from support.engine_rig import paged
 from support.state_rows import StateRows, expected
@@ -60,6 +64,28 @@ def differs(got: torch.Tensor, want: torch.Tensor) -> float:
 @pytest.mark.parametrize("family", tiny_states.FAMILIES)
 def test_logits_are_those_of_one_pass_however_rows_are_cut(family: str) -> None:
     check_logits(model_of(family), seed=0, generated=True)
+
+
+def test_a_call_takes_no_more_decodes_than_memory_is_planned_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each of them with its own states, the first row as the last."""
+    model = model_of("lfm2")
+    rows, calls, call = StateRows(model), list[int](), StateMixer.call
+
+    def spy(self: StateMixer, hidden: torch.Tensor, cache: StateCache) -> torch.Tensor:
+        calls.append(len(hidden))
+        return call(self, hidden, cache)
+
+    prompts = [tokens_of(seed, 5) for seed in range(2 * DECODES + 3)]
+    sequences = [rows.sequence(tokens, 3) for tokens in prompts]
+    rows.step((sequence, 3) for sequence in sequences)
+    monkeypatch.setattr(StateMixer, "call", spy)
+    rows.step((sequence, 1) for sequence in sequences)
+    assert calls == [DECODES, DECODES, 3] * len(model.mixers)
+    logits = rows.step((sequence, 1) for sequence in sequences)
+    for at in (0, DECODES - 1, DECODES, len(prompts) - 1):
+        assert differs(logits[at], expected(model, prompts[at])[-1]) < CLOSE
 
 
 @pytest.mark.parametrize("family", tiny_states.FAMILIES)
@@ -136,11 +162,8 @@ def test_states_of_other_sizes_than_those_of_the_configuration_are_refused(tmp_p
 @pytest.mark.parametrize(
     ("settings", "field"),
     [
-        ({"cache_dtype": "fp8"}, "cache_dtype"),
         ({"deterministic": True}, "deterministic"),
-        ({"quantization": "int8"}, "quantization"),
         ({"tensor_parallel": 2}, "tensor_parallel"),
-        ({"kernels": "cpu"}, "kernels"),
     ],
 )
 def test_what_does_not_work_with_states_is_refused_by_name(
@@ -150,6 +173,14 @@ def test_what_does_not_work_with_states_is_refused_by_name(
     with pytest.raises(ConfigError, match="state") as refused:
         check(path, EngineConfig(**settings), DeviceFacts("cpu", 8 * GIB))
     assert refused.value.field == field
+
+
+def test_attention_of_flashinfer_is_refused_beside_states_by_name(tmp_path: Path) -> None:
+    shape = loading.load(tiny.save(tiny_states.build("qwen3_5_text"), tmp_path)).shape
+    with pytest.raises(ConfigError, match="keep states") as refused:
+        check_against(shape, EngineConfig(kernels="flashinfer"))
+    assert refused.value.field == "kernels"
+    check_against(shape, EngineConfig(kernels="cpu"))
 
 
 def test_packages_of_other_kernels_are_never_taken(tmp_path: Path) -> None:

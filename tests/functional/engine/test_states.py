@@ -3,15 +3,20 @@ whatever happens beside and before them: chunks, prefix hits, choices, preemptio
 that fail and are repeated.
 """
 
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from fairlead_runtime.device.conversion.fusion import quantized_elements
+from fairlead_runtime.device.memory.storage import CacheStorage
 from fairlead_runtime.llm import LLM
 from fairlead_runtime.request.sequence import SamplingParams
 from fairlead_runtime.scheduling.scheduler import Scheduler, SchedulerStats
+from fairlead_runtime.settings.engine_config import ConfigError
+from fairlead_runtime.sizing.shape import ModelShape
 from support import tiny, tiny_states
 from support.bad_steps import BadSteps, Isolating
 from support.engine_rig import (
@@ -27,6 +32,7 @@ from support.engine_rig import (
     run_to_end,
 )
 from support.full import LONG_FORM
+from support.kernel_sets import PRODUCT_SETS
 
 SETTINGS = {
     "offload": Setting(block_size=4, chunk=13, num_blocks=28, offload=True),
@@ -49,9 +55,11 @@ def compare(engine: Rig, setting: Setting, seed: int, *, bad: bool = False) -> S
     return compare_texts(engine, arrivals, outcome)
 
 
+@pytest.mark.parametrize("kernels", ["cpu", pytest.param("torch", marks=pytest.mark.full)])
 @pytest.mark.parametrize("family", tiny_states.FAMILIES)
-def test_greedy_text_equals_transformers_in_too_little_memory(family: str) -> None:
-    engine = rig(family)
+def test_greedy_text_equals_transformers_in_too_little_memory(family: str, kernels: str) -> None:
+    """In C++ as a CPU serves them by default; the settings below are those of plain torch."""
+    engine = rig(family, kernels)
     stats = compare(engine, TIGHT, seed=7, bad=True)
     # States alone do not grow.
     assert stats.preemptions > 0 or not engine.groups, "no request was preempted"
@@ -78,15 +86,82 @@ def test_time_steps_of_generated_tokens_have_no_bounds_though_they_are_computed_
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("family", tiny_states.FAMILIES if LONG_FORM else KINDS)
 def test_greedy_text_equals_transformers_under_every_setting(family: str, name: str) -> None:
-    engine, setting = rig(family), SETTINGS[name]
+    # Mixers run once a step where they can, or row by row as transformers has them.
+    at_once = name in ("offload", "one token")
+    engine, setting = rig(family, "cpu" if at_once else "torch"), SETTINGS[name]
     stats = compare(engine, setting, seed=8)
     roomy = not engine.groups or name != "offload"
     assert stats.preemptions > 0 or roomy, "no request was preempted"
     assert (stats.prefix_hits > 0) == setting.sharing
 
 
+@pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2"] + ["nemotron_h", "lfm3"] * LONG_FORM)
+def test_keys_in_8_bits_beside_states_give_the_text_of_rounded_keys(family: str) -> None:
+    """States stay in their own types. Units have half the keys' bytes, or a quarter."""
+    engine, whole = rig(family, "fp8 cache torch"), rig(family)
+    assert compare(engine, SETTINGS["offload"], seed=7).preemptions > 0
+    states, units = engine.model.state_layout, []
+    assert states == whole.model.state_layout
+    for model in (engine.model, whole.model):
+        units.append(CacheStorage.unit_bytes(model.groups, model.cache_heads, 16, states))
+    assert 4 * units[0] == units[1]
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "minimax"])
+def test_an_engine_starts_with_keys_in_8_bits_beside_states(family: str, tmp_path: Path) -> None:
+    """Its self-test compares with a cache of the class that the model's code takes."""
+    path = str(tiny.save(tiny_states.build(family), tmp_path))
+    sizes = {"num_blocks": 100, "block_size": 8, "max_batch_tokens": 256, "max_requests": 4}
+    with LLM(path, cache_dtype="fp8", **sizes) as llm:
+        (answer,) = llm.generate("17 4 9", SamplingParams(temperature=0.0, max_tokens=4))
+        report = llm.built_engine.memory.as_dict()
+    assert len(answer.outputs[0].token_ids) > 0
+    terms = {term["name"]: term for term in report["terms"]}
+    assert terms["kv"]["plannedBytes"] == terms["kv"]["measuredBytes"]
+    assert "fp8" in str(terms["kv"])
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2"] + ["mamba2", "bamba"] * LONG_FORM)
+def test_rounded_weights_of_mixers_give_the_text_of_rounded_weights(family: str) -> None:
+    engine, whole = rig(family, "rounded"), rig(family)
+    stats = compare(engine, SETTINGS["offload"], seed=7)
+    assert stats.preemptions > 0 or not engine.groups
+    arguments = engine.model.model.config.to_dict() | {"dtype": "float32"}
+    matrices = ModelShape.from_config(arguments).layer_matrices
+    assert quantized_elements(engine.model) == matrices
+    assert whole.model.weight_bytes - engine.model.weight_bytes > 2.8 * matrices
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "mamba2"])
+def test_an_engine_serves_int8_weights_of_mixers_as_planned(family: str, tmp_path: Path) -> None:
+    # A vocabulary of whole panels, of which a packed head would have its rows.
+    path = str(tiny.save(tiny_states.build(family, vocab_size=288), tmp_path))
+    sizes = {"num_blocks": 100, "block_size": 8, "max_batch_tokens": 256, "max_requests": 4}
+    with LLM(path, quantization="int8", **sizes) as llm:
+        (answer,) = llm.generate("17 4 9", SamplingParams(temperature=0.0, max_tokens=4))
+        report = llm.built_engine.memory.as_dict()
+    assert len(answer.outputs[0].token_ids) > 0
+    terms = {term["name"]: term for term in report["terms"]}
+    rotary = 4 * 4 if family == "qwen3_5_text" else 0  # frequencies, which no file has
+    assert terms["weights"]["measuredBytes"] - terms["weights"]["plannedBytes"] == rotary
+    assert "int8" in str(terms["weights"])
+    for name in ("activations", "logits"):
+        assert terms[name]["measuredBytes"] <= terms[name]["plannedBytes"]
+
+
+def test_a_mixer_that_reads_its_weights_itself_is_not_quantized(tmp_path: Path) -> None:
+    path = str(tiny.save(tiny_states.build("falcon_mamba"), tmp_path))
+    with pytest.raises(ConfigError, match="'falcon_mamba' reads weights itself") as refused:
+        LLM(path, quantization="int8", num_blocks=100, max_batch_tokens=64)
+    assert refused.value.field == "quantization"
+
+
 @pytest.mark.parametrize("family", [*tiny_states.WHOLES, "mamba2", "nemotron_h"])
-def test_a_checkpoint_is_planned_loaded_and_served(family: str, tmp_path: Path) -> None:
+def test_a_checkpoint_is_planned_loaded_and_served(
+    family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where the C++ kernels are built by them, as the start says."""
+    caplog.set_level(logging.INFO)
     whole = family in tiny_states.WHOLES
     model: Any = tiny_states.build_whole(family) if whole else tiny_states.build(family)
     (prompt,) = prompts(3, (40,), 0)
@@ -103,5 +178,9 @@ def test_a_checkpoint_is_planned_loaded_and_served(family: str, tmp_path: Path) 
     assert list(answer.outputs[0].token_ids) == want
     terms = {term["name"]: term for term in report["terms"]}
     assert terms["kv"]["plannedBytes"] == terms["kv"]["measuredBytes"]
+    (line,) = (m for m in caplog.messages if m.startswith("kernels: "))
+    assert line.startswith(
+        f"kernels: {PRODUCT_SETS[0]}, fused " if PRODUCT_SETS else "kernels: torch"
+    )
     for name in ("weights", "activations", "logits"):
         assert terms[name]["measuredBytes"] <= terms[name]["plannedBytes"]

@@ -519,11 +519,11 @@ def test_of_models_of_several_parts_every_setting_gives_transformers_text(
     assert len(tally.ties) <= max(1, TIES_ALLOWED * tally.requests)
 
 
-# Plain torch, a cache of 8 bits, and offloading on a GPU's streams.
+# C++ and plain torch, a cache of 8 bits, and offloading on a GPU's streams.
 @pytest.mark.parametrize(
     ("family", "kernels"),
     [
-        *itertools.product(OWN_SIZES if LONG_FORM else OWN_SIZES[:2], ("torch", "layers")),
+        *itertools.product(OWN_SIZES if LONG_FORM else OWN_SIZES[:2], ("cpu", "torch", "layers")),
         ("gemma4_text", FP8_CACHE + "torch"),
     ],
 )
@@ -531,7 +531,7 @@ def test_of_layers_that_differ_in_their_heads_greedy_text_equals_transformers(
     family: str, kernels: str
 ) -> None:
     cases = three_settings(family, kernels)
-    if kernels == "torch":
+    if kernels == "cpu":
         cases += [
             Case(family, 256, UNBOUNDED, "none", sharing=True, n=1, kernels=kernels),
             Case(family, 16, 8, "reset", sharing=False, n=3, kernels=kernels),
@@ -541,14 +541,15 @@ def test_of_layers_that_differ_in_their_heads_greedy_text_equals_transformers(
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("kernels", ["cpu", "torch"])
 @pytest.mark.parametrize("family", OWN_SIZES)
 def test_of_layers_that_differ_in_their_heads_every_setting_gives_transformers_text(
-    family: str,
+    family: str, kernels: str
 ) -> None:
     cases = [
         replace(case, family=family)
         for case in every_case()
-        if (case.family, case.kernels) == ("llama", "torch")
+        if (case.family, case.kernels) == ("llama", kernels)
     ]
     tally = tally_over(family, cases)
     assert (tally.wrong, tally.without_hits) == ([], [])

@@ -49,9 +49,7 @@ def test_greedy_text_equals_transformers_and_the_self_test_passes(family: str) -
     assert (
         selftest.run(
             model,
-            pick(
-                model.heads, model.kinds, model.device, "torch", torch_because=model.torch_because
-            ).attention,
+            pick(model.heads, model.kinds, model.device, "torch").attention,
             512,
         ).delta
         < 1e-4

@@ -4,7 +4,6 @@ that all rows decode together, and its table.
 
 import json
 import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -95,29 +94,30 @@ def test_a_part_that_does_not_fit_or_fails_is_left_out_with_its_reason(
     assert capsys.readouterr().out.count("left out: ") == 3
 
 
-def test_a_device_is_idle_while_nobody_computes_whichever_thread_does() -> None:
-    """Three products, with and without time between them."""
-    x = torch.randn(300, 300)
+def test_a_device_is_idle_while_nobody_computes_whichever_thread_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cpu, x = torch.device("cpu"), torch.randn(300, 300)
 
-    def work(pause: float) -> None:
-        for _ in range(2):
+    def work() -> None:
+        for _ in range(3):
             x @ x
-            time.sleep(pause)
-        x @ x
-
-    x @ x
-    some, most = (bounds.idle(torch.device("cpu"), lambda p=p: work(p)) for p in (0.0, 0.3))  # type: ignore[misc]  # mypy infers no type of such a lambda
-    assert 0 <= some < most < 1
-    assert most > 0.5
 
     def elsewhere() -> None:
-        thread = threading.Thread(target=work, args=(0.3,))
+        thread = threading.Thread(target=work)
         thread.start()
         thread.join()
 
-    assert 0.5 < bounds.idle(torch.device("cpu"), elsewhere) < 1
+    for run in (work, elsewhere):
+        names = [event.name for event in bounds.computed(cpu, run)]
+        assert names.count("aten::matmul") == 3
+        assert 0 <= bounds.idle(cpu, run) < 1
     with pytest.raises(RuntimeError, match="saw no work of the device"):
-        bounds.idle(torch.device("cpu"), lambda: None)
+        bounds.idle(cpu, lambda: None)
+    times = ((0.0, 1.0), (4.0, 5.0), (9.0, 10.0))
+    events = [SimpleNamespace(time_range=SimpleNamespace(start=a, end=b)) for a, b in times]
+    monkeypatch.setattr(bounds, "computed", lambda *_: events)
+    assert bounds.idle(cpu, work) == pytest.approx(0.7)
 
 
 class Side:

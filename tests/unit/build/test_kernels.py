@@ -45,6 +45,17 @@ def test_int8_weights_are_refused_before_the_model_loads_where_the_kernels_are_n
     assert (error.value.field, error.value.hint) == ("quantization", "use none")
 
 
+def test_why_no_kernels_of_gpus_serve_a_model_keeps_none_of_cpus_from_it() -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert str(pick(HEADS, KINDS, cpu, torch_because="of its keys")) == str(pick(HEADS, KINDS, cpu))
+    choice = pick(HEADS, KINDS, gpu, torch_because="of its keys")
+    assert (choice.operations, choice.attention.name) == (None, "torch")
+    assert choice.reason.endswith("; of its keys")
+    for settings in ({"kernels": "flashinfer"}, {"kernels": "cpu"}, {"deterministic": True}):
+        with pytest.raises(NotAvailableError, match="of its keys"):
+            pick(HEADS, KINDS, gpu, torch_because="of its keys", **settings)
+
+
 @pytest.mark.usefixtures("_not_built")
 def test_auto_takes_plain_torch_and_says_why() -> None:
     choice = pick(HEADS, KINDS, torch.device("cpu"))

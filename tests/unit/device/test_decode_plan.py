@@ -17,6 +17,7 @@ from fairlead_runtime.device.step.graph_cache import GraphCache
 from fairlead_runtime.device.warmup import decode_plan
 from fairlead_runtime.device.warmup.decode_plan import DecodePlan
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
+from fairlead_runtime.sizing.terms import state_versions
 from support import flashinfer_standin, triton_standin
 from support.engine_rig import rig
 from support.graph_standin import Tape, TapeRecorder
@@ -65,16 +66,36 @@ def test_auto_says_why_no_graph_is_captured_on_a_gpu(
         assert reason in str(error.value)
 
 
-def test_a_model_with_states_runs_each_step_as_it_is_and_says_why() -> None:
+def test_a_model_with_states_launches_each_step_as_it_is_and_captures_none() -> None:
     device = torch.device("cuda")
     model = cast("PagedModel", SimpleNamespace(device=device, states={0: ()}))
-    choice = DecodePlan.choose(EngineConfig(), model, plain(), sharded=False)
-    assert choice.graphs_off_because == choice.sync_because == "its layers keep states"
+    for switch in ("auto", "on"):
+        config = EngineConfig(async_batching=switch)
+        choice = DecodePlan.choose(config, model, plain(), sharded=False)
+        assert (choice.graphs_off_because, choice.sync_because) == ("its layers keep states", "")
+        assert choice.state_on_device
+        assert choice.attention is None
+        assert state_versions(config, "cuda") == 3
+    with pytest.raises(ConfigError, match="its layers keep states"):
+        DecodePlan.choose(EngineConfig(cuda_graphs="on"), model, plain(), sharded=False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"async_batching": "off"}, "--async-batching is off"),
+        ({"deterministic": True}, "results are deterministic"),
+    ],
+)
+def test_states_have_a_third_version_only_where_their_steps_are_launched(
+    settings: dict[str, Any], reason: str
+) -> None:
+    model = cast("PagedModel", SimpleNamespace(device=torch.device("cuda"), states={0: ()}))
+    config = EngineConfig(**settings)
+    choice = DecodePlan.choose(config, model, plain(), sharded=False)
+    assert choice.sync_because == reason
     assert not choice.state_on_device
-    insisting: list[dict[str, Any]] = [{"cuda_graphs": "on"}, {"async_batching": "on"}]
-    for settings in insisting:
-        with pytest.raises(ConfigError, match="its layers keep states"):
-            DecodePlan.choose(EngineConfig(**settings), model, plain(), sharded=False)
+    assert state_versions(config, "cuda") == state_versions(EngineConfig(), "cpu") == 2
 
 
 @pytest.mark.parametrize(("_settings", "attention", "sharded", "_reason", "resident"), REASONS)

@@ -224,6 +224,6 @@ def test_a_last_norm_or_head_that_gives_other_logits_keeps_the_models_code(
     monkeypatch.setattr(operations, "norm", wrong)
     layers, step = decoder_layers(model), fusion_module._ScratchPass
     with pytest.raises(DoesNotFitError, match="its last norm and head give other logits"):
-        use_fixed_order_ends(model, layers, operations, step(model.heads, model.device))
+        use_fixed_order_ends(model, layers, operations, step(model))
     ends = [model.model.get_output_embeddings(), *model.model.modules()]
     assert not any("forward" in vars(module) for module in ends)

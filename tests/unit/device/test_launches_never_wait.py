@@ -47,9 +47,9 @@ def requests() -> list[Request]:
 
 def device_of(engine: Rig, runner: Any) -> Device:
     model, steps, cache = engine.model, runner._decodes, runner._cache
-    own = [x for x in vars(steps).values() if isinstance(x, torch.Tensor)]
+    own = [x for x in vars(steps).values() if isinstance(x, torch.Tensor)] if steps else []
     weights = [*model.model.parameters(), *model.model.buffers(), *model.packed]
-    return Device([*weights, *cache.tensors, *steps.sampler.tensors, *own])
+    return Device([*weights, *cache.tensors, *runner._row_sampler.tensors, *own])
 
 
 def launches(kernels: str, family: str = "llama") -> dict[str, list[int]]:
@@ -89,6 +89,11 @@ OFTEN = ("gpt2", "phimoe", "mixtral", "gemma2", "gpt_oss", "gpt_bigcode")
 def test_no_familys_own_code_waits_for_the_device(family: str) -> None:
     """Layers and what is around them, which transformers' code computes here; experts are ours."""
     launches("resident", family)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text"] + ["lfm2", "jamba"] * LONG_FORM)
+def test_no_mixer_waits_for_the_device(family: str) -> None:
+    launches("ahead", family)
 
 
 def test_torchs_product_of_experts_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from fairlead_runtime.device.step.mixed_steps import MixedSteps
 from fairlead_runtime.device.step.model_runner import ModelRunner
 from fairlead_runtime.request.sequence import Request, SamplingParams
 from fairlead_runtime.scheduling.plan import DeviceLostError, Finished, Token, Work
-from support.engine_rig import EOS, Setting, greedy, rig
+from support.engine_rig import EOS, Rig, Setting, greedy, rig
 from support.in_flight import InFlight
 
 SETTING = Setting(block_size=4, chunk=16, num_blocks=100, max_requests=4)
@@ -27,8 +27,11 @@ SETTING = Setting(block_size=4, chunk=16, num_blocks=100, max_requests=4)
 class World(InFlight):
     """There always is a next step."""
 
-    def __init__(self, *asked: Request, listed: int | None = None) -> None:
-        super().__init__(rig("llama", "resident"), replace(SETTING, listed=listed), *asked)
+    def __init__(
+        self, *asked: Request, listed: int | None = None, engine: Rig | None = None
+    ) -> None:
+        engine = engine or rig("llama", "resident")
+        super().__init__(engine, replace(SETTING, listed=listed), *asked)
 
     def launch(self) -> Work:
         work = super().launch()
@@ -88,6 +91,36 @@ def test_what_a_step_in_flight_reads_is_not_written_by_the_next(batches: list[Ba
         assert all(map(torch.equal, host(batches[-2]), before))
         world.collect()
     assert len(batches) == 4
+
+
+def test_the_states_that_a_step_in_flight_reads_and_writes_are_not_the_next_ones(
+    batches: list[Batch],
+) -> None:
+    """Nor is the memory on the host where their units are listed, with all else of the batch."""
+
+    def host(batch: Batch) -> list[torch.Tensor]:
+        (ragged,), states = batch.ragged, batch.states
+        assert states is not None
+        of_rows = [*batch.slots, ragged.tables, ragged.kv_lens, states.source, states.target]
+        return [batch.input_ids, batch.positions, batch.sample_index, *of_rows]
+
+    engine = rig("qwen3_5_text", "ahead")
+    world = World(greedy("short", tuple(range(9, 17)), 9), long(), engine=engine)
+    world.launch()
+    tokens = []
+    for _ in range(4):
+        before = [x.clone() for x in host(batches[-1])]
+        world.launch()
+        assert all(map(torch.equal, host(batches[-2]), before))
+        last, new = (batch.states for batch in batches[-2:])
+        assert last is not None
+        assert new is not None
+        assert torch.equal(new.source[0], last.target[0])
+        assert len({*last.source[0].tolist(), *last.target[0].tolist()}) == 2 * new.source.shape[1]
+        assert not {*new.target[0].tolist()} & {*last.source[0].tolist(), *last.target[0].tolist()}
+        tokens += [e.token for e in world.collect() if e.sequence.request.id == "short"]
+    # A chunk ends at the last block before the prompt's last token.
+    assert tokens == engine.reference(range(9, 17), 9)[:3]
 
 
 def test_a_step_with_a_prompt_sends_the_blocks_that_the_device_lacks(batches: list[Batch]) -> None:

@@ -131,7 +131,7 @@ def test_rows_that_a_mixer_fills_up_are_scaled_by_whole_chunks(
     config = {**model.model.config.to_dict(), "dtype": "float32"}
     chunk = ModelShape.from_config(config).mixer_chunk
     limits = {"max_batch_tokens": 3 * chunk - 9, "max_requests": 4, "max_model_len": 8 * chunk}
-    limits |= {"chunk": chunk, "state_units": 7}
+    limits |= {"chunk": chunk, "state_units": 7, "state_versions": 2}
     attention = pick(model.heads, model.kinds, model.device, "torch").attention
     found = []
     for tokens in (chunk // 4, 1 << 20):
@@ -152,8 +152,9 @@ def test_the_units_of_states_are_part_of_a_batch() -> None:
             max_requests=4,
             max_model_len=64,
             state_units=units,
+            state_versions=3,
         ).measured["batch"]
         for units in (1, 100)
     )
-    # Both versions of four rows as the scheduler lists them, and as the device reads them.
-    assert many - few >= 4 * 2 * 99 * (ENTRY_BYTES + 8)
+    # Three versions of four rows as the scheduler lists them, of which the device reads two.
+    assert many - few >= 4 * 99 * (3 * ENTRY_BYTES + 2 * 8)

@@ -137,8 +137,8 @@ def test_the_noise_of_logits_is_that_of_sequences_one_at_a_time(family: str) -> 
     model = PagedModel(plain, families.check(plain.config))
     with torch.inference_mode():
         layers = decoder_layers(model)
-        step = fusion._ScratchPass(model.heads, model.device)
-        several = fusion._ScratchPass(model.heads, model.device, SAMPLES)
+        step = fusion._ScratchPass(model)
+        several = fusion._ScratchPass(model, SAMPLES)
         want = recognize_ends.other_logits(model, step)
         alone = recognize_ends.noise(model, layers, step, want)
         together = recognize_ends.noise(model, layers, several, want, together=True)

@@ -287,7 +287,7 @@ def test_with_an_fp8_cache_some_tokens_may_move_as_far_as_they_like_and_most_may
 def test_what_float32_does_to_a_model_is_measured_on_it(model: PagedModel) -> None:
     expected = selftest.Expected.of(model, 512)
     assert 0 < expected.reference_error < selftest.TOLERANCE[torch.float32] / 10
-    assert selftest.Expected.of(model, 512, judged=False).reference_error == 0
+    assert math.isnan(selftest.Expected.of(model, 512, judged=False).reference_error)
     attention = pick(model.heads, model.kinds, model.device, "torch").attention
     result = selftest.check(model, attention, expected)
     assert result.tolerance == selftest.TOLERANCE[torch.float32]
@@ -318,7 +318,7 @@ def test_what_products_of_digits_do_to_a_model_is_measured_on_it(model: PagedMod
     expect = partial(selftest.Expected.of, model, 512)
     few, many = (expect(input_rounding=size).reference_error for size in (1e-5, 1e-3))
     assert 0 < 20 * few < many < 1
-    assert expect(input_rounding=1e-3, judged=False).reference_error == 0
+    assert math.isnan(expect(input_rounding=1e-3, judged=False).reference_error)
     attention = pick(model.heads, model.kinds, model.device, "torch").attention
     result = selftest.check(model, attention, expect(input_rounding=1e-7))
     assert result.tolerance == selftest.ROUNDED_TOLERANCE

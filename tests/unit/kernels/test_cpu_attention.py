@@ -1,6 +1,7 @@
 """Paged attention in C++ against its definition, on each instruction set."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +11,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fairlead_kernels.cpu import library
-from fairlead_kernels.cpu.cpu_attention import CpuAttention
+from fairlead_kernels.cpu.cpu_attention import CpuAttention, sizes_of
 from fairlead_kernels.interface import reference
 from fairlead_kernels.interface.attention import AttentionBackend, Heads, LayerSpec
-from support.attention_cases import Case, make_case
+from support.attention_cases import Case, in_places, make_case
 from support.full import LONG_FORM
 from support.kernel_sets import every_set
 
@@ -54,8 +55,9 @@ def tasks_of(
 ) -> tuple[list[Task], list[Task]]:
     """The tasks and merges of a step on these heads."""
     plan = CpuAttention(case.heads, library.load(instruction_set), fixed=fixed).plan(case.ragged)
-    listed = [Task(*numbers) for numbers in plan.tasks.tolist()]
-    return listed[: plan.rows.task_count], listed[plan.rows.task_count :]
+    cut = plan.cut(sizes_of(case.heads))
+    listed = [Task(*numbers) for numbers in cut.tasks.tolist()]
+    return listed[: cut.rows.task_count], listed[cut.rows.task_count :]
 
 
 def sharers(tasks: list[Task]) -> list[tuple[int, int, int]]:
@@ -376,8 +378,7 @@ def test_a_prefill_is_cut_so_that_its_tasks_cover_each_query_of_each_head_once(
 @every_set
 def test_tiles_before_a_querys_window_count_nothing_for_it(instruction_set: str) -> None:
     case = make_case([(40, 180)], window=8, heads=Heads(1, 1, 16, 16, torch.float32))
-    plan = CpuAttention(case.heads, library.load(instruction_set)).plan(case.ragged)
-    assert plan.rows.task_count == 1
+    assert len(tasks_of(instruction_set, case)[0]) == 1
     check(instruction_set, case, LayerSpec(0.3, 8))
 
 
@@ -403,6 +404,85 @@ def test_queries_inside_a_packed_product_are_read_in_place(instruction_set: str)
     want = attend(instruction_set, case, LayerSpec(scale=0.3))
     case.query = wide[:, :4]
     assert torch.equal(attend(instruction_set, case, LayerSpec(scale=0.3)), want)
+
+
+@every_set
+@settings(max_examples=200 if LONG_FORM else 25, deadline=None)
+@given(
+    rows=st.lists(row, min_size=1, max_size=4),
+    block_size=st.sampled_from([1, 4, 16, 20]),
+    window=st.one_of(st.none(), st.integers(1, 150)),
+    group=st.sampled_from([1, 3, 8]),
+    kv=st.integers(1, 3),
+    dim=st.sampled_from([1, 8, 20, 64]),
+    value_dim=st.sampled_from([5, 8, 64]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    softcap=st.sampled_from([None, 2.0]),
+    sinks=st.booleans(),
+    fixed=st.booleans(),
+    places=st.tuples(st.integers(0, 40), st.integers(0, 40), st.booleans()),
+    seed=st.integers(0, 2**31),
+)
+def test_keys_in_places_of_a_token_are_attended_as_those_in_tensors_of_their_own(
+    instruction_set: str,
+    rows: list[tuple[int, int]],
+    block_size: int,
+    window: int | None,
+    group: int,
+    kv: int,
+    dim: int,
+    value_dim: int,
+    dtype: torch.dtype,
+    softcap: float | None,
+    sinks: bool,
+    fixed: bool,
+    places: tuple[int, int, bool],
+    seed: int,
+) -> None:
+    """As the definition has it, and to the bit as in other places; what lies between is NaN."""
+    heads = Heads(group * kv, kv, dim, value_dim, dtype)
+    case = make_case(rows, block_size=block_size, window=window, heads=heads, seed=seed)
+    spec = LayerSpec(0.3, window, softcap, torch.randn(heads.query) if sinks else None)
+    alone = attend(instruction_set, case, spec, fixed=fixed)
+    case.key_cache, case.value_cache = in_places(case.key_cache, case.value_cache, *places)
+    check(instruction_set, case, spec, fixed=fixed)
+    assert torch.equal(attend(instruction_set, case, spec, fixed=fixed), alone)
+
+
+@every_set
+def test_layers_with_heads_of_several_sizes_attend_by_one_plan(instruction_set: str) -> None:
+    """As queries, keys and values come, whatever heads the backend was made with."""
+    functions = library.load(instruction_set)
+    shapes = [(6, 2, 24, 24), (6, 1, 40, 24), (2, 2, 8, 16), (6, 2, 24, 24), (3, 1, 24, 24)]
+    rows, shared = [(200, 1)] * 4 + [(2100, 1), (0, 70)], dict.fromkeys((1, 2, 3), (0, 12))
+    backend, plan = CpuAttention(Heads(6, 2, 24, 24, torch.float32), functions), None
+    for query, kv, dim, value_dim in shapes:
+        heads = Heads(query, kv, dim, value_dim, torch.float32)
+        case = make_case(rows, block_size=16, heads=heads, shared=shared)
+        plan = plan or backend.plan(case.ragged)
+        spec = LayerSpec(0.3)
+        got = backend.run(plan, case.query, case.key_cache, case.value_cache, spec)
+        want = reference.attend(case.ragged, case.query, case.key_cache, case.value_cache, spec)
+        torch.testing.assert_close(got, want, atol=4e-6, rtol=1e-5)
+
+
+@every_set
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(lambda x: x[..., ::2], id="elements apart"),
+        pytest.param(lambda x: x[:, :, ::2], id="heads apart"),
+        pytest.param(lambda x: x[:, :2], id="other distances between blocks"),
+        pytest.param(lambda x: x.transpose(1, 2), id="by head"),
+    ],
+)
+def test_slots_that_are_not_equally_far_apart_are_refused(
+    instruction_set: str, layout: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    case = make_case([(5, 1)], heads=Heads(4, 4, 8, 8, torch.float32))
+    case.value_cache = layout(case.value_cache)
+    with pytest.raises(ValueError, match=r"^value_cache: strides .* equally far apart"):
+        attend(instruction_set, case, LayerSpec(scale=0.3))
 
 
 @every_set

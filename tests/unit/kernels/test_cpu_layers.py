@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fairlead_kernels.cpu import cpu_operations
+from fairlead_kernels.cpu.cpu_attention import sizes_of
 from fairlead_kernels.cpu.cpu_layers import slab_ends
 from fairlead_kernels.formats.quantize import quantize
 from fairlead_kernels.interface import reference
 from fairlead_kernels.interface.attention import Heads, LayerSpec, RaggedRows
 from fairlead_kernels.interface.layer import Activation, Layer, LayerOperations, Norm, Packed
 from support.allocated import Allocated
-from support.attention_cases import Case, make_case
+from support.attention_cases import Case, in_places, make_case
 from support.full import LONG_FORM
 from support.kernel_sets import every_product_set, every_set
 
@@ -131,11 +132,15 @@ def by_chain(
     ropes: Sequence[tuple[Tensor, Tensor]],
     slab: int,
     keep: Tensor | None = None,
+    *,
+    apart: int = 0,
 ) -> list[Tensor]:
     """What the last layer returns, of these tokens, and each layer's cache. ``places``: by layer
-    its case.
+    its case. ``apart``: so many elements lie between the slots of a layer.
     """
     caches = [(cases[g].key_cache.clone(), cases[g].value_cache.clone()) for g in places]
+    if apart:
+        caches = [in_places(*pair, at, apart, at % 2 == 0) for at, pair in enumerate(caches)]
     chain = operations.chain(cases[0].heads, layers, specs)
     backend = operations.attention(cases[0].heads)
     chain.bind(caches, places)
@@ -167,6 +172,7 @@ MANY: dict[str, Any] = {
     "slab": 1024,
     "seed": 0,
     "prefix": 0,
+    "apart": 0,
     "kept": None,
 }
 # Decodes that are cut into parts, the last in a slab of its own kind, among prompts of which some
@@ -212,6 +218,7 @@ SHARED: dict[str, Any] = SLABS | {
     slab=st.integers(1, 60),
     seed=st.integers(0, 2**31),
     prefix=st.just(0),
+    apart=st.sampled_from([0, 0, 3, 64]),
     kept=st.sampled_from([None, "ends", "some", "none"]),
 )
 # More tokens than a tile of a product holds.
@@ -220,7 +227,7 @@ SHARED: dict[str, Any] = SLABS | {
 @example(**SLABS | {"kept": "ends"}, gated=True)
 @example(**SLABS | {"kept": "ends", "extras": True, "parallel": True}, gated=False)
 @example(**SLABS | {"kept": "some", "stored": torch.int8, "inner": 700}, gated=True)
-@example(**SHARED, gated=True)
+@example(**SHARED | {"apart": 24}, gated=True)
 @example(**SHARED | {"window": 135, "extras": True}, gated=True)
 @example(**MANY | {"stored": torch.int8, "inner": 700}, gated=True)
 @example(**MANY | {"stored": torch.int8, "inner": 700}, gated=False)
@@ -247,10 +254,11 @@ def test_a_chain_of_layers_is_the_references_operations_in_turn(
     slab: int,
     seed: int,
     prefix: int,
+    apart: int,
     kept: str | None,
 ) -> None:
-    """``prefix``: blocks that all decodes begin with. ``kept``: the tokens that the last layer
-    returns, all of them for None.
+    """``prefix``: blocks that all decodes begin with. ``apart``: elements between slots. ``kept``:
+    the tokens that the last layer returns, all of them for None.
     """
     heads = Heads(group * kv, kv, dim, dim, dtype)
     singles = [row for row, (_, count) in enumerate(rows) if count == 1]
@@ -296,7 +304,7 @@ def test_a_chain_of_layers_is_the_references_operations_in_turn(
         ]
         if isinstance(operations, cpu_operations.CpuOperations):
             step = operations, layers, x, cases, places, specs, ropes, slab
-            results.append(by_chain(*step, keep))
+            results.append(by_chain(*step, keep, apart=apart))
             continue
         out, caches = x, list[Tensor]()
         for layer, g, spec in zip(layers, places, specs, strict=True):
@@ -362,7 +370,7 @@ def test_slabs_end_between_tasks_of_attention_and_are_no_larger_than_they_must_b
     heads = Heads(group, 1, 8, 8, torch.float32)
     backend = cpu_operations.load(instruction_set).attention(heads)
     plan = backend.plan(make_case([(0, count) for count in counts], heads=heads).ragged)
-    found = slab_ends(backend.library, heads, [plan], sum(counts), most)
+    found = slab_ends(backend.library, [plan.cut(sizes_of(heads))], sum(counts), most)
     block = max(1, 192 // group)
     # A row's queries are cut into blocks of about the same size.
     blocks = list(
@@ -395,8 +403,9 @@ def test_slabs_cut_no_shared_decodes_of_any_layer_group(instruction_set: str) ->
         backend.plan(make_case(rows, window=window, heads=heads, shared=shared).ragged)
         for window in (20, None)
     ]
-    assert slab_ends(backend.library, heads, plans, 17, 4) == [3, 10, 12, 17]
-    assert slab_ends(backend.library, heads, plans[:1], 17, 4) == [4, 8, 12, 16, 17]
+    tasks = [plan.cut(sizes_of(heads)) for plan in plans]
+    assert slab_ends(backend.library, tasks, 17, 4) == [3, 10, 12, 17]
+    assert slab_ends(backend.library, tasks[:1], 17, 4) == [4, 8, 12, 16, 17]
 
 
 @every_set

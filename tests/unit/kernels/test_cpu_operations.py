@@ -15,6 +15,7 @@ from fairlead_kernels.formats import row_chunks
 from fairlead_kernels.formats.quantize import quantize
 from fairlead_kernels.interface import reference
 from fairlead_kernels.interface.layer import Activation, LayerOperations, Norm, Packed
+from support.attention_cases import in_places
 from support.full import LONG_FORM
 from support.kernel_sets import every_product_set, every_set
 
@@ -365,6 +366,7 @@ def test_a_layer_norm_far_from_zero_is_that_of_the_deviations(
     normed=st.tuples(st.booleans(), st.booleans()),
     biased=st.booleans(),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    places=st.one_of(st.none(), st.tuples(st.integers(0, 9), st.integers(0, 9), st.booleans())),
     seed=seeds,
 )
 def test_rotation_and_the_cache_write_are_the_references(
@@ -377,8 +379,10 @@ def test_rotation_and_the_cache_write_are_the_references(
     normed: tuple[bool, bool],
     biased: bool,
     dtype: torch.dtype,
+    places: tuple[int, int, bool] | None,
     seed: int,
 ) -> None:
+    """``places``: of a token, in which keys and values lie and no other byte changes."""
     torch.manual_seed(seed)
     rotated = min(2 * rotated, dim)
     qkv = torch.randn(tokens, (query + 2 * kv) * dim)
@@ -390,7 +394,13 @@ def test_rotation_and_the_cache_write_are_the_references(
     results = []
     for made in (reference, operations(instruction_set)):
         keys, values = (torch.full(shape, NAN, dtype=dtype) for _ in range(2))
+        if places is not None and made is not reference:
+            keys, values = in_places(keys, values, *places)
         out = made.rope_write(qkv.clone(), cos, sin, slots, keys, values, *norms)
+        if places is not None and made is not reference:
+            whole = torch.empty(0, dtype=dtype).set_(keys.untyped_storage())
+            count = tokens * kv * dim
+            assert int((~whole.isnan()).sum()) == (2 * count if places[2] else count)
         results.append((out, keys, values))
     (want, want_keys, want_values), (got, keys, values) = results
     torch.testing.assert_close(got.contiguous(), want, atol=3e-6, rtol=3e-6)

@@ -123,6 +123,11 @@ def test_only_settings_that_a_class_knows_decide_on_windows(
     assert ModelShape.from_config(small | stray).windows == windows
 
 
+def test_a_window_that_a_class_makes_of_another_setting_counts() -> None:
+    config = CONFIG_MAPPING["modernbert-decoder"](local_attention=48, num_hidden_layers=4)
+    assert families.check(config) == (None, 24, 24, None)
+
+
 def test_without_layer_types_a_window_holds_in_every_layer() -> None:
     assert families.check(config("mistral")) == (16,) * 4
     assert families.check(config("mistral", sliding_window=None)) == (None,) * 4

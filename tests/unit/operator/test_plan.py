@@ -98,7 +98,7 @@ def test_states_have_a_row_of_the_table(tmp_path: Path, capsys: pytest.CaptureFi
     file = tmp_path / "config.json"
     file.write_text(json.dumps({"model_type": "qwen3_5_text", "dtype": "bfloat16"}))
     assert main(["some/model", "--memory", "80Gi", "--config", str(file)]) == 0
-    held = 2 * 99 * 16 * 8 * 4 * 2 * 256 * 2  # twice 99 units of 8 layers' keys and values
+    held = 3 * 99 * 16 * 8 * 4 * 2 * 256 * 2  # thrice 99 units of 8 layers' keys and values
     assert f"states per sequence:    {held:,} bytes" in capsys.readouterr().out
 
 

@@ -224,7 +224,7 @@ def test_every_term_of_a_gpu_computed_by_hand() -> None:
     # and one pair of batch buffers.
     terms = plan_memory(LLAMA_8B, EngineConfig(), DeviceFacts("cuda", 80 * GIB)).terms
     # Residual and norm, rotary tables, and gate, up and their product of the MLP.
-    assert terms["activations"] == 8192 * 2 * (4 * 4096 + 2 * 128 + 3 * 14336)
+    assert terms["activations"] == 8192 * (2 * (4 * 4096 + 2 * 128 + 3 * 14336) + 32)
     # Keys and values of one sequence with slots and positions; kept masks; one strip of 256.
     assert terms["attention"] == (
         131072 * (2 * 1024 * 2 + 16) + (1 << 24) * 2 + 256 * 131072 * (2 + 2)
@@ -557,11 +557,19 @@ def test_a_unit_of_layers_of_several_sizes_has_the_bytes_of_the_widest_group() -
     assert 0 < wasted < 1 / 9
 
 
+def test_layers_of_several_sizes_have_the_packed_head_of_cpus() -> None:
+    shape = replace(MIMO, vocab=MIMO.vocab + 1)
+    on_cpu, on_torch = (
+        plan_memory(shape, EngineConfig(kernels=kernels), DeviceFacts("cpu", 4000 * GIB)).terms
+        for kernels in ("auto", "torch")
+    )
+    assert on_cpu["weights"] > on_torch["weights"]
+
+
 @pytest.mark.parametrize(
     ("asked", "field"),
     [
         ({"deterministic": True}, "deterministic"),
-        ({"kernels": "cpu"}, "kernels"),
         ({"kernels": "flashinfer"}, "kernels"),
         ({"tensor_parallel": 2}, "tensor_parallel"),
     ],

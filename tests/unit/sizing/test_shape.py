@@ -1016,6 +1016,8 @@ def test_keys_that_a_family_ignores_change_nothing() -> None:
 
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LONGROPE = {"rope_type": "longrope", "factor": 8.0, "short_factor": [1.0], "long_factor": [2.0]}
 OF_QWEN_CARD = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
 
 
@@ -1032,15 +1034,12 @@ OF_QWEN_CARD = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, 512),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 3}}, 768),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, 256),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, 256),
-        ({"rope_scaling": {"rope_type": "longrope", "factor": 8.0}}, 256),
+        ({"rope_scaling": LLAMA3}, 256),
+        ({"rope_scaling": LONGROPE}, 256),
         ({"rope_scaling": {"rope_type": "default"}}, 256),
         ({"rope_scaling": None}, 256),
         ({"rope_parameters": {"full_attention": YARN, "sliding_attention": {"factor": 9}}}, 1024),
-        *(
-            ({"rope_scaling": {"type": "yarn", "factor": factor}}, 256)
-            for factor in (None, True, "4", 0.5, 0, -4, float("nan"), float("inf"), 1e300)
-        ),
+        *(({"rope_scaling": {"type": "yarn", "factor": factor}}, 256) for factor in (0.5, 0.01)),
         ({"rope_scaling": {"type": "yarn", "factor": 1e6}}, 1 << 24),
     ],
 )

@@ -17,8 +17,14 @@ from fairlead_runtime.sizing.config_json import ShapeError
 from fairlead_runtime.sizing.families.with_states import WITH_STATES
 from fairlead_runtime.sizing.groups import NO_KEYS
 from fairlead_runtime.sizing.shape import ModelShape
-from fairlead_runtime.sizing.states import ALIGNMENT, StateLayout, StatePart
-from fairlead_runtime.sizing.terms import GIB, DeviceFacts, state_layout
+from fairlead_runtime.sizing.states import ALIGNMENT, DECODES, StateLayout, StatePart
+from fairlead_runtime.sizing.terms import (
+    ENTRY_BYTES,
+    GIB,
+    DeviceFacts,
+    decode_state,
+    state_layout,
+)
 from fairlead_runtime.sizing.verdict import plan_memory
 
 SMALL = {
@@ -294,18 +300,35 @@ GPU = DeviceFacts("cuda", 141 * GIB)
 # -- the plan
 
 
-def test_the_plan_counts_states_beside_keys() -> None:
-    """Every sequence has its states twice; what is left beside one sequence's is a request's."""
-    plan = plan_memory(ModelShape.from_config(QWEN_27B), EngineConfig(), GPU)
+@pytest.mark.parametrize(("switch", "versions"), [("auto", 3), ("on", 3), ("off", 2)])
+def test_the_plan_counts_states_beside_keys(switch: str, versions: int) -> None:
+    """Every sequence has its states twice, and three times where steps are launched ahead; what is
+    left beside one sequence's is a request's.
+    """
+    config = EngineConfig(async_batching=switch)  # type: ignore[arg-type]
+    plan = plan_memory(ModelShape.from_config(QWEN_27B), config, GPU)
     assert plan.fits
     token = 16 * 2 * 4 * 256 * 2  # 16 layers' keys and values of 4 heads in bfloat16
     assert (plan.kv_bytes_per_token, plan.unit_bytes) == (token, 16 * token)
     layout = state_layout(ModelShape.from_config(QWEN_27B), EngineConfig())
     assert plan.state_units == -(-layout.nbytes // plan.unit_bytes)
-    held = 2 * plan.state_units
+    held = versions * plan.state_units
+    assert plan.state_versions == versions
     assert plan.state_bytes_per_sequence == held * plan.unit_bytes
     assert plan.concurrent_tokens == (plan.num_blocks - held) * 16
     assert plan.full_length_sequences == plan.num_blocks // (262144 // 16 + held)
+
+
+def test_copies_of_states_are_planned_for_the_decodes_of_one_call() -> None:
+    """What more of them take is a decode's own: hidden states, and no state."""
+    shape = ModelShape.from_config(QWEN_27B)
+    logits = [
+        plan_memory(shape, EngineConfig(max_requests=rows), GPU).terms["logits"]
+        for rows in (DECODES - 1, DECODES, DECODES + 1, DECODES + 2)
+    ]
+    state = state_layout(shape, EngineConfig()).nbytes // 48
+    assert logits[1] - logits[0] > state
+    assert logits[2] - logits[1] == logits[3] - logits[2] < state
 
 
 def test_a_row_is_filled_up_to_a_chunk() -> None:
@@ -327,18 +350,26 @@ def test_without_keys_a_block_is_a_state(family: str) -> None:
     assert (plan.unit_bytes, plan.block_bytes) == (layout.nbytes, layout.nbytes)
     assert (plan.state_units, plan.kv_bytes_per_token) == (1, 0)
     assert plan.num_units == plan.num_blocks
-    assert plan.full_length_sequences == plan.num_blocks // 2
+    assert plan.full_length_sequences == plan.num_blocks // 3
     assert plan.concurrent_tokens == plan.full_length_sequences * 1000
-    for blocks, fits in ((1, False), (2, True), (3, True)):
+    for blocks, fits in ((2, False), (3, True), (5, True)):
         plan = plan_memory(shape, replace(config, num_blocks=blocks), GPU)
-        assert (plan.fits, plan.full_length_sequences) == (fits, blocks // 2)
+        assert (plan.fits, plan.full_length_sequences) == (fits, blocks // 3)
+
+
+def test_a_device_that_launches_keeps_rows_of_sequences_with_states() -> None:
+    """As of a model without: blocks of every group, lists, and a unit for padding."""
+    shape, off = ModelShape.from_config(QWEN_27B), EngineConfig(async_batching="off")
+    batch, waited = (plan_memory(shape, c, GPU).terms["batch"] for c in (EngineConfig(), off))
+    units = plan_memory(shape, off, GPU).state_units
+    assert batch - waited == decode_state(shape, off, shape.groups) + 256 * units * ENTRY_BYTES
 
 
 @pytest.mark.parametrize("less", [0, 1])
 def test_a_cache_fits_that_holds_one_sequence_with_its_states(less: int) -> None:
     shape = ModelShape.from_config(QWEN_27B)
     config = EngineConfig(max_model_len=4096)
-    enough = 4096 // 16 + 2 * plan_memory(shape, config, GPU).state_units
+    enough = 4096 // 16 + 3 * plan_memory(shape, config, GPU).state_units
     plan = plan_memory(shape, replace(config, num_blocks=enough - less), GPU)
     assert plan.fits == (not less)
     assert plan.concurrent_tokens == 4096 - 16 * less
@@ -347,14 +378,47 @@ def test_a_cache_fits_that_holds_one_sequence_with_its_states(less: int) -> None
         assert plan.fixes[0] == {"num_blocks": enough}
 
 
+def test_an_fp8_cache_halves_the_keys_and_leaves_the_states() -> None:
+    shape, config = ModelShape.from_config(QWEN_27B), EngineConfig(cache_dtype="fp8")
+    whole, half = (plan_memory(shape, c, GPU) for c in (EngineConfig(), config))
+    assert 2 * half.unit_bytes == whole.unit_bytes
+    assert 2 * half.kv_bytes_per_token == whole.kv_bytes_per_token
+    assert half.state_units == -(-state_layout(shape, config).nbytes // half.unit_bytes)
+    assert state_layout(shape, config) == state_layout(shape, EngineConfig())
+
+
+def test_quantized_weights_of_mixers_are_a_byte_each_and_a_scale_a_row() -> None:
+    shape = ModelShape.from_config(QWEN_27B)
+    for name in ("int8", "fp8"):
+        config = EngineConfig(quantization=name)
+        whole, rounded = (plan_memory(shape, c, GPU).terms for c in (EngineConfig(), config))
+        less = whole["weights"] - rounded["weights"]
+        assert less == shape.layer_matrices - 4 * shape.layer_channels
+        # One row of a large matrix after the other is widened.
+        assert 6 << 20 < rounded["logits"] - whole["logits"] < 64 << 20
+
+
+def test_experts_beside_states_stay_whole_and_are_named() -> None:
+    shape = ModelShape.from_config({"model_type": "qwen3_5_moe_text"})
+    with pytest.raises(ConfigError, match="experts beside these stay whole") as caught:
+        plan_memory(shape, EngineConfig(quantization="fp8"), GPU)
+    assert caught.value.field == "quantization"
+
+
+def test_an_fp8_cache_is_refused_where_no_layer_has_keys() -> None:
+    with pytest.raises(ConfigError, match="states and no keys") as caught:
+        plan_memory(
+            ModelShape.from_config({"model_type": "mamba2"}), EngineConfig(cache_dtype="fp8"), GPU
+        )
+    assert caught.value.field == "cache_dtype"
+
+
 @pytest.mark.parametrize(
     ("setting", "value"),
     [
         ("deterministic", True),
-        ("cache_dtype", "fp8"),
         ("tensor_parallel", 2),
-        ("kernels", "cpu"),
-        ("quantization", "int8"),
+        ("kernels", "flashinfer"),
     ],
 )
 def test_what_does_not_work_with_states_yet_is_refused_by_name(setting: str, value: Any) -> None:

@@ -2,6 +2,7 @@
 meta device, and against what is held.
 """
 
+import inspect
 import re
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ KEPT = [
 
 
 def test_every_class_with_such_a_list_has_a_row_that_counts_it() -> None:
-    for kind in ALONE:
+    for kind, row in ALONE.items():
         if kind in WITHOUT:
             continue
         own = tiny_any.settings_of(kind)
@@ -50,6 +51,45 @@ def test_every_class_with_such_a_list_has_a_row_that_counts_it() -> None:
         assert count(buffers, strict) == shape.buffers, kind
         every = sum(x.numel() for x in buffers.values())
         assert every == shape.buffers + shape.typed_buffers, kind
+        if shape.experts:
+            assert shares_of(model, shape.hidden) is wide(row.wide_shares), kind
+        if (tables := tables_of(model)) is not None:
+            assert tables is wide(row.wide_rotary == "tables"), kind
+
+
+def wide(in_float32: bool) -> torch.dtype:
+    return torch.float32 if in_float32 else torch.bfloat16
+
+
+def shares_of(model: torch.nn.Module, hidden: int) -> torch.dtype:
+    """The type of the shares that a mixture gives its experts."""
+
+    class MetError(Exception):
+        pass
+
+    def meet(_module: torch.nn.Module, call: tuple[torch.Tensor, ...]) -> None:
+        raise MetError(next(x.dtype for x in call[1:] if x.is_floating_point()))
+
+    name, experts = next((n, m) for n, m in model.named_modules() if hasattr(m, "is_concatenated"))
+    experts.register_forward_pre_hook(meet)
+    mixture = model.get_submodule(name.rpartition(".")[0])
+    with pytest.raises(MetError) as met:
+        mixture(torch.empty(1, 3, hidden, dtype=torch.bfloat16, device="meta"))
+    dtype = met.value.args[0]
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def tables_of(model: torch.nn.Module) -> torch.dtype | None:
+    """The type of rotary tables that all layers share, None where they have none of this kind."""
+    rotary = getattr(model.base_model, "rotary_emb", None)
+    if rotary is None or len(inspect.signature(rotary.forward).parameters) != 2:
+        return None
+    x = torch.empty(1, 3, 8, dtype=torch.bfloat16, device="meta")
+    tables = rotary(x, torch.zeros(1, 3, dtype=torch.long, device="meta"))
+    dtype = tables[0].dtype
+    assert isinstance(dtype, torch.dtype)
+    return dtype
 
 
 def count(tensors: dict[str, torch.Tensor], kept: set[str]) -> int:

@@ -160,16 +160,18 @@ def unread(
     body: Mapping[str, Any],
     refused: Mapping[str, Refused] = REFUSED,
     known: Mapping[type, Collection[str]] = MappingProxyType({}),
+    more_names: Collection[str] = (),
 ) -> bytes:
     """The names that nothing reads, those of harmless fields among them, as a header's value.
-    ``known``: by type what else has a meaning there. Raises ApiError 400 for a slip of a known one.
+    ``known``: by type what else has a meaning there; ``more_names``: what else is in the header.
+    Raises ApiError 400 for a slip of a known one.
     """
     own = {*refused, *known.get(kind, ())}
     names = unread_names(kind, body, {Message: REFUSED_OF_MESSAGES, **known, kind: own})
     fields = kind.model_fields
     instead = {name: each.instead for name, each in refused.items() if name not in fields}
     refuse_slips(names, HARMLESS, instead)
-    return listed(dict.fromkeys(each.shown for each in names))
+    return listed(dict.fromkeys([*more_names, *(each.shown for each in names)]))
 
 
 def accept(

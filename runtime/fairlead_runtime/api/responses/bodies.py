@@ -22,7 +22,14 @@ from fairlead_runtime.api.bodies.request_bodies import ChatBody, GenerationReque
 from fairlead_runtime.api.bodies.sent_names import SentNames, without_tags
 from fairlead_runtime.api.bodies.tool_bodies import ALLOWED, MAX_TOOLS
 from fairlead_runtime.api.responses.items import MAX_ITEMS, SILENT, Item, messages_of
-from fairlead_runtime.api.responses.namespaces import KIND, Placed, functions_of, joined
+from fairlead_runtime.api.responses.namespaces import (
+    KIND,
+    Placed,
+    functions_of,
+    is_search,
+    joined,
+    searches_in,
+)
 from fairlead_runtime.front.errors import ApiError, invalid
 from fairlead_runtime.front.strict_body import MAX_NAME, StrictBody, Whole, check_model, validated
 from fairlead_runtime.request.sequence import RequestError
@@ -107,7 +114,8 @@ def response(body: Mapping[str, Any], served: str) -> GenerationRequest:
     """Raises ApiError 400, or 404 for a model other than ``served``, and RequestError."""
     check_model(body.get("model"), served)
     refuse_fields(body, (), _REFUSED)
-    ignored = unread(ResponseBody, body, _REFUSED_HERE, _KNOWN)
+    searches = searches_in(body.get("tools"))
+    ignored = unread(ResponseBody, body, _REFUSED_HERE, _KNOWN, searches)
     try:
         parsed = validated(ResponseBody, body)
     except ApiError as error:
@@ -202,7 +210,9 @@ def _echo(
         "text": {"format": (parsed.text and parsed.text.format) or {"type": "text"}},
         "tool_choice": parsed.tool_choice or "auto",
         "tools": [
-            tool if tool["type"] == KIND else {"strict": None, "parameters": None, **tool}
+            tool
+            if tool["type"] == KIND or is_search(tool)
+            else {"strict": None, "parameters": None, **tool}
             for tool in parsed.tools or ()
         ],
         "top_p": request.params.top_p,

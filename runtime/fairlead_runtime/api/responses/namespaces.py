@@ -1,5 +1,7 @@
 """Tools in groups, as coding tools send those of agents and of MCP servers: a ``namespace`` with
 functions in it. A model knows each as one function, by both names; its calls come back as two.
+
+Searches of the web, which a model may use or not and coding tools always offer, are left out.
 """
 
 import re
@@ -12,6 +14,7 @@ from fairlead_runtime.front.errors import invalid
 KIND = "namespace"  # the type of such a tool, and the field of a call
 _BETWEEN = "__"
 _NAME = re.compile(FUNCTION_NAME)
+_SEARCH = re.compile(r"web_search(_preview)?(_\d{4}_\d{2}_\d{2})?")
 Tool = Mapping[str, Any]
 
 
@@ -36,11 +39,14 @@ def joined(namespace: str | None, name: str) -> str:
 
 def functions_of(tools: Sequence[Tool]) -> Iterator[Placed]:
     """The functions of the tools, in their order, each with the description of its namespace before
-    its own. Raises ApiError 400 for any other tool, and for more than MAX_TOOLS functions.
+    its own. Raises ApiError 400 for any other tool but a search, and for more than MAX_TOOLS
+    functions.
     """
     _count(tools)
     for place, tool in enumerate(tools):
         path = f"tools.{place}"
+        if is_search(tool):
+            continue
         if tool.get("type") != KIND:
             yield _function(path, tool)
             continue
@@ -57,6 +63,19 @@ def functions_of(tools: Sequence[Tool]) -> Iterator[Placed]:
         for number, each in enumerate(inner):
             placed = _function(f"{path}.tools.{number}", each)
             yield Placed(placed.path, _described(each, described), name)
+
+
+def is_search(tool: Tool) -> bool:
+    """Whether a tool is a search of the web, by any of the names that OpenAI's API has for it."""
+    kind = tool.get("type")
+    return isinstance(kind, str) and _SEARCH.fullmatch(kind) is not None
+
+
+def searches_in(tools: Any) -> list[str]:
+    """The searches among the tools, of any type yet, as the header shows what was ignored."""
+    if not isinstance(tools, list):
+        return []
+    return [f"tools.{tool['type']}" for tool in tools if isinstance(tool, dict) and is_search(tool)]
 
 
 def _count(tools: Sequence[Tool]) -> None:
@@ -81,8 +100,11 @@ def _function(path: str, tool: Tool) -> Placed:
     if tool.get("type") != "function":
         raise invalid(
             f"{path}.type",
-            'must be "function", or "namespace" for a group of them; no other tool is built in',
+            'must be "function", or "namespace" for a group of them; no tool is built in',
         )
+    if "name" not in tool and isinstance(tool.get("function"), dict):
+        message = "is a chat's form: send name, description and parameters beside type"
+        raise invalid(f"{path}.function", message)
     return Placed(path, tool)
 
 

@@ -21,6 +21,7 @@ transformers' code multiplies by what they stand for (``models/quantized.py``), 
 their own copy of the same numbers, so every comparison judges the kernels alone.
 """
 
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -38,6 +39,7 @@ from fairlead_runtime.child.heap import release_memory
 from fairlead_runtime.device.conversion import recognize_ends
 from fairlead_runtime.device.conversion.fixed_order_ends import use_fixed_order_ends
 from fairlead_runtime.device.conversion.float32_view import widened_to_float32
+from fairlead_runtime.device.conversion.pack_states import PackedStates
 from fairlead_runtime.device.conversion.packed_linears import (
     PackedProducts,
     owners_of,
@@ -73,8 +75,11 @@ from fairlead_runtime.device.model.paged_attention import (
 )
 from fairlead_runtime.device.model.paged_model import PagedModel, ProbePass, causal_attention
 from fairlead_runtime.device.model.rank_group import RankGroup
+from fairlead_runtime.device.model.state_cache import FirstStates
+from fairlead_runtime.device.model.state_layers import StateMixer
 from fairlead_runtime.models.quantized import QuantizedEmbedding, QuantizedLinear
 from fairlead_runtime.settings.startup_parts import Report, unreported
+from fairlead_runtime.sizing.groups import NO_KEYS
 
 T = TypeVar("T")
 OTHER_RANK = "it does not fit on another rank"
@@ -86,7 +91,8 @@ class Fusion:
     that stays the model's own; ``reason`` says why not all are.
 
     ``head``: the type of a packed head, "" for none; ``head_reason``: why the model's own code
-    calls it where all layers are fused. ``products``: what else of that code is packed.
+    calls it where all layers are fused. ``products``: what else of that code is packed; ``states``:
+    the mixers that run once a step.
     """
 
     fused: int
@@ -97,6 +103,7 @@ class Fusion:
     head: str = ""
     head_reason: str = ""
     products: PackedProducts = field(default_factory=PackedProducts)
+    states: PackedStates = field(default_factory=PackedStates)
 
     def __str__(self) -> str:
         around = f" and all but the MLP of {self.around_mlp}" if self.around_mlp else ""
@@ -109,7 +116,8 @@ class Fusion:
         if self.head_reason:
             head = f"{head} in" if head else ", head by"
             head += f" the model's code ({self.head_reason})"
-        return f"fused {self.fused}/{self.layers} layers{cause}{weights}{self.products}{head}"
+        layers = f"fused {self.fused}/{self.layers} layers{cause}"
+        return f"{layers}{weights}{self.products}{self.states}{head}"
 
 
 @torch.inference_mode()
@@ -118,6 +126,9 @@ def quantize_weights(model: PagedModel, to: Format, *, head: bool = False) -> No
     ``QuantizedLinear`` instead, for transformers' code to compute with and for ``fuse`` to pack.
     With ``head`` the output matrix, too, and embeddings that share it.
     """
+    if model.states:
+        _quantize_linears(model, to)
+        return
     owners = owners_of(model.model)
     layers = decoder_layers(model)
     # What is recorded of a layer holds its modules: it goes with them.
@@ -127,6 +138,25 @@ def quantize_weights(model: PagedModel, to: Format, *, head: bool = False) -> No
     release_memory()  # of the plain weights, which no layer after these takes up
     if head and layers:
         _quantize_head(model, layers, to)
+
+
+def _quantize_linears(model: PagedModel, to: Format) -> None:
+    """Quantize what the model's code multiplies by but its head: each linear layer by itself, which
+    goes on being called.
+    """
+    head = model.model.get_output_embeddings()
+    for parent in list(model.model.modules()):
+        for name, module in list(parent.named_children()):
+            if type(module) is nn.Linear and module is not head:
+                bias = None if module.bias is None else module.bias.data
+                setattr(parent, name, QuantizedLinear(quantize(module.weight.data, to), bias))
+    release_memory()
+
+
+def quantized_elements(model: PagedModel) -> int:
+    """Elements of all matrices that are held quantized."""
+    linears = (m for m in model.model.modules() if isinstance(m, QuantizedLinear))
+    return sum(math.prod(linear.weight.shape) for linear in linears)
 
 
 def _quantize_layer(layer: nn.Module, recorded: Recorded, owners: Counter[int], to: Format) -> None:
@@ -187,12 +217,8 @@ def fuse(
     """
     if operations is None:
         return Fusion(0, len(model.windows))
-    if model.states:
-        return Fusion(0, len(model.windows), "its layers keep states")
-    if model.mixed:
-        return Fusion(0, len(model.windows), "its layers differ in their heads")
     fusion, runs = _fuse_layers(model, operations, ranks, repack, report)
-    step = _ScratchPass(model.heads, model.device)
+    step = _ScratchPass(model)
     model_operations: CpuOperations | None = operations.model_operations
     if fusion.fused == fusion.layers:
         try:
@@ -239,7 +265,11 @@ def _fuse_layers(
         model.calls[index] = layer.call  # a factor of its queries is one of the scores here
         fused.append(layer)
     sharded = ranks is not None
-    runs = [FusedRun(run, model.heads, operations, sharded=sharded) for run in _runs(fused)]
+    heads = model.layer_heads
+    runs = [
+        FusedRun(run, heads[run[0].index], operations, sharded=sharded)
+        for run in _runs(fused, heads)
+    ]
     for run in runs:
         places = enumerate(run.layers)
         Replacement({layers[x.index]: run.forward_of(place) for place, x in places}).apply()
@@ -264,7 +294,7 @@ def _fuse_ends(
         expected = recognize_ends.other_logits(model, step)
         # Before the head's weights are packed, which takes them. It rounds as the layers do.
         rounding = max(layer.rounding for layer in runs[0].layers)
-        samples = _ScratchPass(model.heads, model.device, SAMPLES)
+        samples = _ScratchPass(model, SAMPLES)
         noise = recognize_ends.noise(model, layers, samples, expected, rounding, together=True)
         fused_model = recognize_ends.FusedModel(ends, runs[0], operations, model.heads.dtype)
         restore = partial(fused_model.restore, ends)
@@ -290,12 +320,13 @@ def _replacement_of(
     return Replacement(weights=weights, give_back=None if owner is None else owner.give_back)
 
 
-def _runs(fused: Sequence[FusedLayer]) -> list[list[FusedLayer]]:
-    """Consecutive layers of equal sizes."""
+def _runs(fused: Sequence[FusedLayer], heads: Sequence[Heads]) -> list[list[FusedLayer]]:
+    """Consecutive layers of equal sizes, those of their ``heads``, by layer, too."""
     runs: list[list[FusedLayer]] = []
+    sizes: object = None
     for layer in fused:
-        last = runs[-1][-1] if runs else None
-        if last is not None and (last.index + 1, last.sizes) == (layer.index, layer.sizes):
+        before, sizes = sizes, (layer.sizes, heads[layer.index])
+        if runs and (runs[-1][-1].index + 1, before) == (layer.index, sizes):
             runs[-1].append(layer)
         else:
             runs.append([layer])
@@ -303,21 +334,32 @@ def _runs(fused: Sequence[FusedLayer]) -> list[list[FusedLayer]]:
 
 
 class _ScratchPass(CachedPass):
-    """Short sequences, one after the other, in a float32 cache of their own."""
+    """Short sequences, one after the other, in a float32 cache of their own. Layers with heads of
+    one size have it in common: each writes its keys before it reads them.
+    """
 
-    def __init__(self, heads: Heads, device: torch.device, sequences: int = 1) -> None:
+    def __init__(self, model: PagedModel, sequences: int = 1) -> None:
         tokens = sequences * TOKENS
-        size = (1, tokens, heads.kv)
-        keys = torch.zeros(*size, heads.dim, device=device)
-        values = torch.zeros(*size, heads.value_dim, device=device)
-        self.keep = torch.arange(tokens, device=device)
-        self._cached = CachedLayer(keys, values, self.keep)
+        self.keep = torch.arange(tokens, device=model.device)
+        self._heads = model.layer_heads
+        self._cached: dict[Heads, CachedLayer] = {}
+        for h in {*self._heads}:
+            keys, values = (
+                torch.zeros(1, tokens, h.kv, dim, device=model.device)
+                for dim in (h.dim, h.value_dim)
+            )
+            self._cached[h] = CachedLayer(keys, values, self.keep)
 
-    def cached(self, _layer: int) -> CachedLayer:
-        return self._cached
+    def cached(self, layer: int) -> CachedLayer:
+        return self._cached[self._heads[layer]]
 
-    def attend_cached(self, _layer: int, query: Tensor, call: AttentionCall) -> Tensor:
-        keys, values = (x[0].to(query.dtype) for x in (self._cached.keys, self._cached.values))
+    def mix(self, _layer: int, mixer: StateMixer, hidden: Tensor) -> Tensor:
+        sequences = hidden.view(-1, TOKENS, hidden.shape[-1])
+        return mixer.call(sequences, FirstStates()).reshape(hidden.shape)
+
+    def attend_cached(self, layer: int, query: Tensor, call: AttentionCall) -> Tensor:
+        cached = self.cached(layer)
+        keys, values = (x[0].to(query.dtype) for x in (cached.keys, cached.values))
         count = len(query) // TOKENS
         each = zip(query.chunk(count), keys.chunk(count), values.chunk(count), strict=True)
         return torch.cat([causal_attention(q, k, v, call.scale) for q, k, v in each])
@@ -336,6 +378,10 @@ def _fused(
     """
 
     def packed() -> tuple[FusedLayer, Recording, Rope]:
+        if index in model.states:
+            raise DoesNotFitError("it keeps a state")
+        if model.sources[index] == NO_KEYS:
+            raise DoesNotFitError("it has no attention")
         if model.sources[index] != index or model.sources.count(index) > 1:
             raise DoesNotFitError(
                 "it reads the keys of another layer, or another one reads its keys"
@@ -363,7 +409,7 @@ def _fused(
 
     def proven() -> None:
         added: list[Tensor] = []
-        step = _ScratchPass(model.heads, model.device)
+        step = _ScratchPass(model)
         out = fused.run(recording.input.clone(), added, angles, step)
         again = partial(repeat, recorded.call)
         noise = Noise.of(recording.output, again, fused.rounding)

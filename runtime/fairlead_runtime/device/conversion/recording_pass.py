@@ -49,8 +49,9 @@ class Recorded:
 class _RecordingPass(ProbePass):
     """Records what each layer passes to its attention."""
 
-    def __init__(self, keep: Tensor, layers: list[Recorded]) -> None:
-        super().__init__(keep)
+    def __init__(self, model: PagedModel, layers: list[Recorded]) -> None:
+        super().__init__(torch.tensor([0], device=model.device))
+        self.states |= model.states
         self._layers = layers
 
     def attend(
@@ -91,7 +92,7 @@ def record(model: PagedModel, layers: list[nn.Module]) -> list[Recorded]:
         if model.heads.dtype is not torch.float32:
             for layer in layers:
                 _widen_while_it_runs(hooks, layer, model.device, model.heads.dtype)
-        step = _RecordingPass(torch.tensor([0], device=model.device), recorded)
+        step = _RecordingPass(model, recorded)
         model.run(ids, positions, step)
     return recorded
 

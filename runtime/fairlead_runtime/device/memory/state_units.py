@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fairlead_kernels.interface.states import StatePlace
 from fairlead_runtime.sizing.states import ALIGNMENT, StateComponent, StateLayout
 
 _WORD = torch.int64  # bytes are copied by eight
@@ -41,11 +42,19 @@ class StateUnits:
     def __init__(self, units: Tensor, layout: StateLayout) -> None:
         self.layout = layout
         self._pool = units.view(_WORD)
+        self._places = {
+            layer: {part.name: StatePlace(units, part.offset) for part in components}
+            for layer, components in layout.layers.items()
+        }
         self.count = layout.units(units.shape[1])  # units of one state
         self._shares = {
             layer: _share(components, self._pool.shape[1])
             for layer, components in layout.layers.items()
         }
+
+    def places(self, layer: int) -> Mapping[str, StatePlace]:
+        """Where the states of one layer lie, by name."""
+        return self._places[layer]
 
     def read(self, layer: int, units: Tensor) -> dict[str, Tensor]:
         """Copies of the states [B, ...] of one layer, by name, which may be changed. ``units``

@@ -230,13 +230,13 @@ class PagedModel:
 
     @property
     def torch_because(self) -> str:
-        """Why attention in plain torch alone can serve it: its keys lie in places of a token. Empty
-        where other kernels can.
+        """Why attention in plain torch alone can serve it on a GPU: its keys lie in places of a
+        token, which the C++ kernels of CPUs read. Empty where other kernels can.
         """
         if self.states:
-            return "its layers keep states, in units in which other kernels find no keys"
+            return "its layers keep states, in units in which no kernels of GPUs find keys"
         if self.mixed:
-            return "its layers differ in their heads, which other kernels do not know"
+            return "its layers differ in their heads, which no kernels of GPUs know"
         return ""
 
     @property

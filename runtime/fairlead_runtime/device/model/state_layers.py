@@ -5,8 +5,10 @@ forward pass: it hands transformers' own code to the current pass, which calls i
 by itself (``StateStep``). That code cannot keep packed sequences apart.
 
     packed row   [ a | b | c c c | d | e e ]
-    calls        [a, b, d] as [3, 1]      decodes of one layer together, over gathered states
+    calls        [a, b, d] as [3, 1]      up to DECODES decodes together, over gathered states
                  [c c c], [e e] as [1, t] each chunk of a prompt, from its own state
+
+Where operations on states can serve a mixer, its code runs once instead (``state_packed``).
 """
 
 import inspect
@@ -20,8 +22,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from fairlead_kernels.interface import states as packed_states
+from fairlead_kernels.interface.states import StateOperations, StatePlace
 from fairlead_runtime.device.model.batch import StateRows
 from fairlead_runtime.device.model.state_cache import RECURRENT, FirstStates, StateCache
+from fairlead_runtime.device.model.state_packed import (
+    PackedCache,
+    PackedMixer,
+    PackedStates,
+    rows_of,
+)
 from fairlead_runtime.device.model.state_scans import (
     SCAN,
     STEP,
@@ -31,6 +41,7 @@ from fairlead_runtime.device.model.state_scans import (
     forward_with,
     function_of,
 )
+from fairlead_runtime.sizing.states import DECODES, StatePart
 
 # Of transformers' caches: the methods of which a layer with a state calls some.
 _ASKS = frozenset(
@@ -61,6 +72,10 @@ class States(Protocol):
         """Keep these states [B, ...] of one layer."""
         ...
 
+    def places(self, layer: int) -> Mapping[str, StatePlace]:
+        """Where those of one layer lie, by name."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chunk:
@@ -80,7 +95,7 @@ class Chunk:
 class StateStep:
     """The rows of a pass as mixers take them. ``decodes`` int64 [B]: the places of the rows of one
     generated token, None where all tokens are such; their units ``source`` and ``target`` int64
-    [B, n].
+    [B, n]. ``rows``: all rows, for mixers that compute them at once; None on a GPU.
     """
 
     states: States
@@ -88,9 +103,12 @@ class StateStep:
     source: Tensor
     target: Tensor
     chunks: tuple[Chunk, ...]
+    rows: packed_states.StateRows | None = None
 
     def run(self, layer: int, mixer: "StateMixer", hidden: Tensor) -> Tensor:
         """What a mixer makes of hidden states [1, T, hidden] of packed rows."""
+        if mixer.packs and self.rows is not None:
+            return mixer.run_packed(hidden, PackedStates(self.rows, self.states.places(layer)))
         if self.decodes is None:
             return self._decode(layer, mixer, hidden.transpose(0, 1)).transpose(0, 1)
         out: Tensor | None = None
@@ -110,10 +128,16 @@ class StateStep:
         return out[None]
 
     def _decode(self, layer: int, mixer: "StateMixer", hidden: Tensor) -> Tensor:
-        cache = StateCache(self.states.read(layer, self.source))
-        mixed = mixer.call(hidden, cache)
-        self.states.write(layer, self.target, cache.states)
-        return mixed
+        """Rows [B, 1, hidden] in calls of as many as memory for copies of their states is planned
+        for.
+        """
+        parts = []
+        rows = (torch.split(x, DECODES) for x in (hidden, self.source, self.target))
+        for tokens, source, target in zip(*rows, strict=True):
+            cache = StateCache(self.states.read(layer, source))
+            parts.append(mixer.call(tokens, cache))
+            self.states.write(layer, target, cache.states)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _compute(self, layer: int, mixer: "StateMixer", hidden: Tensor, chunk: Chunk) -> Tensor:
         before = None if chunk.source is None else self.states.read(layer, chunk.source)
@@ -138,10 +162,13 @@ def step_of(rows: StateRows, states: States, device: torch.device) -> StateStep:
             own = slice(row, row + 1)
             first, read = end - count, None if begins else source[own]
             chunks.append(Chunk(first, first + prompt, end, read, target[own]))
+    packed_rows = rows_of(*rows) if device.type == "cpu" else None
     if not chunks:
-        return StateStep(states, None, source, target, ())
-    at, index = (torch.tensor(x, dtype=torch.int64, device=device) for x in (places, decodes))
-    return StateStep(states, at, source[index], target[index], tuple(chunks))
+        return StateStep(states, None, source, target, (), packed_rows)
+    at, index = (
+        torch.tensor(x, dtype=torch.int64).to(device, non_blocking=True) for x in (places, decodes)
+    )
+    return StateStep(states, at, source[index], target[index], tuple(chunks), packed_rows)
 
 
 class StateMixer:
@@ -150,7 +177,7 @@ class StateMixer:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._module: Any = module  # torch types each attribute as tensor or module
+        self.module: Any = module  # torch types each attribute as tensor or module
         # Of the class: a module that was prepared before has another.
         self._forward: Callable[..., Any] = MethodType(type(module).forward, module)
         parameters = inspect.signature(self._forward).parameters
@@ -169,6 +196,7 @@ class StateMixer:
         }
         self.returned = 1  # values, of which the first are hidden states
         self.forgets = False
+        self._packed: PackedMixer | None = None
         # Of the time steps of a prompt, which the code for several tokens keeps.
         least, most = getattr(module, "time_step_limit", None) or UNBOUNDED
         self.bounds = None if (max(least, 0.0), most) == UNBOUNDED else (least, most)
@@ -179,11 +207,44 @@ class StateMixer:
         """Transformers' own pass, without ours."""
         return self._forward(*args, **kwargs)
 
+    @property
+    def packs(self) -> bool:
+        """Whether its code runs once for all rows of a step."""
+        return self._packed is not None
+
+    def pack(self, parts: tuple[StatePart, ...], operations: StateOperations) -> None:
+        """Let it run once a step on these operations, with the states ``parts``. Raises ValueError
+        where it cannot.
+        """
+        self._packed = PackedMixer(self.module, parts, operations)
+
+    @contextmanager
+    def calling(self, functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+        """Inside the ``with`` block its code, row by row, calls these by their names."""
+        forward, self._forward = self._forward, forward_with(self.module, **functions)
+        try:
+            yield
+        finally:
+            self._forward = forward
+
+    def unpack(self) -> None:
+        """Let it run row by row, as transformers' code does."""
+        self._packed = None
+
+    def run_packed(self, hidden: Tensor, states: PackedStates) -> Tensor:
+        """What a mixer that ``packs`` makes of hidden states [1, T, hidden] of a step's rows."""
+        packed = self._packed
+        if packed is None:
+            raise RuntimeError("a mixer that runs row by row was given a whole step")
+        return packed.run(lambda: self._run(packed.forward, hidden, PackedCache()), states)
+
     def call(self, hidden: Tensor, cache: StateCache) -> Tensor:
         """One call of transformers' code: hidden states [B, t, hidden] of B sequences."""
         return self._run(self._forward, hidden, cache)
 
-    def _run(self, forward: Callable[..., Any], hidden: Tensor, cache: StateCache) -> Tensor:
+    def _run(
+        self, forward: Callable[..., Any], hidden: Tensor, cache: StateCache | PackedCache
+    ) -> Tensor:
         out = forward(hidden_states=hidden, **{self._cache: cache}, **self._others)
         if isinstance(out, tuple):
             self.returned = len(out)
@@ -214,8 +275,8 @@ class StateMixer:
             if self.forgets and states is not None and hidden.shape[1] > 1:
                 mixed = self._continue(hidden, cache)
             elif self.bounds and bounded and states is not None and hidden.shape[1] == 1:
-                step = bounded_step(function_of(self._module, STEP), self.bounds)
-                forward = forward_with(self._module, **{STEP: step})
+                step = bounded_step(function_of(self.module, STEP), self.bounds)
+                forward = forward_with(self.module, **{STEP: step})
                 mixed = self._run(forward, hidden, cache)
             else:
                 mixed = self.call(hidden, cache)
@@ -225,21 +286,21 @@ class StateMixer:
         """Several tokens behind others by a mixer that forgets: with a scan that does not, or one
         after the other.
         """
-        if not calls(self._module, SCAN):
+        if not calls(self.module, SCAN):
             tokens = torch.split(hidden, 1, dim=1)
             return torch.cat([self.call(token, cache) for token in tokens], dim=1)
         state = cache.states[RECURRENT]
-        scan = continued_scan(function_of(self._module, SCAN), lambda: state)
-        return self._run(forward_with(self._module, **{SCAN: scan}), hidden, cache)
+        scan = continued_scan(function_of(self.module, SCAN), lambda: state)
+        return self._run(forward_with(self.module, **{SCAN: scan}), hidden, cache)
 
     @contextmanager
     def _unbounded(self) -> Iterator[None]:
         """Let the mixer's code keep no bounds on time steps."""
-        self._module.time_step_limit = UNBOUNDED
+        self.module.time_step_limit = UNBOUNDED
         try:
             yield
         finally:
-            self._module.time_step_limit = self.bounds
+            self.module.time_step_limit = self.bounds
 
     def hidden_of(self, *args: Any, **kwargs: Any) -> Tensor:
         """The hidden states [1, T, hidden] of a packed call. Raises RuntimeError for a call that

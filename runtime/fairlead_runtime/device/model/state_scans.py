@@ -1,7 +1,8 @@
 """Functions that transformers' mixers call, where their own would be wrong behind other tokens.
 
 Owns two corrections, each of which one mixer's forward pass calls in place of the function of that
-name: transformers' module stays as it is.
+name: transformers' module stays as it is. Mixers that run once a step (``state_packed``) need
+neither.
 
 - A selective scan (Mamba 1) begins from zeros, whatever state the mixer has. What the state adds to
   it fades by itself, so it is added.

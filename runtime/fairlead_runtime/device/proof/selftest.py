@@ -31,7 +31,13 @@ from fairlead_kernels.packages.humming_memory import UNPACKAGED
 from fairlead_kernels.packages.humming_products import HummingProducts
 from fairlead_kernels.plain.torch_attention import TorchAttention
 from fairlead_kernels.proofs.attention_proof import BLOCK_SIZE as PROVEN
-from fairlead_runtime.device.conversion.fusion import Fusion, fuse, quantize_weights
+from fairlead_runtime.device.conversion.fusion import (
+    Fusion,
+    fuse,
+    quantize_weights,
+    quantized_elements,
+)
+from fairlead_runtime.device.conversion.pack_states import pack_states
 from fairlead_runtime.device.conversion.recording_pass import (
     decoder_layers,
     modules_in_float32,
@@ -44,7 +50,7 @@ from fairlead_runtime.device.model.experts import samples_of
 from fairlead_runtime.device.model.paged_model import PagedModel
 from fairlead_runtime.device.model.rank_group import RankGroup
 from fairlead_runtime.device.proof import determinism, windows
-from fairlead_runtime.device.proof.fp8_reference_cache import RoundedCache
+from fairlead_runtime.device.proof.fp8_reference_cache import rounded_cache
 from fairlead_runtime.device.ranks import shards
 from fairlead_runtime.models import families
 from fairlead_runtime.models.loading import LoadedModel
@@ -119,6 +125,12 @@ LAST = 5
 # inputs leave out: after random tokens a trained model may be of two minds, and bfloat16 moves
 # Gemma 3 270M's logits by 0.6 at a token where transformers' own moves them by 0.04.
 FURTHEST = 0.1
+
+
+class UnexplainedError(SelfTestError):
+    """Logits differ by more than rounding explains in general, and are numbers; what it does to
+    this model was not computed.
+    """
 
 
 class NotPackedError(SelfTestError):
@@ -218,6 +230,7 @@ def prepare_and_test(
     deterministic: bool = False,
     block_size: int = PROVEN,
     compilers: int = 1,
+    judged: bool = True,
     report: Report = unreported,
 ) -> tuple[ServedModel, SelfTestResult]:
     """The model on our paged attention and on the kernels that serve it, and the result. Raises
@@ -234,7 +247,9 @@ def prepare_and_test(
     With ``deterministic`` on kernels whose sums have one order, which the canary shows.
     ``block_size``: of the cache that will be served, for which kernels may be compiled;
     ``compilers``: how many compilers of a package's 4-bit products may run at a time; ``report``
-    hears which part runs, and of its layers.
+    hears which part runs, and of its layers. ``judged`` False leaves out what float32's rounding
+    does to the model, half of transformers' passes, and raises UnexplainedError where the result
+    depends on that: the model is then to be loaded anew, since fused layers have its weights.
     """
     name = str(loaded.config.model_type)
     report("kernels")
@@ -244,13 +259,18 @@ def prepare_and_test(
         choice = _pick(model, kernels, **settings)
         quantized = loaded.shape.held or quantization
         to = None if loaded.shape.quantized else _rounded_to(quantization)
+        if to is not None and model.states and model.device.type == "cpu":
+            # Its linear layers are rounded for transformers' code, not packed.
+            attention = TorchAttention(model.heads, model.device)
+            choice = replace(choice, attention=attention, operations=None)
         reference = _ReferenceLogits.of(
             model,
             loaded,
             to,
-            _rounded_weights(model, choice, to),
+            _rounded_weights(model, choice, to, loaded.shape.layer_matrices),
             _input_rounding(choice, quantized),
             report,
+            judged=judged or model.heads.dtype is not torch.float32,
         )
         report("kernels")
         products = _products(loaded, quantized, choice, model, compilers)
@@ -268,7 +288,11 @@ def prepare_and_test(
 
 
 def _check_fused(loaded: LoadedModel, quantized: str, fusion: Fusion) -> None:
-    """Raise ConfigError for quantized weights in a layer that transformers' code computes."""
+    """Raise ConfigError for quantized weights in a layer that transformers' code computes, but of
+    models with states: there its linear layers multiply by them, and none was left out.
+    """
+    if loaded.shape.states:
+        return
     if quantized != "none" and fusion.fused < fusion.layers:
         raise ConfigError(
             "quantization",
@@ -278,14 +302,35 @@ def _check_fused(loaded: LoadedModel, quantized: str, fusion: Fusion) -> None:
 
 
 @contextmanager
-def _rounded_weights(model: PagedModel, choice: BackendChoice, to: Format | None) -> Iterator[None]:
-    """Round a model's weights, in the ``with`` block and after it, ``to`` this format, if any."""
+def _rounded_weights(
+    model: PagedModel, choice: BackendChoice, to: Format | None, matrices: int
+) -> Iterator[None]:
+    """Round a model's weights, in the ``with`` block and after it, ``to`` this format, if any: in
+    its layers so many elements of ``matrices``.
+    """
     if to is not None:
         operations = choice.operations
         packs_head = operations is not None and operations.model_operations is not None
         head = packs_head and model.heads.dtype is torch.float32
         quantize_weights(model, to, head=head)
+        if model.states:
+            _check_linears(model, matrices)
     yield
+
+
+def _check_linears(model: PagedModel, matrices: int) -> None:
+    """Raise ConfigError where a model with states, whose linear layers are quantized, has other
+    matrices than ``matrices`` elements in these, or where its code reads weights of theirs itself.
+    """
+    name, problem = str(model.model.config.model_type), ""
+    if (count := quantized_elements(model)) != matrices:
+        problem = f"{count} of {matrices} weights in matrices of {name!r} are in linear layers"
+    try:
+        model.probe_again()
+    except (TypeError, AttributeError, RuntimeError) as error:
+        problem = f"the code of {name!r} reads weights itself: {type(error).__name__}"
+    if problem:
+        raise ConfigError("quantization", problem, "use none")
 
 
 class _Pass(NamedTuple):
@@ -454,22 +499,24 @@ class _ReferenceLogits:
         rounds: AbstractContextManager[None],
         input_rounding: float,
         report: Report,
+        *,
+        judged: bool = True,
     ) -> Self:
         """Compute them by transformers' code, inside ``rounds`` with the weights rounded ``to``
-        this format. ``input_rounding``: as ``Expected`` has it.
+        this format. ``input_rounding``: as ``Expected`` has it; ``judged``: as its ``of``.
         """
         report("self_test")
         rounding: Rounding | None = None
         cached: Expected | None = None
         cache: Rounding | None = None
         expect = partial(Expected.of, model, loaded.max_model_len, text_ids(loaded), report=report)
-        expected = expect(judged=to is None, input_rounding=input_rounding)
+        expected = expect(judged=judged and to is None, input_rounding=input_rounding)
         if to is not None:
             report("kernels")
         with rounds:
             if to is not None:
                 plain = expected
-                expected = expect(input_rounding=input_rounding)
+                expected = expect(judged=judged, input_rounding=input_rounding)
                 terms = f"{to} weights", "quantization none", ROUNDING[to]
                 rounding = _rounding(model, expected, plain, *terms)
             if model.heads.fp8_cache:
@@ -530,7 +577,8 @@ def _fused(
     """
     kinds, (int4_product, int4_reason) = model.kinds, products
     repack = None if int4_product is None else int4_product.repack
-    fusion = fuse(model, choice.operations, ranks, repack, report)
+    states = pack_states(model, choice.states)
+    fusion = replace(fuse(model, choice.operations, ranks, repack, report), states=states)
     if model.kinds != kinds:  # the operations are those that fused layers have
         choice = replace(_pick(model, kernels, **settings), operations=choice.operations)
     product, notes = choose(samples_of(model.model), model.device, kernels)
@@ -551,14 +599,14 @@ class Expected:
 
     ``reference_error``: how far transformers' logits in a half-precision type are from them, in
     units of their spread; in float32 how far it moves them that modules read what is rounded as
-    float32 rounds it, and by ``input_rounding`` (``Packed.rounding``); 0 where ours are not judged.
+    float32 rounds it, and by ``input_rounding`` (``Packed.rounding``); NaN where it is unknown.
     ``perplexity``: of the text with which the first prompt begins, in float32, and in a
     half-precision type where it was computed; none without a text.
     """
 
     prompts: list[list[int]]
     logits: list[torch.Tensor]
-    reference_error: float = 0.0
+    reference_error: float = math.nan
     perplexity: tuple[float, ...] = ()
     fp8_cache: bool = False
     input_rounding: float = 0.0
@@ -576,8 +624,8 @@ class Expected:
         input_rounding: float = 0.0,
         report: Report = unreported,
     ) -> Self:
-        """``judged``: whether ours will be compared with them, so that ``reference_error`` is
-        needed. ``report`` hears of the layers of all passes.
+        """``judged``: whether ``reference_error`` is computed. ``report`` hears of the layers of
+        all passes.
         """
         prompts = _prompts(model, max_model_len, text or [])
         chunk_ends = [[end - 1 for end in accumulate(_chunks(len(p)))] for p in prompts]
@@ -594,7 +642,7 @@ class Expected:
         half = model.heads.dtype is not torch.float32
         with modules_in_float32(model.model) if half else nullcontext():
             exact, perplexity = compute()
-        exactly = cls(prompts, exact, 0.0, perplexity, fp8_cache, input_rounding)
+        exactly = cls(prompts, exact, math.nan, perplexity, fp8_cache, input_rounding)
         if not judged:
             return exactly
         changes = Changes(model.device, input_rounding)
@@ -658,8 +706,10 @@ def check(
         half = dtype is not torch.float32
         cause = str(dtype).removeprefix("torch.") if half else "the rounding of what layers read"
         moved = f" ({cause} alone moves them by {expected.reference_error:.3g})"
-        also = moved if expected.reference_error else ""
-        raise SelfTestError(
+        also = moved if expected.reference_error > 0 else ""
+        unknown = math.isnan(expected.reference_error) and math.isfinite(delta)
+        kind = UnexplainedError if unknown else SelfTestError
+        raise kind(
             f"self-test: logits of {str(model.model.config.model_type)!r} differ from plain "
             f"transformers by {delta:.3g} of their spread, above the {tolerance:.3g} that rounding "
             f"explains{also}; this model would generate wrong text"
@@ -895,7 +945,8 @@ def _plain_logits(
             ids = torch.tensor([prompt], device=model.device)
             index = torch.tensor(at, device=model.device)
             extra: dict[str, Any] = {"logits_to_keep": index} if model.selects_logits else {}
-            extra |= {"past_key_values": RoundedCache()} if fp8_cache else {}
+            rounds = {"past_key_values": rounded_cache(plain, states=bool(model.states))}
+            extra |= rounds if fp8_cache else {}
             logits = plain(input_ids=ids, use_cache=fp8_cache, **extra).logits[0]
             results.append(logits if model.selects_logits else logits[index])
     return results

@@ -82,9 +82,8 @@ class ModelRunner:
         # Of the steps that are not launched: they run while none is in flight.
         self._batches = self._builder()
         if row_sampler is not None:
-            # Attention on the host has read the batch once its step is launched.
-            second = self._builder() if self._batches.shares_rows else self._batches
-            batches = self._batches, second
+            # What the device gets of a batch may not have been copied when the next one is built.
+            batches = self._batches, self._builder()
             self._mixed = MixedSteps(model, cache, attention, row_sampler, batches, followers)
 
     def _builder(self) -> BatchBuilder:

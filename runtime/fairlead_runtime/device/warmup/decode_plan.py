@@ -60,13 +60,13 @@ class DecodePlan:
         elsewhere = ""  # why the device keeps nothing between steps; empty where it does
         if model.device.type != "cuda":
             elsewhere = f"the model runs on {model.device.type}"
-        elif model.states:
-            elsewhere = "its layers keep states"
+        elif model.states:  # each step of theirs is packed on the host, whatever attends
+            elsewhere = "results are deterministic" if config.deterministic else ""
         elif not isinstance(attention, DecodeAttention):
             elsewhere = f"attention runs on {attention.name}, whose work depends on the lengths"
         elif not sharded:
             on_device = attention
-        graphs_off_because = elsewhere
+        graphs_off_because = elsewhere or ("its layers keep states" if model.states else "")
         if sharded and not elsewhere:
             graphs_off_because = "the ranks of a split model get each step from their first"
         if config.cuda_graphs == "off":

@@ -52,7 +52,6 @@ from fairlead_runtime.sizing.terms import (
     ENTRY_BYTES,
     KEPT_MASKS,
     ROW_SAMPLING_BYTES,
-    STATE_VERSIONS,
     sampler_rows,
 )
 
@@ -101,19 +100,21 @@ def profile(
     block_size: int = BLOCK_SIZE,
     chunk: int = 1,
     state_units: int = 0,
+    state_versions: int = 0,
 ) -> Profile:
     """The memory of the largest steps that these limits allow, and times.
 
     Runs one step of max_batch_tokens (on a CPU of CPU_TOKENS) and one of max_requests decodes.
     ``backend`` in plain torch must be unused: the scratch memory that it keeps is part of
     ``attention``. ``chunk``: tokens of which a mixer computes whole multiples; ``state_units``:
-    units of a sequence's state.
+    units of a sequence's state, of which it has ``state_versions``.
     """
     on_cpu = model.device.type == "cpu"
     least = _filled(CPU_MIXED_TOKENS, chunk) if model.states else CPU_TOKENS
     tokens = min(max_batch_tokens, least) if on_cpu else max_batch_tokens
     max_rows = min(max_requests, max_batch_tokens)
-    rows = min(max_rows, CPU_ROWS) if on_cpu else max_rows
+    # What decodes copy of states does not grow with the rows beyond those of one call.
+    rows = min(max_rows, CPU_ROWS) if on_cpu and not model.states else max_rows
     # A layer with a state computes one row after the other, whose memory grows with its tokens.
     longest = min(tokens, max_model_len, CPU_ROW if on_cpu and not model.states else tokens)
     lengths = [min(longest, tokens - at) for at in range(0, tokens, longest)]
@@ -138,7 +139,14 @@ def profile(
         "activations": activations * _filled(max_batch_tokens, chunk) // _filled(tokens, chunk),
         "logits": logits * max_rows // rows,
         "sampling": _of_all_rows(sampling, rows, max_rows, model),
-        "batch": _batch(model, max_batch_tokens, max_rows, max_model_len, block_size, state_units),
+        "batch": _batch(
+            model,
+            max_batch_tokens,
+            max_rows,
+            max_model_len,
+            block_size,
+            [[0] * state_units for _ in range(state_versions)],
+        ),
     }
     if isinstance(backend, TorchAttention):
         measured["attention"] = _attention(model, backend, max_batch_tokens, max_model_len)
@@ -275,10 +283,10 @@ def _batch(
     rows: int,
     max_model_len: int,
     block_size: int,
-    state_units: int,
+    states: list[list[int]],
 ) -> int:
     """Bytes of the host's buffers after a batch of ``tokens`` in ``rows`` rows of the longest
-    length, and of the lists of their states' units.
+    length, and of the lists of their units of ``states``.
     """
     groups = model.groups
     tables = HostTables(groups, block_size)
@@ -287,18 +295,17 @@ def _batch(
     columns = min(width, WIDTH)
     end = min(columns * block_size, max_model_len)
     ids, table = [0] * end, [0] * columns
-    states = [[0] * state_units for _ in range(STATE_VERSIONS)] if state_units else []
     batch: list[Row] = []
     rest = tokens
     for index in range(rows):
         sequence = _sequence(index, 1)
         sequence.tokens, sequence.tables = ids, [table] * len(groups)
-        sequence.states = states
+        sequence.states = states if states and states[0] else []
         count = max(1, min(end, rest - (rows - index - 1)))
         rest -= count
         batch.append(Row(sequence, end - count, count, samples=True))
     builder.build(batch)
-    listed = rows * STATE_VERSIONS * state_units * ENTRY_BYTES
+    listed = rows * sum(map(len, states)) * ENTRY_BYTES
     return listed + builder.nbytes + tables.table_nbytes * (width - columns) // columns
 
 

@@ -82,6 +82,7 @@ DENSE: Mapping[str, Family] = {
         out_bias="use_bias",
         mlp_bias="use_bias",
         made=("num_key_value_heads", "head_dim"),
+        wide_rotary="tables",
     ),
     "exaone4": Family(
         defaults(
@@ -192,6 +193,7 @@ DENSE: Mapping[str, Family] = {
         norms=0,
         final_norm=False,
         **ATTENTION_BIAS,
+        wide_rotary="tables",
     ),
     "olmo3": Family(
         defaults(50304, 4096, 11008, 32, 32, 2048, sliding_window=4096),
@@ -201,6 +203,7 @@ DENSE: Mapping[str, Family] = {
         window="types",
         full_every=4,
         **ATTENTION_BIAS,
+        wide_rotary="tables",
     ),
     "seed_oss": Family(
         defaults(

@@ -44,6 +44,8 @@ MIXTURES: Mapping[str, Family] = {
         **ATTENTION_BIAS,
         choice_buffer="float32",
         wide_router=True,
+        wide_shares=True,
+        wide_rotary="tables",
     ),
     "flex_olmo": Family(
         defaults(
@@ -61,6 +63,7 @@ MIXTURES: Mapping[str, Family] = {
         experts="intermediate_size",
         aliases=_EXPERTS,
         **ATTENTION_BIAS,
+        wide_rotary="tables",
     ),
     "granitemoe": Family(
         defaults(
@@ -117,6 +120,7 @@ MIXTURES: Mapping[str, Family] = {
         qk_norm="flat",
         experts="intermediate_size",
         choice_buffer="typed",
+        wide_shares=True,
     ),
     "olmoe": Family(
         defaults(
@@ -148,9 +152,11 @@ MIXTURES: Mapping[str, Family] = {
             num_local_experts=16,
             num_experts_per_tok=2,
             lm_head_bias=False,
+            partial_rotary_factor=1.0,
         ),
         norm_bias=True,
         head_bias="lm_head_bias",
+        rope_scales=("short_mscale", "long_mscale"),
         shardable=False,
         experts="intermediate_size",
         window="all",

@@ -67,6 +67,7 @@ SHARED_EXPERTS: Mapping[str, Family] = {
         made=("head_dim",),
         wide_norms=True,
         wide_qk_norms=True,
+        wide_shares=True,
     ),
     "cohere2_moe": Family(
         defaults(
@@ -100,6 +101,7 @@ SHARED_EXPERTS: Mapping[str, Family] = {
         prefix_every="prefix_dense_sliding_window_pattern",
         aliases=_EXPERTS,
         **ATTENTION_BIAS,
+        wide_rotary="queries",
     ),
     "dots1": Family(
         defaults(
@@ -129,6 +131,7 @@ SHARED_EXPERTS: Mapping[str, Family] = {
         made=("num_key_value_heads",),
         needs=("n_shared_experts",),
         choice_buffer="float32",
+        wide_shares=True,
     ),
     "ernie4_5_moe": Family(
         defaults(
@@ -166,6 +169,7 @@ SHARED_EXPERTS: Mapping[str, Family] = {
         made=("num_key_value_heads",),
         reads_sparse_steps=True,
         wide_router=True,
+        wide_rotary="tables",
     ),
     "exaone_moe": Family(
         defaults(
@@ -194,6 +198,7 @@ SHARED_EXPERTS: Mapping[str, Family] = {
         full_every="sliding_window_pattern",
         aliases=_EXPERTS,
         choice_buffer="float32",
+        wide_shares=True,
     ),
     "flint": Family(
         defaults(
@@ -224,6 +229,7 @@ SHARED_EXPERTS: Mapping[str, Family] = {
         reads_sparse_steps=True,
         wide_router=True,
         wide_sinks=True,
+        wide_shares=True,
     ),
     "glm4_moe": Family(
         defaults(
@@ -249,6 +255,7 @@ SHARED_EXPERTS: Mapping[str, Family] = {
         dense_first="first_k_dense_replace",
         aliases=_ROUTED,
         choice_buffer="float32",
+        wide_shares=True,
     ),
     "granitemoeshared": Family(
         defaults(
@@ -302,6 +309,7 @@ SHARED_EXPERTS: Mapping[str, Family] = {
             num_experts_per_tok=1,
         ),
         wide_router=True,
+        wide_shares=True,
         qk_norm="head",
         shardable=False,
         experts="intermediate_size",
@@ -334,6 +342,7 @@ SHARED_EXPERTS: Mapping[str, Family] = {
         aliases=_EXPERTS,
         **ATTENTION_BIAS,
         choice_buffer="float32",
+        wide_shares=True,
     ),
     "kolibri1": Family(
         defaults(
@@ -358,6 +367,7 @@ SHARED_EXPERTS: Mapping[str, Family] = {
         window="types",
         full_every=5,
         choice_buffer="float32",
+        wide_shares=True,
     ),
     "qwen2_moe": Family(
         defaults(
@@ -411,5 +421,6 @@ SHARED_EXPERTS: Mapping[str, Family] = {
         aliases=_ROUTED,
         qkv_bias="attention_bias",
         choice_buffer="float32",
+        wide_shares=True,
     ),
 }

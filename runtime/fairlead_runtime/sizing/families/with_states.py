@@ -158,6 +158,7 @@ WITH_STATES: Mapping[str, Family] = {
         qk_norm="flat",
         **ATTENTION_BIAS,
         **_STATE,
+        wide_rotary="tables",
     ),
     "mamba2": Family(
         defaults(32768, 4096, None, 64, 1, LONGEST, num_heads=128, head_dim=64)
@@ -193,6 +194,7 @@ WITH_STATES: Mapping[str, Family] = {
         variant=_of_nemotron,
         **_STATE,
         choice_buffer="float32",
+        wide_shares=True,
     ),
     "falcon_h1": Family(
         defaults(128000, 4096, 14336, 32, 32, 8192, num_key_value_heads=8)
@@ -295,5 +297,6 @@ WITH_STATES: Mapping[str, Family] = {
         full_rule=lambda index, _: index % 2 == 0,
         experts="intermediate_size",
         **_STATE,
+        wide_shares=True,
     ),
 }

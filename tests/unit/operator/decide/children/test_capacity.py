@@ -96,7 +96,7 @@ def test_a_gpus_blocks_computed_by_hand() -> None:
     planned = capacity_of(QWEN, deployment(**GPU))["planned"]
     weights = 494_032_768 * 2
     # 8192 tokens a step, 256 rows of 32768 tokens, blocks of 16; see test_memory_plan.
-    activations = 8192 * 2 * (4 * 896 + 2 * 64 + 3 * 4864)
+    activations = 8192 * (2 * (4 * 896 + 2 * 64 + 3 * 4864) + 32)
     attention = 32768 * (2 * 128 * 2 + 16) + (1 << 24) * 2 + 256 * 32768 * (2 + 2)
     logits = 256 * 2 * (2 * 896 + 151_936)
     sampling = 256 * (151_936 * (16 + 8) + 33 * 1024)

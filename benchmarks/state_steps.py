@@ -1,0 +1,179 @@
+"""Steps of a model whose layers keep states, on random weights: with its mixers' operations in C++
+and in transformers' own code, in turns in one process.
+
+Times are those that one thread computes, so that what else the machine does counts little: the
+least of all turns. A context is only counted, not computed: what its cache holds changes no time.
+
+    python benchmarks/state_steps.py [--family nemotron_h] [--dtype bfloat16] [--turns 5]
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING
+
+from fairlead_kernels.cpu import library
+from fairlead_kernels.cpu.cpu_states import CpuStates
+from fairlead_kernels.plain.torch_attention import TorchAttention
+from fairlead_runtime.device.conversion.pack_states import pack_states
+from fairlead_runtime.device.memory.storage import CacheStorage
+from fairlead_runtime.device.model.batch import BatchBuilder
+from fairlead_runtime.device.model.paged_model import PagedModel
+from fairlead_runtime.device.model.state_layers import StateMixer, StateStep
+from fairlead_runtime.models import families, text_model
+from fairlead_runtime.request.sequence import Request, SamplingParams, Sequence
+from fairlead_runtime.scheduling.plan import Row
+
+# About 0.5 B parameters each. Qwen3.5's is its smallest but for the vocabulary; Nemotron-H's layers
+# are half MLPs.
+_COMMON: dict[str, Any] = {"vocab_size": 49152, "tie_word_embeddings": True, "pad_token_id": 0}
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": {
+        **_COMMON,
+        "hidden_size": 1024,
+        "intermediate_size": 3584,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 16,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+    },
+    "nemotron_h": {
+        **_COMMON,
+        "hidden_size": 1536,
+        "layers_block_type": [*["linear_attention", "mlp"] * 5, "full_attention", "mlp"] * 2,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "intermediate_size": 6144,
+        "mamba_num_heads": 48,
+        "n_groups": 8,
+    },
+}
+
+
+def shape_of(family: str, layers: int) -> dict[str, Any]:
+    """Of the first of its layers."""
+    shape = dict(SHAPES[family])
+    if "layers_block_type" in shape:
+        shape["layers_block_type"] = shape["layers_block_type"][:layers]
+        return shape
+    return shape | {"num_hidden_layers": min(layers, shape["num_hidden_layers"])}
+
+
+BLOCK, UNITS = 256, 400
+
+
+class Steps:
+    """A model and a cache, in which every sequence takes units in turns: nothing is read again."""
+
+    def __init__(self, model: PagedModel) -> None:
+        self.model = model
+        self.cache = CacheStorage(
+            model.groups,
+            model.cache_heads,
+            units=UNITS,
+            block_size=BLOCK,
+            device=model.device,
+            states=model.state_layout,
+        )
+        self.builder = BatchBuilder(model.groups, BLOCK)
+        self.attention = TorchAttention(model.heads, model.device)
+
+    def step(self, rows: list[tuple[int, int]]) -> Callable[[], object]:
+        """A step of rows of so many tokens behind so many others."""
+        assert self.cache.states is not None
+        own, batch = self.cache.states.count, list[Row]()
+        taken = 0
+        for index, (context, count) in enumerate(rows):
+            tokens = [7] * (context + count)
+            request = Request(str(index), tuple(tokens), SamplingParams(), max_tokens=1)
+            sequence = Sequence(index, request, 0, tokens)
+            units = [(taken + i) % UNITS for i in range(2 * own)]
+            taken += 2 * own
+            blocks = -(-len(tokens) // BLOCK)
+            sequence.tables = [[i % UNITS for i in range(blocks)] for _ in self.model.groups]
+            sequence.states = [units[:own], units[own:]]
+            sequence.computed = context
+            batch.append(Row(sequence, context, count, True))
+        packed = self.builder.build(batch)
+        return lambda: self.model.forward(packed, self.cache, self.attention)
+
+
+def timed(run: Callable[[], object]) -> tuple[float, float]:
+    """Seconds that a step computes, and those of them in mixers."""
+    inside, plain = [0.0], StateStep.run
+
+    def measured(
+        self: StateStep, layer: int, mixer: StateMixer, hidden: torch.Tensor
+    ) -> torch.Tensor:
+        began = time.thread_time()
+        out = plain(self, layer, mixer, hidden)
+        inside[0] += time.thread_time() - began
+        return out
+
+    StateStep.run = measured  # type: ignore[method-assign]
+    try:
+        began = time.thread_time()
+        run()
+        return time.thread_time() - began, inside[0]
+    finally:
+        StateStep.run = plain  # type: ignore[method-assign]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Steps of a model whose layers keep states.")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--family", choices=tuple(SHAPES), default="qwen3_5_text")
+    parser.add_argument("--layers", type=int, default=24, help="the first of its layers")
+    parser.add_argument("--turns", type=int, default=5)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING[options.family](**shape_of(options.family, options.layers))
+    dtype = getattr(torch, options.dtype)
+    plain = text_model.class_of(config)._from_config(  # noqa: SLF001 - transformers' only way
+        config, dtype=dtype, attn_implementation="eager"
+    )
+    model = PagedModel(plain, families.check(config))
+    operations = CpuStates(library.load())
+    print(
+        f"{options.dtype}: {model.weight_bytes / 2**20:.0f} MiB; {pack_states(model, operations)}"
+    )
+    steps = Steps(model)
+    shapes = {
+        "one request": [(100, 1)],
+        "32 decodes": [(100, 1)] * 32,
+        "28 decodes and chunks of 128, 64, 33 and 9": [(100, 1)] * 28
+        + [(0, 128), (100, 64), (0, 33), (50, 9)],
+        "one request behind 1,000 tokens": [(1000, 1)],
+        "one request behind 32,000 tokens": [(32000, 1)],
+    }
+    for name, rows in shapes.items():
+        run = steps.step(rows)
+        best: dict[str, tuple[float, float]] = {}
+        for _ in range(options.turns):
+            for way in ("C++", "torch"):
+                for layer, mixer in model.mixers.items():
+                    if way == "C++":
+                        mixer.pack(model.states[layer], operations)
+                    else:
+                        mixer.unpack()
+                best[way] = min(best.get(way, (9e9, 9e9)), timed(run))
+        tokens = sum(count for _, count in rows)
+        for way, (whole, inside) in best.items():
+            print(
+                f"{name}, {way}: {1e3 * whole:.1f} ms, in mixers {1e3 * inside:.1f} ms, "
+                f"{tokens / whole:.1f} tokens/s",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
