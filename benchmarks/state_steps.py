@@ -1,10 +1,15 @@
 """Steps of a model whose layers keep states, on random weights: with its mixers' operations in C++
-and in transformers' own code, in turns in one process.
+and in transformers' own code, in turns in one process. With ``--products`` its matrix products, in
+C++ and in torch, are compared instead, the operations on states being in C++ in both.
 
 Times are those that one thread computes, so that what else the machine does counts little: the
 least of all turns. A context is only counted, not computed: what its cache holds changes no time.
 
     python benchmarks/state_steps.py [--family nemotron_h] [--dtype bfloat16] [--turns 5]
+        [--products [--int8]]
+
+``--products`` packs bfloat16 weights on every processor; ``ONEDNN_MAX_CPU_ISA=AVX512_CORE_VNNI``
+makes torch's products those of one that does not multiply bfloat16.
 """
 
 import argparse
@@ -15,9 +20,11 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING
 
-from fairlead_kernels.cpu import library
+from fairlead_kernels.cpu import cpu_operations, library
 from fairlead_kernels.cpu.cpu_states import CpuStates
 from fairlead_kernels.plain.torch_attention import TorchAttention
+from fairlead_runtime.device.conversion import packed_linears
+from fairlead_runtime.device.conversion.fusion import fuse, quantize_weights
 from fairlead_runtime.device.conversion.pack_states import pack_states
 from fairlead_runtime.device.memory.storage import CacheStorage
 from fairlead_runtime.device.model.batch import BatchBuilder
@@ -133,20 +140,30 @@ def main() -> None:
     parser.add_argument("--family", choices=tuple(SHAPES), default="qwen3_5_text")
     parser.add_argument("--layers", type=int, default=24, help="the first of its layers")
     parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--products", action="store_true", help="compare products")
+    parser.add_argument("--int8", action="store_true", help="of weights that are rounded")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    torch.manual_seed(0)
-    config = CONFIG_MAPPING[options.family](**shape_of(options.family, options.layers))
-    dtype = getattr(torch, options.dtype)
-    plain = text_model.class_of(config)._from_config(  # noqa: SLF001 - transformers' only way
-        config, dtype=dtype, attn_implementation="eager"
-    )
-    model = PagedModel(plain, families.check(config))
     operations = CpuStates(library.load())
-    print(
-        f"{options.dtype}: {model.weight_bytes / 2**20:.0f} MiB; {pack_states(model, operations)}"
-    )
-    steps = Steps(model)
+
+    def prepared(*, products: bool) -> Steps:
+        torch.manual_seed(0)
+        config = CONFIG_MAPPING[options.family](**shape_of(options.family, options.layers))
+        plain = text_model.class_of(config)._from_config(  # noqa: SLF001 - transformers' only way
+            config, dtype=getattr(torch, options.dtype), attn_implementation="eager"
+        )
+        model = PagedModel(plain, families.check(config))
+        if options.int8:
+            quantize_weights(model, "int8")
+        states = pack_states(model, operations)
+        packed = f", {fuse(model, cpu_operations.load())}" if products else ""
+        print(f"{options.dtype}: {model.weight_bytes / 2**20:.0f} MiB{states}{packed}")
+        return Steps(model)
+
+    packed_linears.multiplies_bfloat16 = lambda: False
+    plain_steps = prepared(products=False)
+    ways = {"C++": prepared(products=True) if options.products else plain_steps}
+    ways["torch"] = plain_steps
     shapes = {
         "one request": [(100, 1)],
         "32 decodes": [(100, 1)] * 32,
@@ -156,12 +173,13 @@ def main() -> None:
         "one request behind 32,000 tokens": [(32000, 1)],
     }
     for name, rows in shapes.items():
-        run = steps.step(rows)
+        runs = {way: steps.step(rows) for way, steps in ways.items()}
         best: dict[str, tuple[float, float]] = {}
         for _ in range(options.turns):
-            for way in ("C++", "torch"):
+            for way, run in runs.items():
+                model = ways[way].model
                 for layer, mixer in model.mixers.items():
-                    if way == "C++":
+                    if options.products or way == "C++":
                         mixer.pack(model.states[layer], operations)
                     else:
                         mixer.unpack()

@@ -449,7 +449,7 @@ BUGS = (
     PackageBug(
         "a plan knows no rows that fill a mixer's panels",
         "fairlead_runtime.sizing.terms:_packed_weights",
-        "return plain + (_panel_rows(shape) * element if element == 4 else 0)",
+        "return plain + panel_rows(shape) * element",
         "return plain",
         ("functional/engine/test_states.py",),
     ),
@@ -589,8 +589,8 @@ BUGS = (
     PackageBug(
         "a small matrix is packed with more rows of padding than of its own",
         "fairlead_runtime.device.conversion.packed_linears:_packed",
-        "if len(matrix.stored) < PANEL:",
-        "if False:",
+        "elif len(stored) < PANEL:",
+        "elif False:",
         SHARED_KEYS,
     ),
     PackageBug(
@@ -1506,8 +1506,8 @@ BUGS = (
     PackageBug(
         "logits take nothing",
         "fairlead_runtime.sizing.terms:terms_of",
-        '"logits": max(rows * layer_bytes',
-        '"logits": 0 * max(rows * layer_bytes',
+        '"logits": max(rows * (layer_bytes',
+        '"logits": 0 * max(rows * (layer_bytes',
         ("unit/sizing/test_terms.py",),
     ),
     PackageBug(
@@ -4785,8 +4785,8 @@ BUGS = (
     PackageBug(
         "a matrix that is not packed after all has no weights",
         "fairlead_runtime.device.conversion.packed_linears:_Product.replacement",
-        "[self.parameter], restore=self.unpack)",
-        "[self.parameter])",
+        "weights, restore=self.unpack)",
+        "weights)",
         PRODUCT_TESTS,
     ),
     PackageBug(
@@ -4804,10 +4804,52 @@ BUGS = (
         PRODUCT_TESTS,
     ),
     PackageBug(
+        "a product in bfloat16 leaves out what is behind the first rows",
+        "fairlead_runtime.device.conversion.packed_linears:_Product.multiply",
+        "torch.split(y, WIDE_ROWS) for y in (out, x)",
+        "torch.split(y, WIDE_ROWS)[:1] for y in (out, x)",
+        PRODUCT_TESTS,
+    ),
+    PackageBug(
+        "a product in bfloat16 gives float32",
+        "fairlead_runtime.device.conversion.packed_linears:_Product.multiply",
+        "if self.widens or x.dtype is torch.float32:",
+        "if x.dtype is not None:",
+        PRODUCT_TESTS,
+    ),
+    PackageBug(
+        "scales of a packed quantized matrix stay loaded as well",
+        "fairlead_runtime.device.conversion.packed_linears:_Product.replacement",
+        "*([] if self.scales is None else [self.scales])",
+        "",
+        PRODUCT_TESTS,
+    ),
+    PackageBug(
+        "a quantized matrix that is not packed after all has no scales",
+        "fairlead_runtime.device.conversion.packed_linears:_Product.unpack",
+        "            self.scales.data = self.weight.scales\n",
+        "            self.scales.data = self.scales.new_empty(0)\n",
+        PRODUCT_TESTS,
+    ),
+    PackageBug(
+        "what rounding to digits does is no noise of a model's logits",
+        "fairlead_runtime.device.conversion.packed_linears:pack_products",
+        "rounding = operations.int8_rounding if quantized else 0.0",
+        "rounding = 0.0",
+        PRODUCT_TESTS,
+    ),
+    PackageBug(
+        "a plan knows no rows that fill the panels of a mixer's int8 weights",
+        "fairlead_runtime.sizing.terms:_packed_weights",
+        "plain += panel_rows(shape) if shape.states else 0",
+        "pass",
+        ("functional/engine/test_states.py",),
+    ),
+    PackageBug(
         "all matrices of a model in bfloat16 are packed",
         "fairlead_runtime.device.conversion.packed_linears:pack_products",
-        "(half and module is not head)",
-        "half is None",
+        "half and multiplies_bfloat16()",
+        "False",
         ("functional/engine/test_fused_layers.py",),
     ),
     PackageBug(

@@ -345,9 +345,9 @@ class Rig:
         if pair is not None and ranks is not None:
             pair.hold(kernels, odd=odd, **self._described)
             rank_pair.shard(self.model, ranks, QUANTIZED.get(kernels))
-        self.fusion = fuse(self.model, operations_of(self.model, kernels), ranks)
-        if kernels == "cpu":
+        if kernels in ("cpu", "int8"):  # as a start does, before weights are packed
             pack_states(self.model, choice_of(self.model, kernels).states)
+        self.fusion = fuse(self.model, operations_of(self.model, kernels), ranks)
         use_experts(self.model, kernels)
         self.groups: tuple[LayerGroup, ...] = self.model.groups
         self._references: dict[tuple[int, ...], tuple[int, list[int]]] = {}
@@ -368,7 +368,9 @@ class Rig:
             return self
         if self.model.states and not self.model.packed:  # transformers finds its mixers as it was
             return self
-        return rig(self.family, self._cached + plain, **self._overrides)
+        # Lists are no keys of a cache.
+        lists = any(isinstance(value, list) for value in self._overrides.values())
+        return (Rig if lists else rig)(self.family, self._cached + plain, **self._overrides)
 
     def limits(self, setting: Setting) -> Limits:
         """Those of a setting with this model, whose states lie in units, too: beside those of a

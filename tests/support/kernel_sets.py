@@ -31,5 +31,9 @@ def rows_beyond_the_plan(rows: int) -> int:
     """By how many rows the plan pads a packed head more than the C++ kernels of this machine do: it
     knows no instruction set, and counts the widest panels.
     """
-    held = cpu_operations.load().pack([torch.zeros(rows, 1)]).nbytes // 4
-    return -(-rows // PANEL) * PANEL - held
+    return -rows % PANEL - rows_to_a_panel(rows)
+
+
+def rows_to_a_panel(rows: int) -> int:
+    """How many rows the C++ kernels of this machine add to a packed matrix of so many."""
+    return cpu_operations.load().pack([torch.zeros(rows, 1)]).nbytes // 4 - rows

@@ -35,6 +35,7 @@ HISTOGRAM = 33 << 10  # bytes of a row's counts while top-k and top-p search for
 # Of the C++ kernels, in floats: beside a token's digits (csrc/vnni.h); its ids and positions.
 DIGITS_HEAD, TOKEN_INDICES = 32, 8
 PANEL = 32  # rows of a packed matrix come in multiples of it, at most
+WIDE_ROWS = 256  # of a product in a model's own code of 16 bits, taken and given in float32
 GROWTH = 2  # a batch's host buffers are allocated twice as large as needed
 # Of an id of the vocabulary, in llguidance's tokenizers: the engine's has tries for faster masks,
 # that of the child, which takes GRAMMAR_CHILD besides, has one without.
@@ -108,6 +109,8 @@ def terms_of(
     layer_bytes = max(
         (width + max(attended, inside, norms)) * layer, width * element + 4 * shape.mixer_width
     )
+    # What a product in C++ takes and gives in a layer that is the model's own in 16 bits.
+    wide = 4 * (shape.hidden + max(attended, inside)) if packed and half and not fused else 0
     # Logits that come from all ranks are there in shards, too, before they are joined.
     copies = shape.logit_copies if tp == 1 else max(3, shape.logit_copies)
     # The kernels' head takes and gives float32.
@@ -121,11 +124,12 @@ def terms_of(
         "activations": _in_slabs(shape, config, tokens, rotary)
         if packed and fused and shape.slab_width
         else tokens * layer_bytes
+        + min(tokens, WIDE_ROWS) * wide
         + _widened(shape, config, device.kind, tokens)
         + filled
         + state_scratch(shape, config, 1),
         "attention": _attention(shape, config, groups, element),
-        "logits": max(rows * layer_bytes + decoded, rows * head),
+        "logits": max(rows * (layer_bytes + wide) + decoded, rows * head),
         "sampling": sampler_rows(rows, shape.vocab, device.kind)
         * (shape.vocab * SAMPLING_BYTES + HISTOGRAM)
         + rows * shape.vocab * ROW_SAMPLING_BYTES,
@@ -361,7 +365,6 @@ def fuses_on_cpu(shape: ModelShape, config: EngineConfig) -> bool:
 
 def _runs_on_cpu(shape: ModelShape, config: EngineConfig) -> bool:
     plain = config.kernels == "torch" or config.fp8_cache
-    plain |= bool(shape.states) and config.quantization != "none"
     return not plain and dtype_of(shape, config) != "float16"
 
 
@@ -445,14 +448,15 @@ def _packed_weights(shape: ModelShape, config: EngineConfig, element: int) -> in
     rows = ceil_div(shape.vocab, PANEL) * PANEL
     plain = (shape.parameters + (rows - shape.vocab) * shape.hidden) * element
     if config.quantization == "none":
-        return plain + (_panel_rows(shape) * element if element == 4 else 0)
+        return plain + panel_rows(shape) * element
+    plain += panel_rows(shape) if shape.states else 0
     matrices, channels = shape.layer_matrices, shape.layer_channels
     if not shape.quantized and element == 4 and not shape.states:
         matrices, channels = matrices + rows * shape.hidden, channels + shape.vocab
     return plain - matrices * (element - 1) + 4 * channels
 
 
-def _panel_rows(shape: ModelShape) -> int:
+def panel_rows(shape: ModelShape) -> int:
     """Elements, at most, of the rows that make whole panels of a layer's matrices, where the
     model's own code multiplies by them. Mixers have two at most whose rows are no whole panels: a
     number for each head, or beside other widths.

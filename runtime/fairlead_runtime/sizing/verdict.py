@@ -73,9 +73,6 @@ def _refuse_with_states(shape: ModelShape, config: EngineConfig) -> None:
     if config.quantization != "none" and shape.experts:
         problem = f"{config.quantization}: the model's layers keep states, and experts beside these"
         raise ConfigError("quantization", f"{problem} stay whole", "use none")
-    if config.quantization != "none" and config.kernels == "cpu":
-        problem = f"cpu: the model's layers keep states, and {config.quantization} weights of such"
-        raise ConfigError("kernels", f"{problem} a model are plain torch's", "use auto or torch")
 
 
 def _widened(shape: ModelShape, config: EngineConfig, memory: MemoryPlan) -> str:

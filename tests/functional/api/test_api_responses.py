@@ -314,7 +314,7 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
     ({"max_output_tokens": "3"}, 400, "max_output_tokens"),
     ({"max_output_tokens": 10_000}, 400, "max_output_tokens"),
     ({"temperature": -1}, 400, "temperature"),
-    ({"tools": [{"type": "web_search"}]}, 400, "tools.0.type"),
+    ({"tools": [{"type": "file_search"}]}, 400, "tools.0.type"),
     ({"tools": [{"type": "function", "name": "a b"}]}, 400, "tools.0.name"),
     ({"tools": [WEATHER], "tool_choice": "maybe"}, 400, "tool_choice"),
     ({"tools": [WEATHER], "tool_choice": {"type": "function"}}, 400, "tool_choice"),

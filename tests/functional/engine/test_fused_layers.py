@@ -25,7 +25,7 @@ from fairlead_kernels.interface.attention import Heads
 from fairlead_kernels.interface.layer import LayerOperations, Norm, Packed
 from fairlead_kernels.interface.not_available import NotAvailableError
 from fairlead_kernels.plain.torch_operations import TorchOperations
-from fairlead_runtime.device.conversion import recognize_ends
+from fairlead_runtime.device.conversion import packed_linears, recognize_ends
 from fairlead_runtime.device.conversion.fusion import Fusion, _runs, fuse, quantize_weights
 from fairlead_runtime.device.conversion.module_calls import ModuleCall
 from fairlead_runtime.device.conversion.recognize_layer import DoesNotFitError, norm_of
@@ -579,7 +579,11 @@ def test_in_bfloat16_functions_are_told_apart_that_differ_by_less_than_its_round
 
 
 @pytest.mark.parametrize("family", ["mixtral", "olmo2", "gpt_oss"])
-def test_layers_in_bfloat16_that_do_not_fit_stay_as_they_are(family: str) -> None:
+def test_layers_in_bfloat16_that_do_not_fit_stay_as_they_are(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the processor multiplies bfloat16."""
+    monkeypatch.setattr(packed_linears, "multiplies_bfloat16", lambda: True)
     model, plain = paged(family, bfloat16=True), paged(family, bfloat16=True)
     attention, operations = kernels_of(model, "cpu")
     expected = selftest.Expected.of(model, 512)

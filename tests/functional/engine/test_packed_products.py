@@ -12,10 +12,12 @@ from fairlead_kernels.choice.backend import pick
 from fairlead_kernels.cpu.cpu_operations import CpuOperations
 from fairlead_kernels.interface.layer import Packed
 from fairlead_kernels.interface.not_available import NotAvailableError
+from fairlead_runtime.device.conversion import fusion, packed_linears
 from fairlead_runtime.device.conversion.fusion import fuse
 from fairlead_runtime.device.conversion.packed_linears import SMALLEST
 from fairlead_runtime.device.model.paged_model import PagedModel
 from fairlead_runtime.device.proof import selftest
+from fairlead_runtime.sizing.terms import WIDE_ROWS
 from support.engine_rig import paged
 from support.full import LONG_FORM
 
@@ -85,6 +87,33 @@ def test_linear_layers_and_the_head_are_packed_and_replace_the_loaded_ones(
     # The head's rows to a whole panel; the others have one.
     assert 0 <= model.weight_bytes - size <= 4 * 31 * embedding.weight.shape[-1] + 4 * 31 * 64
     assert selftest.check(model, attention, expected).delta < 1e-4
+
+
+@pytest.mark.parametrize("family", ["olmo2", "mixtral"])
+def test_where_the_processor_does_not_multiply_bfloat16_all_matrices_are_packed(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed_linears, "multiplies_bfloat16", lambda: False)
+    model = paged(family, bfloat16=True, tie_word_embeddings=False)
+    attention, operations = kernels_of(model)
+    expected, size = selftest.Expected.of(model, 512), model.weight_bytes
+    modules = large(model)
+    projection: Any = next(iter(modules.values()))
+    weight = projection.weight.detach().clone()
+    fused = fuse(model, operations)
+    assert fused.products.matrices == len(modules) - 1
+    assert str(fused).endswith(f"), {len(modules) - 1} other matrices packed, bfloat16 head")
+    assert all(p.numel() == 0 for x in modules.values() for p in x.parameters() if p.dim() == 2)
+    assert 0 <= model.weight_bytes - size <= 2 * 31 * 64 * (len(modules) + 1)
+    # More tokens than are widened at a time; what comes out is the model's type, once rounded.
+    x = torch.randn(2 * WIDE_ROWS + 3, weight.shape[1]).bfloat16()
+    out = projection(x)
+    assert out.dtype is torch.bfloat16
+    torch.testing.assert_close(
+        out.float(), x.float() @ weight.float().T, rtol=2**-8, atol=1e-5, check_dtype=True
+    )
+    assert projection(x[:0]).shape == (0, len(weight))
+    selftest.check(model, attention, expected)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gemma3_text", "qwen2"])
@@ -170,6 +199,26 @@ def test_a_matrix_whose_packed_product_differs_stays_as_it_is(
     assert biased
     assert fused.products.matrices == count - 1 - biased
     assert selftest.check(model, attention, expected).delta < 1e-4
+
+
+def test_quantized_linear_layers_are_packed_as_they_are_or_get_their_numbers_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = paged("olmo2", tie_word_embeddings=False)
+    attention, operations = kernels_of(model)
+    fusion._quantize_linears(model, "int8")
+    expected, count = selftest.Expected.of(model, 512), len(large(model))
+    before = {name: p.data.clone() for name, p in model.model.named_parameters()}
+    linear = CpuOperations.linear
+    with monkeypatch.context() as patch:
+        patch.setattr(CpuOperations, "linear", lambda *x: linear(*x) + 1)
+        assert fuse(model, operations).products.matrices == 0
+    for name, parameter in model.model.named_parameters():
+        assert torch.equal(parameter, before[name]), name
+    assert fuse(model, operations).products.matrices == count - 1
+    assert fusion.quantized_elements(model) == 0, "bits and scales are held packed alone"
+    assert all("scales" not in name or not p.numel() for name, p in model.model.named_parameters())
+    assert selftest.check(model, attention, expected).delta < 1e-2
 
 
 def test_one_matrix_at_a_time_is_held_twice(monkeypatch: pytest.MonkeyPatch) -> None:

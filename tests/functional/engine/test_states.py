@@ -5,18 +5,22 @@ that fail and are repeated.
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
+from torch import nn
 
+from fairlead_runtime.device.conversion import packed_linears
 from fairlead_runtime.device.conversion.fusion import quantized_elements
+from fairlead_runtime.device.conversion.packed_linears import SMALLEST
 from fairlead_runtime.device.memory.storage import CacheStorage
 from fairlead_runtime.llm import LLM
 from fairlead_runtime.request.sequence import SamplingParams
 from fairlead_runtime.scheduling.scheduler import Scheduler, SchedulerStats
 from fairlead_runtime.settings.engine_config import ConfigError
 from fairlead_runtime.sizing.shape import ModelShape
+from fairlead_runtime.sizing.terms import PANEL, panel_rows
 from support import tiny, tiny_states
 from support.bad_steps import BadSteps, Isolating
 from support.engine_rig import (
@@ -32,7 +36,7 @@ from support.engine_rig import (
     run_to_end,
 )
 from support.full import LONG_FORM
-from support.kernel_sets import PRODUCT_SETS
+from support.kernel_sets import PRODUCT_SETS, rows_to_a_panel
 
 SETTINGS = {
     "offload": Setting(block_size=4, chunk=13, num_blocks=28, offload=True),
@@ -121,30 +125,74 @@ def test_an_engine_starts_with_keys_in_8_bits_beside_states(family: str, tmp_pat
     assert "fp8" in str(terms["kv"])
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2"] + ["mamba2", "bamba"] * LONG_FORM)
-def test_rounded_weights_of_mixers_give_the_text_of_rounded_weights(family: str) -> None:
-    engine, whole = rig(family, "rounded"), rig(family)
+@pytest.mark.parametrize("kernels", ["int8", pytest.param("rounded", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "family", ["qwen3_5_text", "lfm2"] + ["mamba2", "bamba", "olmo_hybrid"] * LONG_FORM
+)
+def test_rounded_weights_of_mixers_give_the_text_of_rounded_weights(
+    family: str, kernels: str
+) -> None:
+    """Packed, or widened by torch in each pass: the second is what the first is compared with."""
+    engine, widened, whole = rig(family, kernels), rig(family, "rounded"), rig(family)
     stats = compare(engine, SETTINGS["offload"], seed=7)
     assert stats.preemptions > 0 or not engine.groups
     arguments = engine.model.model.config.to_dict() | {"dtype": "float32"}
     matrices = ModelShape.from_config(arguments).layer_matrices
-    assert quantized_elements(engine.model) == matrices
-    assert whole.model.weight_bytes - engine.model.weight_bytes > 2.8 * matrices
+    assert quantized_elements(widened.model) == matrices
+    assert whole.model.weight_bytes - widened.model.weight_bytes > 2.8 * matrices
+    if kernels == "int8" and PRODUCT_SETS:
+        assert quantized_elements(engine.model) < matrices / 100, "small ones that are not packed"
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "mamba2"])
-def test_an_engine_serves_int8_weights_of_mixers_as_planned(family: str, tmp_path: Path) -> None:
-    # A vocabulary of whole panels, of which a packed head would have its rows.
-    path = str(tiny.save(tiny_states.build(family, vocab_size=288), tmp_path))
+@pytest.mark.parametrize(
+    ("family", "dtype", "quantization"),
+    [
+        ("qwen3_5_text", torch.float32, "int8"),
+        ("mamba2", torch.bfloat16, "int8"),
+        ("nemotron_h", torch.bfloat16, "none"),
+        *[("qwen3_5_text", torch.bfloat16, "none"), ("nemotron_h", torch.float32, "int8")]
+        * LONG_FORM,
+    ],
+)
+def test_an_engine_serves_packed_products_of_mixers_as_planned(
+    family: str,
+    dtype: torch.dtype,
+    quantization: Literal["none", "int8"],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With rows to whole panels, of which the plan counts as many at most; those in bfloat16 as
+    where the processor does not multiply it.
+    """
+    monkeypatch.setattr(packed_linears, "multiplies_bfloat16", lambda: False)
+    caplog.set_level(logging.INFO)
+    model: Any = tiny_states.build(family, vocab_size=288).to(dtype)
+    int8, head = quantization == "int8", model.get_output_embeddings()
+    linears = [x.weight for x in model.modules() if type(x) is nn.Linear and x is not head]
+    packed = [x for x in linears if x.numel() >= SMALLEST and (int8 or len(x) >= PANEL)]
+    element = 1 if int8 else dtype.itemsize
+    padding = element * sum(rows_to_a_panel(len(x)) * x.shape[1] for x in packed)
+    name = str(dtype).removeprefix("torch.")
+    shape = ModelShape.from_config(model.config.to_dict() | {"dtype": name})
+    planned = element * panel_rows(shape)
+    assert 0 <= padding <= planned
+    path = str(tiny.save(model, tmp_path))
     sizes = {"num_blocks": 100, "block_size": 8, "max_batch_tokens": 256, "max_requests": 4}
-    with LLM(path, quantization="int8", **sizes) as llm:
+    with LLM(path, quantization=quantization, **sizes) as llm:
         (answer,) = llm.generate("17 4 9", SamplingParams(temperature=0.0, max_tokens=4))
         report = llm.built_engine.memory.as_dict()
     assert len(answer.outputs[0].token_ids) > 0
+    if not PRODUCT_SETS:
+        return  # they are torch's
     terms = {term["name"]: term for term in report["terms"]}
     rotary = 4 * 4 if family == "qwen3_5_text" else 0  # frequencies, which no file has
-    assert terms["weights"]["measuredBytes"] - terms["weights"]["plannedBytes"] == rotary
-    assert "int8" in str(terms["weights"])
+    assert terms["weights"]["measuredBytes"] - rotary == (
+        terms["weights"]["plannedBytes"] - planned + padding
+    )
+    assert f", {len(packed)} other matrices packed" in caplog.text
+    assert f", {name} head" in caplog.text
+    assert not int8 or "int8" in str(terms["weights"])
     for name in ("activations", "logits"):
         assert terms[name]["measuredBytes"] <= terms[name]["plannedBytes"]
 

@@ -3,8 +3,10 @@ the model's own code runs.
 
 Owns their proof and their replacement. A module that multiplies by a matrix is recorded, its packed
 matrix must give what it gave, then its ``forward`` becomes the product in C++; transformers' code
-goes on calling it. No matrix is held twice, but for those that are stored [K, N], one at a time. In
-bfloat16 that is the head alone: a head has few rows, and of many torch's product may be the faster.
+goes on calling it. No matrix is held twice, but for those that are stored [K, N], one at a time.
+Quantized ones are packed as they are, which nobody widens any longer. Of those in bfloat16 it is
+the head alone where the processor multiplies bfloat16: a head has few rows, and of many torch's
+product is then the faster. Where it does not, torch's is the slower one of any number.
 
 A module whose weights other code reads itself would leave that code nothing. No structure tells, so
 the whole model computes other tokens before and after; if it fails then, or gives other logits,
@@ -33,7 +35,8 @@ from fairlead_runtime.device.conversion.replacement import Replacement, by_rows
 from fairlead_runtime.device.conversion.rounding import SAMPLES, Noise
 from fairlead_runtime.device.model.paged_attention import ForwardPass
 from fairlead_runtime.device.model.paged_model import PagedModel
-from fairlead_runtime.sizing.terms import PANEL
+from fairlead_runtime.models.quantized import QuantizedLinear
+from fairlead_runtime.sizing.terms import PANEL, WIDE_ROWS
 
 SMALLEST = 2048  # weights; the call of a smaller product costs more than it gains
 
@@ -57,25 +60,31 @@ class PackedProducts:
 @dataclass(slots=True, eq=False)
 class _Product:
     """A module's packed matrix, with ``embedding``, its rows times ``factor``, where they are tied.
-    ``parameter``: the loaded weights, [N, K] or ``transposed``.
+    ``parameter``: the loaded weights, [N, K] or ``transposed``; ``scales``: those of their rows,
+    where they are quantized. ``widens``: what it gives stays float32 in a model of another type.
     """
 
     module: nn.Module
     parameter: nn.Parameter
+    scales: nn.Parameter | None
     transposed: bool
     weight: Packed
-    bias: Tensor | None
+    bias: nn.Parameter | None  # in the model's type, as it is held
     operations: CpuOperations
     embedding: nn.Module | None
     factor: float
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        return [*self.weight.tensors, *([] if self.bias is None else [self.bias])]
+    widens: bool
 
     def multiply(self, x: Tensor) -> Tensor:
-        """Give float32 [T, N] of x [T, K]."""
-        return self.operations.linear(x.float(), self.weight, self.bias)
+        """Give [T, N] of x [T, K], in the type of x, or in float32 where it ``widens``."""
+        bias = None if self.bias is None else self.bias.data.float()
+        if self.widens or x.dtype is torch.float32:
+            return self.operations.linear(x.float(), self.weight, bias)
+        out = x.new_empty(len(x), self.weight.rows)
+        parts = (torch.split(y, WIDE_ROWS) for y in (out, x))
+        for part, rows in zip(*parts, strict=True):
+            part.copy_(self.operations.linear(rows.float(), self.weight, bias))
+        return out
 
     def rows(self, ids: Tensor) -> Tensor:
         """Embeddings [..., K] of ids int64 [...], in the model's type."""
@@ -87,13 +96,16 @@ class _Product:
         forwards = {self.module: by_rows(self.multiply)}
         if self.embedding is not None:
             forwards[self.embedding] = self.rows
-        return Replacement(forwards, [self.parameter], restore=self.unpack)
+        weights = [self.parameter, *([] if self.scales is None else [self.scales])]
+        return Replacement(forwards, weights, restore=self.unpack)
 
     def unpack(self) -> None:
         """Give the parameter its weights back: packing has taken their memory."""
         rows = self.operations.unpack(self.weight, 0, self.weight.rows)
         loaded = (rows.T if self.transposed else rows).contiguous()
         self.parameter.data = loaded.to(self.parameter.dtype)
+        if self.scales is not None and self.weight.scales is not None:
+            self.scales.data = self.weight.scales
 
 
 @torch.inference_mode()
@@ -107,21 +119,26 @@ def pack_products(
     embedding: Any = model.model.get_input_embeddings()
     dtype, owners = model.heads.dtype, owners_of(model.model)
     half = dtype is not torch.float32
+    leaves = half and multiplies_bfloat16()
     calls = _record(model, step)
     expected = recognize_ends.other_logits(model, step)
     # In half precision rounding may send a token to other experts, so there only the self-test
     # judges the logits.
-    noise = None if half else recognize_ends.noise(model, [], step, expected)
+    quantized = any(isinstance(module, QuantizedLinear) for module in calls)
+    rounding = operations.int8_rounding if quantized else 0.0
+    noise = None if half else recognize_ends.noise(model, [], step, expected, rounding)
     products: list[_Product] = []
     for module, call in calls.items():
-        if not call.input.is_floating_point() or (half and module is not head):
+        if not call.input.is_floating_point():
+            continue
+        if leaves and module is not head and not isinstance(module, QuantizedLinear):
             continue
         shares = max(owners[id(parameter)] for parameter in module.parameters(recurse=False))
         try:
             if shares == 1:
-                product = _packed(call, operations, dtype)
+                product = _packed(call, operations, dtype, widens=module is head)
             elif shares == 2 and module is head and embedding in calls:
-                product = _packed(call, operations, dtype, calls[embedding])
+                product = _packed(call, operations, dtype, calls[embedding], widens=True)
             else:
                 continue
         except DoesNotFitError:
@@ -143,10 +160,15 @@ def pack_products(
         return PackedProducts(reason=str(error))
     except (RuntimeError, IndexError, ValueError) as error:
         return PackedProducts(reason=f"its code reads weights itself: {type(error).__name__}")
-    model.packed += [tensor for product in products for tensor in product.tensors]
+    model.packed += [tensor for product in products for tensor in product.weight.tensors]
     heads = [product for product in products if product.module is head]
     stored = str(dtype).removeprefix("torch.") if heads else ""
     return PackedProducts(len(products) - len(heads), stored)
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether the processor multiplies pairs of bfloat16, as torch's products then do."""
+    return torch.cpu._is_avx512_bf16_supported()  # noqa: SLF001 - torch has no public name for it
 
 
 def owners_of(model: nn.Module) -> Counter[int]:
@@ -175,32 +197,43 @@ def _packed(
     operations: CpuOperations,
     dtype: torch.dtype,
     embedded: ModuleCall | None = None,
+    *,
+    widens: bool,
 ) -> _Product:
     """The module's product, and the embedding's rows where ``embedded`` is the call of one that
     shares its matrix, proven on these calls. Raises DoesNotFitError.
     """
     module = call.module
-    parameter = next(p for p in module.parameters(recurse=False) if p.dim() == 2)
+    parameters = dict(module.named_parameters(recurse=False))
+    parameter = next(p for p in parameters.values() if p.dim() == 2)
+    scales = parameters.pop("scales", None) if isinstance(module, QuantizedLinear) else None
     with widened_to_float32(module):
         x = call.input.reshape(-1, call.input.shape[-1]).float()
         want = module(call.input.float()).reshape(len(x), -1)
         matrix = matrix_of(ModuleCall(module, x, want), x)
-        if matrix is None or isinstance(matrix.stored, Quantized):
+        if matrix is None:
             raise DoesNotFitError("it does not multiply by its matrix")
-        if len(matrix.stored) < PANEL:
+        stored, factor, transposed, rounding = matrix.stored, 1.0, False, 0.0
+        if isinstance(stored, Quantized):
+            rounding = operations.int8_rounding
+        elif len(stored) < PANEL:
             raise DoesNotFitError("most of its packed rows would be padding")
-        factor = 1.0 if embedded is None else _factor(embedded, matrix.stored)
+        else:
+            transposed = stored.stride() != parameter.stride()
+            factor = 1.0 if embedded is None else _factor(embedded, stored)
         batch = x.expand(SAMPLES, *x.shape)
-        noise = Noise.of(want, lambda changes: module(changes.of(batch, x.shape[-1])))
+        noise = Noise.of(want, lambda c: module(c.of(batch, x.shape[-1])), rounding)
         product = _Product(
             module,
             parameter,
-            matrix.stored.stride() != parameter.stride(),
-            operations.pack([matrix.stored], dtype=dtype, releases=True),
-            matrix.bias,
+            scales,
+            transposed,
+            operations.pack([stored], dtype=dtype, releases=True),
+            next((p for p in parameters.values() if p.dim() == 1), None),
             operations,
             None if embedded is None else embedded.module,
             factor,
+            widens,
         )
         product.replacement.prove(
             lambda: noise.explains(product.multiply(x), want),

@@ -259,10 +259,6 @@ def prepare_and_test(
         choice = _pick(model, kernels, **settings)
         quantized = loaded.shape.held or quantization
         to = None if loaded.shape.quantized else _rounded_to(quantization)
-        if to is not None and model.states and model.device.type == "cpu":
-            # Its linear layers are rounded for transformers' code, not packed.
-            attention = TorchAttention(model.heads, model.device)
-            choice = replace(choice, attention=attention, operations=None)
         reference = _ReferenceLogits.of(
             model,
             loaded,
