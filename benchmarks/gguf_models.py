@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-import gguf_states
 import numpy as np
 import numpy.typing as npt
+from benchmarks import gguf_states
 from safetensors.numpy import load_file
 
 Matrix = npt.NDArray[np.float32]
@@ -57,9 +57,11 @@ def save(model: Path, *, int8: bool) -> Path:
     elif kind in gguf_states.NAMES:
         gguf_states.describe(writer, config)
         tensors = gguf_states.tensors(config, weights)
-    else:
+    elif kind == "llama":
         _describe_llama(writer, config)
         tensors = _llama(config, weights)
+    else:
+        raise ValueError(f"{kind}: no form of llama.cpp's is written here")
     for name, values in tensors:
         if int8 and values.ndim > 1:
             small = gguf.GGMLQuantizationType.Q8_0

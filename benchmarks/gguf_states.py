@@ -1,6 +1,6 @@
-"""Models whose layers keep states as llama.cpp reads them, for `gguf_models.py`.
+"""Qwen3.5's text as llama.cpp reads it, whose layers keep states, for `gguf_models.py`.
 
-Runs in llama.cpp's environment. Names, shapes and what is done to values are those of llama.cpp's
+Runs in llama.cpp's environment; greedy texts of it are ours there, token for token. Names, shapes and what is done to values are those of llama.cpp's
 own converter: the logarithm of a decay becomes the decay, Qwen's norms gain the one that its code
 adds. With as many heads of keys as of values in a layer with a state, no head changes its place.
 """
@@ -14,7 +14,7 @@ import numpy.typing as npt
 Matrix = npt.NDArray[np.float32]
 Weights = Mapping[str, Matrix]
 
-NAMES = {"qwen3_5_text": "qwen35", "nemotron_h": "nemotron_h"}  # theirs
+NAMES = {"qwen3_5_text": "qwen35"}  # theirs
 SECTIONS = [11, 11, 10, 0]  # of Qwen3.5's rotary angles; of text all have the same positions
 
 QWEN_LAYER = {
@@ -43,41 +43,17 @@ QWEN_ATTENTION = {
     "attn_q_norm.weight": "self_attn.q_norm.weight",
     "attn_k_norm.weight": "self_attn.k_norm.weight",
 }
-NEMOTRON_LAYERS = {
-    "linear_attention": {
-        "ssm_in.weight": "in_proj.weight",
-        "ssm_conv1d.weight": "conv1d.weight",
-        "ssm_conv1d.bias": "conv1d.bias",
-        "ssm_dt.bias": "dt_bias",
-        "ssm_a": "A_log",
-        "ssm_d": "D",
-        "ssm_norm.weight": "norm.weight",
-        "ssm_out.weight": "out_proj.weight",
-    },
-    "full_attention": {
-        "attn_q.weight": "q_proj.weight",
-        "attn_k.weight": "k_proj.weight",
-        "attn_v.weight": "v_proj.weight",
-        "attn_output.weight": "o_proj.weight",
-    },
-    "mlp": {"ffn_up.weight": "up_proj.weight", "ffn_down.weight": "down_proj.weight"},
-}
 
 
 def describe(writer: Any, config: Mapping[str, Any]) -> None:
-    """Write the settings of a model of one of NAMES, by its config.json."""
+    """Write the settings of a model of one of NAMES, by its config.json. Raises ValueError for
+    one with fewer heads of keys than of values.
+    """
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_head_count(config["num_attention_heads"])
     writer.add_key_length(config["head_dim"])
     writer.add_value_length(config["head_dim"])
-    if config["model_type"] == "nemotron_h":
-        _describe_nemotron(writer, config)
-    else:
-        _describe_qwen(writer, config)
-
-
-def _describe_qwen(writer: Any, config: Mapping[str, Any]) -> None:
     rope = config["rope_parameters"]
     width, heads = config["linear_value_head_dim"], config["linear_num_value_heads"]
     if heads != config["linear_num_key_heads"]:
@@ -96,30 +72,8 @@ def _describe_qwen(writer: Any, config: Mapping[str, Any]) -> None:
     writer.add_ssm_inner_size(width * heads)
 
 
-def _describe_nemotron(writer: Any, config: Mapping[str, Any]) -> None:
-    kinds = config["layers_block_type"]
-    writer.add_block_count(len(kinds))
-    keys, inner = config["num_key_value_heads"], config["intermediate_size"]
-    writer.add_head_count_kv([keys * (kind == "full_attention") for kind in kinds])
-    writer.add_feed_forward_length([inner * (kind == "mlp") for kind in kinds])
-    writer.add_layer_norm_eps(config["layer_norm_epsilon"])
-    writer.add_layer_norm_rms_eps(config["layer_norm_epsilon"])
-    writer.add_ssm_conv_kernel(config["conv_kernel"])
-    writer.add_ssm_state_size(config["ssm_state_size"])
-    writer.add_ssm_group_count(config["n_groups"])
-    writer.add_ssm_time_step_rank(config["mamba_num_heads"])
-    writer.add_ssm_inner_size(config["mamba_num_heads"] * config["mamba_head_dim"])
-
-
 def tensors(config: Mapping[str, Any], weights: Weights) -> Iterator[tuple[str, Matrix]]:
     """Their names of tensors and values, of a model of one of NAMES."""
-    if config["model_type"] == "nemotron_h":
-        yield from _nemotron(config, weights)
-    else:
-        yield from _qwen(config, weights)
-
-
-def _qwen(config: Mapping[str, Any], weights: Weights) -> Iterator[tuple[str, Matrix]]:
     yield "token_embd.weight", weights["model.embed_tokens.weight"]
     yield "output_norm.weight", weights["model.norm.weight"] + 1
     for number, kind in enumerate(config["layer_types"]):
@@ -129,23 +83,6 @@ def _qwen(config: Mapping[str, Any], weights: Weights) -> Iterator[tuple[str, Ma
             if "norm" in name and name != "ssm_norm.weight":
                 values = values + 1
             yield f"blk.{number}.{name}", _converted(name, values)
-
-
-def _nemotron(config: Mapping[str, Any], weights: Weights) -> Iterator[tuple[str, Matrix]]:
-    names = list(weights)  # older ones begin with "backbone"
-    of_model = next(name for name in names if name.endswith("embeddings.weight")).split(".")[0]
-    yield "token_embd.weight", weights[f"{of_model}.embeddings.weight"]
-    yield "output_norm.weight", weights[f"{of_model}.norm_f.weight"]
-    for number, kind in enumerate(config["layers_block_type"]):
-        layer = f"{of_model}.layers.{number}"
-        yield f"blk.{number}.attn_norm.weight", weights[f"{layer}.norm.weight"]
-        for name, theirs in NEMOTRON_LAYERS[kind].items():
-            values = _converted(name, weights[f"{layer}.mixer.{theirs}"])
-            if name in ("ssm_a", "ssm_d"):
-                values = values[:, None]
-            if name == "ssm_norm.weight":
-                values = values.reshape(config["n_groups"], -1)
-            yield f"blk.{number}.{name}", values
 
 
 def _converted(name: str, values: Matrix) -> Matrix:
