@@ -1,8 +1,9 @@
 """Qwen3.5's text as llama.cpp reads it, whose layers keep states, for `gguf_models.py`.
 
-Runs in llama.cpp's environment; greedy texts of it are ours there, token for token. Names, shapes and what is done to values are those of llama.cpp's
-own converter: the logarithm of a decay becomes the decay, Qwen's norms gain the one that its code
-adds. With as many heads of keys as of values in a layer with a state, no head changes its place.
+Runs in llama.cpp's environment; its greedy texts are ours, token for token. Names, shapes and what
+is done to values are those of llama.cpp's own converter: the logarithm of a decay becomes the
+decay, norms gain the one that Qwen's code adds. With as many heads of keys as of values in a layer
+with a state, no head changes its place.
 """
 
 from collections.abc import Iterator, Mapping
