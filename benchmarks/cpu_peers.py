@@ -6,7 +6,8 @@ round, after a warm-up; no prompt comes twice, so no cache has it. Compare the r
 another engine over ours in the same round. An engine that takes over twice as long as ours in the
 first round does not run in the others; with --full, over three times as long.
 
-- mixed: 64 requests at once, prompts of 16 to 256 tokens, 16 to 128 new tokens.
+- mixed: 64 requests at once, prompts of 16 to 256 tokens, 16 to 128 new tokens; 32 on the models
+  whose layers keep states.
 - tutorial: six requests with caps of 6, 50, 300, 30, 180 and 45 in three slots, GPT-2.
 - burst: 8 or 32 requests at once that share their first 512 tokens.
 - alone: one request, whose decode reads all weights for each token.
@@ -161,9 +162,10 @@ def _text(draw: random.Random, vocabulary: int, length: int) -> list[int]:
     return [draw.randrange(3, vocabulary) for _ in range(length)]
 
 
-def mixed(draw: random.Random, vocabulary: int) -> list[Request]:
+def mixed(draw: random.Random, vocabulary: int, count: int = 64) -> list[Request]:
     return [
-        (_text(draw, vocabulary, draw.randint(16, 256)), draw.randint(16, 128)) for _ in range(64)
+        (_text(draw, vocabulary, draw.randint(16, 256)), draw.randint(16, 128))
+        for _ in range(count)
     ]
 
 
@@ -223,6 +225,7 @@ ON_REAL_WEIGHTS = (
     Workload("conversations", conversations),
     Workload("alone, a conversation", one_conversation),
 )
+ON_STATES = (Workload("mixed of 32", functools.partial(mixed, count=32)), Workload("alone", alone))
 IN_INT8 = (Workload("mixed, int8 weights", mixed), Workload("alone, int8 weights", alone))
 
 
@@ -319,6 +322,7 @@ ON_SHAPES = (Part(ON_EVERY_MODEL, FLOAT32), Part(IN_INT8, INT8))
 # By model: what runs on it, and the slots.
 PARTS: Mapping[str, tuple[Sequence[Part], int]] = {
     **dict.fromkeys(models.SHAPES, (ON_SHAPES, SLOTS)),
+    **dict.fromkeys(models.STATES, ([Part(ON_STATES, FLOAT32)], 32)),
     models.GPT2: ([Part(ON_GPT2, FLOAT32)], TUTORIAL_SLOTS),
     models.SMOLLM2: ([Part(ON_REAL_WEIGHTS, REAL)], SLOTS),
 }

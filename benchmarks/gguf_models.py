@@ -13,6 +13,7 @@ from typing import Any
 import gguf
 import numpy as np
 import numpy.typing as npt
+from benchmarks import gguf_states
 from safetensors.numpy import load_file
 
 Matrix = npt.NDArray[np.float32]
@@ -47,15 +48,20 @@ def save(model: Path, *, int8: bool) -> Path:
     config = json.loads((model / "config.json").read_text())
     weights = load_file(model / "model.safetensors")
     kind = config["model_type"]
-    writer = gguf.GGUFWriter(str(file), kind)
+    writer = gguf.GGUFWriter(str(file), gguf_states.NAMES.get(kind, kind))
     writer.add_tokenizer_model("no_vocab")
     writer.add_vocab_size(config["vocab_size"])
     if kind == "gpt2":
         _describe_gpt2(writer, config)
         tensors = _gpt2(config, weights)
-    else:
+    elif kind in gguf_states.NAMES:
+        gguf_states.describe(writer, config)
+        tensors = gguf_states.tensors(config, weights)
+    elif kind == "llama":
         _describe_llama(writer, config)
         tensors = _llama(config, weights)
+    else:
+        raise ValueError(f"{kind}: no form of llama.cpp's is written here")
     for name, values in tensors:
         if int8 and values.ndim > 1:
             small = gguf.GGMLQuantizationType.Q8_0

@@ -32,6 +32,36 @@ SHAPES: dict[str, dict[str, int]] = {
         "vocab_size": 151936,
     },
 }
+# Layers that keep a state, and one with keys among four or fourteen.
+STATES: dict[str, dict[str, Any]] = {
+    "Qwen3.5, 0.5 B": {
+        "model_type": "qwen3_5_text",
+        "hidden_size": 1024,
+        "intermediate_size": 3584,
+        "num_hidden_layers": 20,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 16,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+    },
+    "Nemotron-H, 0.5 B": {
+        "model_type": "nemotron_h",
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "layers_block_type": 3 * (6 * ["mamba", "mlp"] + ["attention", "mlp"])
+        + 3 * ["mamba", "mlp"],
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "mamba_num_heads": 32,
+        "mamba_head_dim": 64,
+        "ssm_state_size": 128,
+        "n_groups": 8,
+    },
+}
 GPT2 = "GPT-2"  # at full size: 124 million parameters
 SMOLLM2 = "SmolLM2"  # 135 million parameters that somebody trained
 
@@ -47,12 +77,13 @@ class Size(NamedTuple):
 
 
 def save(name: str, folder: Path) -> Size:
-    """Write the model ``name``, a shape, GPT2 or SMOLLM2, in float32 with no end of sequence, and
-    its tokenizer. With random weights every character of a prompt is a token, and every token has
-    a text.
+    """Write the model ``name``, of SHAPES or STATES, GPT2 or SMOLLM2, in float32 with no end of
+    sequence, and its tokenizer. With random weights every character of a prompt is a token, and
+    every token has a text.
     """
     import torch
     from transformers import (
+        AutoConfig,
         AutoModelForCausalLM,
         GenerationConfig,
         GPT2Config,
@@ -63,14 +94,17 @@ def save(name: str, folder: Path) -> Size:
 
     torch.manual_seed(0)
     ids: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
+    limits = {"vocab_size": VOCABULARY, "max_position_embeddings": LONGEST}
     model: Any  # transformers' classes are untyped
     if name == SMOLLM2:
         model = AutoModelForCausalLM.from_pretrained(published(), dtype=torch.float32)
         model.config.update(ids)
     elif name == GPT2:
         model = GPT2LMHeadModel(GPT2Config(**ids))
+    elif name in STATES:
+        shape = limits | STATES[name] | {"tie_word_embeddings": True} | ids
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape))
     else:
-        limits = {"vocab_size": VOCABULARY, "max_position_embeddings": LONGEST}
         model = LlamaForCausalLM(
             LlamaConfig(**limits | SHAPES[name], tie_word_embeddings=True, **ids)
         )
