@@ -131,7 +131,10 @@ def pack_products(
     for module, call in calls.items():
         if not call.input.is_floating_point():
             continue
-        if leaves and module is not head and not isinstance(module, QuantizedLinear):
+        if isinstance(module, QuantizedLinear):
+            if module is head:  # embeddings may share its numbers
+                continue
+        elif leaves and module is not head:
             continue
         shares = max(owners[id(parameter)] for parameter in module.parameters(recurse=False))
         try:
