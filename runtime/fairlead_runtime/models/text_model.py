@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -32,6 +32,9 @@ from fairlead_runtime.sizing.families.wholes import WHOLES
 # Kernels of other packages, which transformers' layers with states take where it can import them,
 # for tensors on a CPU, too: their results are not those that are tested here.
 KERNELS = ("fla", "mamba_ssm", "causal_conv1d", "mambapy")
+# What a class without a text of its own has beside it, by its model_type: the module that puts
+# embeddings of other parts in the places of tokens.
+BESIDE = {"phi4_multimodal": "embed_tokens_extend"}
 # It asks users to install them.
 logging.getLogger("transformers.integrations.hub_kernels").setLevel(logging.ERROR)
 
@@ -131,17 +134,34 @@ def _only(mapping: Any, config: PretrainedConfig) -> Any:
 
 def class_to_load(config: PretrainedConfig) -> Any:
     """The class to load weights with: ``class_of``, which with parts builds the text alone."""
-    whole = class_of(config)
-    if not has_parts(config):
+    whole, beside = class_of(config), BESIDE.get(config.model_type)
+    if not has_parts(config) and beside is None:
         return whole
 
     def init(self: PreTrainedModel, config: PretrainedConfig, *args: Any, **kwargs: Any) -> None:
         whole.__init__(self, config, *args, **kwargs)
-        drop_other_parts(self)
+        if beside is None:
+            drop_other_parts(self)
+        else:
+            drop_beside(self, beside)
 
     # transformers knows the mapping of names by the name of the class, and reads its module.
     names = {"__init__": init, "__module__": whole.__module__, "__qualname__": whole.__qualname__}
     return type(whole.__name__, (whole,), names)
+
+
+class _Passed(nn.Module):
+    """Leaves the embeddings of a text as they are."""
+
+    def forward(self, _ids: Tensor, embeddings: Tensor, **_: object) -> Tensor:
+        return embeddings
+
+
+def drop_beside(model: PreTrainedModel, name: str) -> None:
+    """Let that module of the text model, one of ``BESIDE``, pass what it is given."""
+    setattr(model.base_model, name, _Passed())
+    prefix = re.escape(f"{model.base_model_prefix}.{name}.")
+    model._keys_to_ignore_on_load_unexpected = {rf"^{prefix}"}  # noqa: SLF001 - no public one
 
 
 def drop_other_parts(model: PreTrainedModel) -> None:

@@ -233,7 +233,8 @@ def _family_of_text(name: str, config: Mapping[str, Any]) -> tuple[Family, Mappi
     if family.layer_inputs and kind != parts.text:
         raise _refused(f"{TEXT}.model_type", kind, OWN_INPUTS)
     # The head is the whole's, which has no bias.
-    return _meant(replace(family, head_bias=False), kind, _with_outer(text, config, parts))
+    row = replace(family, head_bias=False, framed=parts.framed)
+    return _meant(row, kind, _with_outer(text, config, parts))
 
 
 def _text_settings(config: Mapping[str, Any], parts: Parts) -> Mapping[str, Any]:
@@ -292,7 +293,8 @@ class ConfigReader:
         self.family = family
         self.heads = self.integer("num_attention_heads")
         for name in family.needs:
-            self.integer(name)
+            if not isinstance(self.get(name), float):
+                self.integer(name)
         kv_heads = self.own("num_key_value_heads") if family.reads_kv_heads else None
         one = bool(family.one_kv_head_if) and self.flag(family.one_kv_head_if)
         self.kv_heads = 1 if one else kv_heads or self.heads
@@ -379,6 +381,9 @@ def _check_own(s: ConfigReader, family: Family) -> None:
     for name, bound in family.less:
         if s.integer(name, low=0) >= s.integer(bound):
             raise ShapeError(name, f"must be less than {bound}, {s.integer(bound)}")
+    for name, bound in family.at_most:
+        if s.integer(name) > s.integer(bound):
+            raise ShapeError(name, f"must be at most {bound}, {s.integer(bound)}")
 
 
 def dtype_of(config: Mapping[str, Any]) -> str | None:

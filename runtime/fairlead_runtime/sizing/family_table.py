@@ -38,19 +38,25 @@ class Family:
     same: tuple[str, str] | None = None
     never: tuple[str, ...] = ()
     less: tuple[tuple[str, str], ...] = ()
+    at_most: tuple[tuple[str, str], ...] = ()  # the same of one that is more
     needs_both: bool = False  # its class refuses a model of one kind of layers
     reads_sparse_steps: bool = False  # whether decoder_sparse_step and mlp_only_layers are read
     norms: int = 2  # normalisations of the hidden state in one layer
-    norm_bias: bool = False  # LayerNorm with a bias instead of RMSNorm
+    norm_bias: bool | str = False  # LayerNorm with a bias instead of RMSNorm
     qk_norm: str = ""  # "head": one weight per head_dim; "flat": one per projected element
     qk_norm_if: str = ""  # the setting that switches qk_norm on; "" for always
     positions: bool = False  # learned position embeddings
     experts: str = ""  # the setting that gives one expert's width; "" for a dense model
     experts_if: str = ""  # the setting that switches them on, each layer's beside its MLP
     expert_bias: bool = False
+    sum_bias: bool = False  # added to what the chosen ones give together
+    # Queries, and what attention gives, are the experts' own, each with as many heads as there are
+    # of keys; keys are repeated for each that is chosen.
+    query_experts: bool = False
     mxfp4: bool = False  # its experts are also published in MXFP4, under names of their own
     sinks: bool = False  # one attention sink per head
     windowed_sinks: bool = False  # the same in layers with a window alone
+    heads_by_layer: str = ""  # the setting that lists the query heads of each layer
     value_dim: str = ""  # the setting that gives a value's width; "": it is a key's
     windowed_kv_times: int = 1  # layers with a window have so many times the key-value heads
     # The settings that give a full layer's width of a head and, where ``full_if`` is on, its
@@ -59,13 +65,17 @@ class Family:
     full_dim: str = ""
     full_kv_heads: str = ""
     full_if: str = ""
-    window: str = ""  # "": never; "all": one window in every layer; "types": as layer_types say
+    # "": never; "all": one window in every layer; "types": as layer_types say; "none": they may say
+    # full_attention alone.
+    window: str = ""
     window_if: str = ""  # the setting that switches windows on
     # Default of layer_types: layers n, 2n, ... are full, the others slide.
     full_every: int | str = 0
+    full_first: str = ""  # the same of layers 0, n, 2n, ...: the setting that says n
     last_full: bool = False  # whatever layer_types say
     window_from: str = ""  # default of layer_types: this layer and all above it slide
     window_before: str = ""  # the setting that counts the window without the query's own token
+    window_twice: str = ""  # the setting that is twice the window, where that is not said
     fuses: bool = (
         True  # False: its layers are known to be no ones that a CPU's fused layers compute
     )
@@ -78,6 +88,7 @@ class Family:
     # The setting that gives the width of the input that each layer has of its own, from a table of
     # ``vocab_size_per_layer_input`` rows and from the embedding.
     layer_inputs: str = ""
+    framed: bool = False  # the whole's own code keeps these, and a copy of the embedding, beside
     # The setting that counts the residual streams of which each layer reads one and corrects all
     # (AltUp, arXiv:2301.13310), and that of the rank of a product beside attention (LAuReL,
     # arXiv:2411.07501).
@@ -98,15 +109,20 @@ class Family:
     inner_norms: bool = False  # of attention's result and of what the MLP's activation returns
     qk_norm_bias: bool = False
     final_norm: bool | str = True
-    out_gate: bool = False  # attention's result is gated, element by element
+    out_gate: bool | str = False  # attention's result is gated, element by element
     out_gate_bias: bool = False  # with a number for each head
     one_kv_head_if: str = ""  # the setting that lets all heads share a key
     head_bias: bool | str = False
     position_offset: int = 0  # rows of the learned positions before the first
+    position_table: bool = False  # they are a buffer that its class makes, and nothing is learned
+    embedding_rows: int = 0  # of the embedding, beside those of the vocabulary
+    # The setting for the bias of a matrix that hidden states take before the head, with a norm.
+    before_head: str = ""
     embedding_width: str = ""  # the setting for embeddings narrower than the hidden state
     # Of each layer: parameters of its activation, and numbers of buffers that a checkpoint has.
     activation_parameters: int = 0
     layer_buffers: int = 0
+    layer_rotary: bool = False  # its layers keep frequencies each, twice, in float32
     # Of a mixture: how many experts every token meets (or the setting that says it) and the width
     # of one; the layers before the first mixture, and whether mlp_layer_types says it instead; the
     # last mixture; the width of a dense layer.
@@ -502,6 +518,7 @@ class Parts:
     # Whether the whole's own code needs its other parts for text, too: the text is loaded as the
     # model of its own that it is.
     alone: bool = False
+    framed: bool = False  # its own code makes the inputs of layers, and keeps them: Family.framed
     # Settings of the whole, and their defaults, that size its head: they must be the text's.
     head: Mapping[str, int] = field(default_factory=dict)
 
@@ -510,7 +527,7 @@ class Parts:
 PARTS: Mapping[str, Parts] = {
     "gemma3": Parts("gemma3_text"),
     "gemma3n": Parts("gemma3n_text", alone=True),
-    "gemma4": Parts("gemma4_text"),
+    "gemma4": Parts("gemma4_text", framed=True),
     "gemma4_unified": Parts("gemma4_unified_text"),
     "mistral3": Parts("mistral", any_text=True, never=NO_RMS),
     "qwen2_vl": Parts("qwen2_vl_text", tied=False, either=True, flat=True),

@@ -78,31 +78,48 @@ class LayerHeads:
 
     @classmethod
     def of(
-        cls, s: ConfigReader, family: Family, own: Mapping[str, int] | None, *, windowed: bool
+        cls,
+        s: ConfigReader,
+        family: Family,
+        own: Mapping[str, int] | None,
+        *,
+        index: int,
+        windowed: bool,
     ) -> "LayerHeads":
         """Those of one layer, with a window or a full one; ``own``: its settings where each layer
         has its own. Raises ShapeError.
         """
-        kv, dim, one_product = s.kv_heads, s.head_dim, False
+        query, kv, dim, one_product = s.heads, s.kv_heads, s.head_dim, False
+        if family.heads_by_layer:
+            query = _query_heads(s, family.heads_by_layer, index)
         if family.full_dim:
             one_product = not windowed and s.flag(family.full_if)
             kv, dim = _own_sizes(s, family, own, full=not windowed)
         value_dim = (s.own(family.value_dim) if family.value_dim else None) or dim
         times = family.windowed_kv_times if windowed else 1
         kv *= times
-        if s.heads % kv:
-            problem = f"{s.heads} query heads cannot share {kv} evenly"
+        if query % kv:
+            problem = f"{query} query heads cannot share {kv} evenly"
             if times > 1:
                 problem += f": layers with a window have {times} times num_key_value_heads"
             raise ShapeError("num_key_value_heads", problem)
-        return cls(s.heads, kv, dim, value_dim, one_product)
+        return cls(query, kv, dim, value_dim, one_product)
+
+
+def _query_heads(s: ConfigReader, setting: str, index: int) -> int:
+    value = s.get(setting)
+    if value is not None and not isinstance(value, list | tuple):
+        raise ShapeError(setting, "must be a list of numbers, one per layer")
+    return s.of_layer(setting, index) or s.heads
 
 
 def heads_of(s: ConfigReader, family: Family, windowed: Sequence[bool]) -> list[LayerHeads]:
     """The heads of each layer, with a window or without. Raises ShapeError."""
     own = _settings_by_layer(s, len(windowed)) if family.full_dim else None
     return [
-        LayerHeads.of(s, family, None if own is None else own.get(index, {}), windowed=on)
+        LayerHeads.of(
+            s, family, None if own is None else own.get(index, {}), index=index, windowed=on
+        )
         for index, on in enumerate(windowed)
     ]
 
@@ -155,7 +172,7 @@ def check_types(heads: Sequence[LayerHeads], windowed: Sequence[bool]) -> None:
 
 def is_mixed(layers: Sequence[LayerHeads]) -> bool:
     """Whether layers differ in their heads."""
-    return len({(heads.kv, heads.dim, heads.value_dim) for heads in layers}) > 1
+    return len({(heads.query, heads.kv, heads.dim, heads.value_dim) for heads in layers}) > 1
 
 
 def widest(layers: Sequence[LayerHeads]) -> LayerHeads:

@@ -103,7 +103,8 @@ def count_layer(
         )
     if family.sinks or (family.windowed_sinks and windowed):
         attention += ParameterCount(rest=heads.query, wide=heads.query * family.wide_sinks)
-    return attention + mlp + norms + _beside(s, family), width, inner
+    own = ParameterCount(buffers=2 * (-(-heads.dim // 2)) * family.layer_rotary)
+    return attention + mlp + norms + own + _beside(s, family), width, inner
 
 
 def layers_with_keys(s: ConfigReader, family: Family) -> int:
@@ -174,7 +175,8 @@ def _beside(s: ConfigReader, family: Family) -> ParameterCount:
 def count_norm(s: ConfigReader, family: Family) -> int:
     """Parameters of one normalization of the hidden state."""
     weighted = s.flag_or_constant(family.norms_weighted)
-    return s.integer("hidden_size") * ((2 if family.norm_bias else 1) if weighted else 0)
+    biased = s.flag_or_constant(family.norm_bias)
+    return s.integer("hidden_size") * ((2 if biased else 1) if weighted else 0)
 
 
 def count_outside(s: ConfigReader, family: Family, *, tied: bool) -> int:
@@ -185,11 +187,21 @@ def count_outside(s: ConfigReader, family: Family, *, tied: bool) -> int:
     wide = (s.optional(family.embedding_width) if family.embedding_width else None) or hidden
     # Narrower embeddings are widened before the layers and narrowed after them.
     count = vocab * wide * (1 if tied else 2) + (0 if wide == hidden else 2 * wide * hidden)
+    count += family.embedding_rows * wide
     count += vocab if s.flag_or_constant(family.head_bias) else 0
-    if family.positions:
+    if family.positions and not family.position_table:
         count += (s.integer("max_position_embeddings") + family.position_offset) * hidden
+    if family.before_head:
+        count += hidden**2 + hidden * s.flag(family.before_head) + count_norm(s, family)
     count += _count_layer_inputs(s, family) + _count_streams(s, family)
     return count + count_last_norm(s, family)
+
+
+def position_numbers(s: ConfigReader, family: Family) -> int:
+    """Numbers of the positions' table that its class makes, in the type of the model."""
+    if not family.position_table:
+        return 0
+    return s.integer("max_position_embeddings") * s.integer("hidden_size")
 
 
 def count_last_norm(s: ConfigReader, family: Family) -> int:
@@ -211,6 +223,8 @@ def has_flat_norm(s: ConfigReader, family: Family) -> bool:
 def _attention(
     s: ConfigReader, family: Family, heads: LayerHeads, *, keeps: bool
 ) -> ParameterCount:
+    if family.query_experts:
+        return _expert_attention(s, heads)
     hidden, q, kv = s.integer("hidden_size"), heads.query_width, heads.key_width
     bias = s.flag_or_constant(family.qkv_bias)
     made = kv if heads.one_product else heads.width
@@ -221,12 +235,22 @@ def _attention(
         normed = (heads.dim, heads.dim) if family.qk_norm == "head" else (q, kv)
         weights = (sum(normed) if keeps else normed[0]) * (2 if family.qk_norm_bias else 1)
         count += ParameterCount(rest=weights, wide_norms=weights * family.wide_qk_norms)
-    if family.out_gate or family.gate_in_queries:
+    if family.gate_in_queries or s.flag_or_constant(family.out_gate):
         count += _columns(hidden, q, bias=family.gate_in_queries and bias)
     if family.head_gate_if and s.flag(family.head_gate_if):
         count += _columns(hidden, heads.query)
     rest = heads.query * family.out_gate_bias + (hidden if family.inner_norms else 0)
     return count + ParameterCount(rest=rest)
+
+
+def _expert_attention(s: ConfigReader, heads: LayerHeads) -> ParameterCount:
+    """Of mixtures of attention (arXiv:2404.07413): keys and values of all experts, of each the
+    queries and what it makes of the result; their router, and a bias of their sum.
+    """
+    hidden, experts = s.integer("hidden_size"), s.integer("num_local_experts")
+    width = heads.query_width // s.integer("num_experts_per_tok")
+    count = (_columns(hidden, width) + _rows(width, hidden)) * experts
+    return count + _columns(hidden, 2 * width) + ParameterCount(rest=hidden * (experts + 1))
 
 
 def has_experts(s: ConfigReader, family: Family) -> bool:
@@ -264,7 +288,7 @@ def _experts(s: ConfigReader, family: Family) -> tuple[ParameterCount, int]:
     # The router is never quantized.
     per_expert = hidden + family.expert_bias + family.router_bias
     count = expert * experts + ParameterCount(
-        rest=experts * per_expert,
+        rest=experts * per_expert + hidden * family.sum_bias,
         wide=experts * per_expert * family.wide_router,
         wide_norms=experts * family.router_bias * family.wide_qk_norms,
         buffers=experts * (family.choice_buffer == "float32"),

@@ -44,8 +44,10 @@ def _settings(s: ConfigReader) -> dict[str, tuple[str, Mapping[str, Any]]]:
     by_type = _rotary(s).by_type
     if parameters is not None:
         _mapping("rope_parameters", parameters)
-    if by_type == "added":
-        return _added(scaling, parameters)
+    if by_type in ("added", "both"):
+        return _added(scaling, parameters, both=by_type == "both")
+    if by_type == "own":
+        return _own(s, parameters)
     field = "rope_scaling" if scaling else "rope_parameters"
     settings = _mapping(field, scaling or parameters or {})
     nests = [kind for kind in (_FULL, _SLIDING) if kind in settings] if by_type else []
@@ -65,19 +67,39 @@ def _settings(s: ConfigReader) -> dict[str, tuple[str, Mapping[str, Any]]]:
     }
 
 
-def _added(scaling: object, parameters: Any) -> dict[str, tuple[str, Mapping[str, Any]]]:
+def _added(
+    scaling: object, parameters: Any, *, both: bool
+) -> dict[str, tuple[str, Mapping[str, Any]]]:
     default = {"rope_type": "default"}
     nests = {_FULL: default, _SLIDING: default} if parameters is None else parameters
-    full = nests.get(_FULL)
-    if scaling not in (None, "", []):
-        if not isinstance(full, Mapping):
-            problem = f"must have settings for {_FULL}, to which rope_scaling is added"
+    settings = {kind: ("rope_parameters", _nest(nests, kind)) for kind in (_FULL, _SLIDING)}
+    if scaling is None or (scaling in ("", []) and not both):
+        return settings
+    added = _mapping("rope_scaling", scaling)
+    for kind in (_FULL, _SLIDING) if both else (_FULL,):
+        if not isinstance(nests.get(kind), Mapping):
+            problem = f"must have settings for {kind}, to which rope_scaling is added"
             raise ShapeError("rope_parameters", problem)
-        return {
-            _FULL: ("rope_scaling", {**full, **_mapping("rope_scaling", scaling)}),
-            _SLIDING: ("rope_parameters", _nest(nests, _SLIDING)),
-        }
-    return {kind: ("rope_parameters", _nest(nests, kind)) for kind in (_FULL, _SLIDING)}
+        settings[kind] = ("rope_scaling", {**settings[kind][1], **added})
+    return settings
+
+
+def _own(s: ConfigReader, parameters: Any) -> dict[str, tuple[str, Mapping[str, Any]]]:
+    """The settings of the types that layers have, null for one without rotary embeddings."""
+    if parameters is None and _rotary(s).made:
+        return {}
+    kinds = s.get("layer_types")
+    listed = isinstance(kinds, list | tuple)
+    used = [kind for kind in (_FULL, _SLIDING) if kind in kinds] if listed else [_FULL]
+    for kind in used:
+        if kind not in (parameters or {}):
+            field = f"rope_parameters.{kind}"
+            raise ShapeError(field, "must be set: this family has one for each type")
+    return {
+        kind: ("rope_parameters", _mapping(f"rope_parameters.{kind}", parameters[kind]))
+        for kind in used
+        if parameters[kind] is not None
+    }
 
 
 def _nest(nests: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
@@ -121,8 +143,8 @@ def _check_theta(s: ConfigReader, layers: str, field: str, parameters: Mapping[s
     """That of the settings, else the model's, as null where it says null."""
     rotary = _rotary(s)
     outer = rotary.sliding_theta if layers == _SLIDING else rotary.theta
-    if "rope_theta" in parameters:
-        _check_number(f"{field}.rope_theta", parameters["rope_theta"])
+    if "rope_theta" in parameters or rotary.own_theta:
+        _check_number(f"{field}.rope_theta", parameters.get("rope_theta"))
     elif outer and s.says(outer):
         _check_number(outer, s.get(outer))
 

@@ -44,6 +44,7 @@ from fairlead_runtime.sizing.parameters import (
     has_flat_norm,
     layer_input_width,
     layers_with_keys,
+    position_numbers,
 )
 from fairlead_runtime.sizing.rotary import check_rope, longest_text
 from fairlead_runtime.sizing.states import StatePart
@@ -191,7 +192,8 @@ class ModelShape:
         windows = _windows_of(s, kinds) if family.mixer else _windows(s, family, layers)
         windowed = [window is not None for window in windows]
         heads = heads_of(s, family, windowed)
-        check_types(heads, windowed)
+        if family.full_dim:
+            check_types(heads, windowed)
         attending = [layer for layer, kind in enumerate(kinds) if attends(kind)]
         mixing = [layer for layer, kind in enumerate(kinds) if mixes(family, kind)]
         experts = has_experts(s, family)
@@ -279,7 +281,7 @@ class ModelShape:
             wide=body.wide,
             wide_norms=body.wide_norms + count_last_norm(s, family) * family.wide_norms,
             buffers=body.buffers,
-            typed_buffers=body.typed,
+            typed_buffers=body.typed + position_numbers(s, family),
             states=dict.fromkeys(mixing, mixer.state) if mixer else {},
             mixer_width=mixer.alive if mixer else 0,
             mixer_chunk=mixer.chunk if mixer else 1,
@@ -404,6 +406,7 @@ def _widths(s: ConfigReader, family: Family, layers: int, keys: int) -> tuple[in
     streams = s.integer(family.streams) if family.streams else 0
     # Of all streams: those of the embedding, of the layer's input and as it predicts them.
     beside = keys + inputs + (3 * streams + 4) * hidden * bool(streams) + streams**2
+    beside += (inputs + hidden) * bool(family.framed and inputs)
     # All of them corrected, with the change of each. The inputs of layers are made before them, and
     # normalized in float32.
     return beside, max((2 * streams + 2) * hidden * bool(streams), 6 * inputs + hidden - beside)
@@ -446,34 +449,36 @@ def _check_blocks(widths: Mapping[str, int]) -> None:
 
 def _windows(s: ConfigReader, family: Family, layers: int) -> tuple[int | None, ...]:
     """One entry per layer: with W, position p sees the keys p-W+1..p; with None, all of 0..p."""
-    on = bool(family.window) and (not family.window_if or s.flag(family.window_if))
+    on = family.window in ("all", "types") and (not family.window_if or s.flag(family.window_if))
     # Which layers share keys is told by their kinds, which only a window tells apart here.
     read = s.integer if family.shared else s.optional
     window = read("sliding_window") if on else None
     if on and family.window_before and s.get(family.window_before) is not None:
         window = s.integer(family.window_before) + 1
-    if family.window != "types":
+    if on and family.window_twice and not s.says("sliding_window"):
+        window = s.integer(family.window_twice, low=2) // 2
+    if family.window not in ("types", "none"):
         return (window,) * layers
     types = s.get("layer_types")
     if types is None and window is None and family.window_if:
         return (None,) * layers  # the class has windows in none then
     if types is None:
         types = [
-            "sliding_attention" if _slides(s, family, i, layers) else FULL for i in range(layers)
+            SLIDING if _slides(s, family, i, layers) else FULL for i in range(layers)
         ]
     if not isinstance(types, list | tuple) or len(types) != layers:
         raise ShapeError("layer_types", f"must be a list of {layers} names, one per layer")
     for kind in types:
-        if kind not in (FULL, "sliding_attention"):
-            raise ShapeError(
-                "layer_types", f"{str(kind)[:40]!r} is neither full_attention nor sliding_attention"
-            )
+        if family.window == "none" and kind != FULL:
+            raise ShapeError("layer_types", f"{str(kind)[:40]!r} is not supported: {FULL} is")
+        if kind not in (FULL, SLIDING):
+            raise ShapeError("layer_types", f"{str(kind)[:40]!r} is neither {FULL} nor {SLIDING}")
     kinds = [*types[:-1], FULL] if family.last_full else types
     if window is None and any(kind != FULL for kind in kinds):
         # The same name for the first layer that slides as for those that say so by themselves.
         field = "sliding_window" if on else family.window_if
         raise ShapeError(field, "must be set, or all of layer_types full_attention: some slide")
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    return tuple(window if kind == SLIDING else None for kind in kinds)
 
 
 def _windows_of(s: ConfigReader, kinds: Sequence[str]) -> tuple[int | None, ...]:
@@ -498,6 +503,8 @@ def _sources(windows: Sequence[int | None], kept: int, setting: str) -> tuple[in
 def _slides(s: ConfigReader, family: Family, index: int, layers: int) -> bool:
     if family.full_rule is not None:
         return not family.full_rule(index, layers)
+    if family.full_first:
+        return index % s.integer(family.full_first) != 0
     if family.window_from:
         return index >= s.integer(family.window_from, low=0)
     if family.window_below and index >= s.integer(family.window_below, low=0):

@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 
+from fairlead_runtime.device.model.paged_model import prepare
+from fairlead_runtime.models import loading
+from fairlead_runtime.settings.engine_config import EngineConfig
 from support import tiny, tiny_any, tiny_states
 from support.engine_rig import NEW, Rig, compare_greedy_texts, prompts
 
@@ -32,7 +35,7 @@ HERE = sorted(name for name in ADMITTED - ELSEWHERE if "text_config" not in cens
     ],
 )
 def test_an_admitted_type_gives_the_text_of_transformers(
-    kind: str, monkeypatch: pytest.MonkeyPatch
+    kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def build(family: str, **settings: Any) -> Any:
         return tiny_any.build(family, **settings)
@@ -42,6 +45,11 @@ def test_an_admitted_type_gives_the_text_of_transformers(
     prompt, other = prompts(seed, (41, 41), 0)
     assert engine.reference((*other[:20], *prompt[20:]), NEW) != engine.reference(prompt, NEW)
     compare_greedy_texts(engine, seed)
+    # A pod takes it from its files, with the sizes of its plan.
+    tiny.save(tiny_any.build(kind), tmp_path)
+    loaded = loading.load(tmp_path, config=EngineConfig(kernels="torch"))
+    assert loaded.shape.parameters == sum(x.numel() for x in loaded.model.parameters())
+    prepare(loaded)
 
 
 def test_the_types_of_the_census_are_tried() -> None:

@@ -335,7 +335,11 @@ def attention_of(*rows: int, name: str = "model.layers.%d.self_attn.k_proj") -> 
     }
 
 
-def test_layers_that_differ_in_their_heads_are_refused_before_weights_are_read() -> None:
+def test_layers_that_differ_in_their_heads_are_refused_before_weights_are_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a family that is in no table."""
+    monkeypatch.delitem(SIZED, "laguna")  # type: ignore[arg-type]
     laguna = {"model_type": "laguna", **SMALL, "head_dim": 16}
     architecture.check(laguna)
     alike = architecture.check(laguna, weights=attention_of(32, 32, 32, 32))

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
+from transformers import CONFIG_MAPPING, PretrainedConfig
 
-from fairlead_runtime.models import families
+from fairlead_runtime.models import families, text_model
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
 from fairlead_runtime.sizing.checkpoint_formats import check_stored
 from fairlead_runtime.sizing.config_json import ShapeError, family_named
 from fairlead_runtime.sizing.families.judged import SIZED
+from fairlead_runtime.sizing.families.other_names import OTHER_NAMES
 from fairlead_runtime.sizing.families.refusals import REFUSED
 from fairlead_runtime.sizing.family_table import FAMILIES, JUDGED
 from fairlead_runtime.sizing.shape import ModelShape
@@ -44,7 +45,18 @@ SWITCHED: dict[str, Any] = {
     "num_hidden_layers": 9,
     "no_rope_layer_interval": 3,
     "sliding_window_pattern": 5,
+    "global_attn_every_n_layers": 4,
+    "local_attention": 26,
+    **dict.fromkeys(("norm_bias", "classifier_bias"), True),
+    "decoder_bias": False,
+    "gating": "per-element",
+    "num_attention_heads_per_layer": [4, 2, 8] * 3,
+    "ffn_dim": 88,
 }
+# Settings that a class reads without a field of its own for them, and those that know the usual names
+# as other names of theirs.
+UNDECLARED = {"modernbert-decoder": ("global_attn_every_n_layers",)}
+RENAMED = ("ctrl", "dbrx")
 GPT2 = {"num_hidden_layers": "n_layer", "intermediate_size": "n_inner"}
 CASES = [(name, case) for name in SIZED for case in ("tied", "biased", "switched")]
 CHANGES = {"tied": TIED, "biased": BIASED, "switched": SWITCHED}
@@ -53,8 +65,11 @@ CHANGES = {"tied": TIED, "biased": BIASED, "switched": SWITCHED}
 def settings(name: str, change: dict[str, Any]) -> dict[str, Any]:
     """A tiny model's settings with those of ``change`` that its class knows, by its own names."""
     known = CONFIG_MAPPING[name]()
-    own = {GPT2.get(k, k) if name.startswith("gpt") else k: v for k, v in change.items()}
-    own = {k: v for k, v in own.items() if hasattr(known, k)}
+    renamed = GPT2 if name.startswith("gpt") else OTHER_NAMES[name] if name in RENAMED else {}
+    own = {renamed.get(k, k): v for k, v in change.items() if k not in SIZED[name].never}
+    own = {k: v for k, v in own.items() if hasattr(known, k) or k in UNDECLARED.get(name, ())}
+    if name == "dbrx":  # its attention says it
+        own.pop("num_key_value_heads", None)
     if name == "opt" and "intermediate_size" in change:
         own["ffn_dim"] = change["intermediate_size"]
     plain = tiny_any.settings_of(name)
@@ -62,19 +77,26 @@ def settings(name: str, change: dict[str, Any]) -> dict[str, Any]:
         drop = (*GPT2, "hidden_size", "num_attention_heads", "max_position_embeddings")
         plain = {k: v for k, v in plain.items() if k not in (*drop, "num_key_value_heads")}
         own.pop("num_key_value_heads", None)
+    if name in RENAMED:
+        plain = {k: v for k, v in plain.items() if k not in OTHER_NAMES[name]}
     return {**plain, **own}
 
 
 def compare(config: PretrainedConfig, shape: ModelShape) -> None:
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = text_model.class_to_load(config)._from_config(config)
     assert shape.parameters == sum(p.numel() for p in model.parameters())
     assert shape.windows == families.check(config)
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    query_heads = config.num_attention_heads
+    if config.model_type == "jetmoe":  # each chosen expert has so many of each, and all are cached
+        query_heads = kv_heads = kv_heads * config.num_experts_per_tok
+    if listed := getattr(config, "num_attention_heads_per_layer", None):
+        query_heads = listed[0]
+        assert [kind.query for kind in shape.head_kinds] == list(dict.fromkeys(listed))
     heads = (shape.layers, shape.heads, shape.kv_heads, shape.head_dim)
-    layers = config.num_hidden_layers
-    assert heads == (layers, config.num_attention_heads, kv_heads, head_dim)
+    assert heads == (config.num_hidden_layers, query_heads, kv_heads, head_dim)
     widths = (shape.hidden, shape.vocab, shape.max_len)
     assert widths == (config.hidden_size, config.vocab_size, config.max_position_embeddings)
     assert shape.tied == bool(config.tie_word_embeddings)
@@ -111,7 +133,7 @@ def test_heads_that_a_config_does_not_say_are_those_that_its_class_makes(name: s
     for key in ("num_key_value_heads", "head_dim"):
         if key not in SIZED[name].needs:
             own.pop(key, None)
-    if not name.startswith("gpt"):
+    if not name.startswith(("gpt", *RENAMED)):
         heads = SIZED[name].defaults.get("num_key_value_heads") or 4
         width = SIZED[name].defaults.get("head_dim") or 16
         own |= {"num_attention_heads": heads, "hidden_size": width * heads}
@@ -119,7 +141,10 @@ def test_heads_that_a_config_does_not_say_are_those_that_its_class_makes(name: s
 
 
 # Their classes' own defaults are of no model: the class cannot be built.
-WITHOUT_DEFAULTS = {"dots1", "hunyuan_v1_dense", "hunyuan_v1_moe", "ministral", "nemotron"}
+WITHOUT_DEFAULTS = {
+    *("cohere_compass_text", "dbrx", "dots1", "hunyuan_v1_dense", "hunyuan_v1_moe", "ministral"),
+    "nemotron",
+}
 
 
 @pytest.mark.parametrize(
@@ -221,6 +246,25 @@ def bad_values() -> Iterator[tuple[str, dict[str, Any], str]]:
     yield "stablelm", {"use_parallel_residual": 1}, "use_parallel_residual"
     yield "ernie4_5_moe", {"moe_layer_end_index": -2}, "moe_layer_end_index"
     yield "gpt_bigcode", {"multi_query": None}, "multi_query"
+    yield "dbrx", {}, r"attn_config\.rope_theta"
+    yield "dbrx", {"attn_config": [1]}, "num_key_value_heads"
+    yield "dbrx", {"attn_config": {"rope_theta": 1e4}, "tie_word_embeddings": True}, "tie_word"
+    yield "jetmoe", {"num_experts_per_tok": 9}, "num_experts_per_tok: must be at most"
+    yield "laguna", {"num_attention_heads_per_layer": [48] * 39}, "num_attention_heads_per_layer"
+    yield "laguna", {"num_attention_heads_per_layer": 48}, "num_attention_heads_per_layer"
+    yield "laguna", {"moe_apply_router_weight_on_input": True}, "moe_apply_router_weight_on_input"
+    yield "minimax_m3_vl_text", {"layer_types": ["minimax_m3_sparse"] * 60}, "layer_types"
+    yield (
+        "minimax_m3_vl_text",
+        {"sparse_attention_config": {"sparse_attention_freq": [0] * 59 + [1]}},
+        "layer_types",
+    )
+    yield "minimax_m3_vl_text", {"layer_types": ["sliding_attention"] * 60}, "layer_types"
+    yield "modernbert-decoder", {"local_attention": 1}, "local_attention"
+    yield "moshi", {"ffn_dim": 25}, "ffn_dim"
+    yield "moshi", {"num_codebooks": 33}, "num_codebooks"
+    yield "moshi", {"tie_word_embeddings": True}, "tie_word_embeddings"
+    yield "cohere_compass_text", {}, r"rope_parameters\.full_attention"
 
 
 @pytest.mark.parametrize(("name", "change", "field"), list(bad_values()), ids=str)

@@ -929,9 +929,9 @@ def test_a_refused_family_is_an_error_that_lists_the_supported_ones() -> None:
 
 def test_an_unlisted_family_has_an_error_of_its_own_that_says_what_is_missing() -> None:
     with pytest.raises(
-        UnknownFamilyError, match=r"'jetmoe' is not in the table .*weights' size.*self-test"
+        UnknownFamilyError, match=r"'next_moe' is not in the table .*weights' size.*self-test"
     ):
-        ModelShape.from_config({"model_type": "jetmoe"})
+        ModelShape.from_config({"model_type": "next_moe"})
 
 
 @pytest.mark.parametrize(

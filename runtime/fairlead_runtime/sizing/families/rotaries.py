@@ -11,9 +11,11 @@ from dataclasses import dataclass, replace
 @dataclass(frozen=True, slots=True)
 class Rotary:
     """What one class reads. ``by_type``: settings stand under the names of types of layers; "each":
-    that of each type, "added": ``rope_scaling`` is added to those of full attention, "never": its
-    class has no tables for them, "": the names mean nothing. ``theta``: the model's setting,
-    "" for none. ``share``: what of a head is rotated where nothing says it, None where more
+    that of each type, "own": the same, without ``rope_scaling``, and where nothing says them there
+    are none, unless its class has some (``made``), "added": ``rope_scaling`` is added to those of
+    full attention, "both": to those of either type, "never": its class has no tables for them, "":
+    the names mean nothing. ``theta``: the model's setting, "" for none; ``own_theta``: each type
+    must have its own. ``share``: what of a head is rotated where nothing says it, None where more
     than its own setting tells, and ``share_name`` that setting, "" for none. ``reads_share``:
     unscaled embeddings have a share. ``strict``: its class checks what others take. ``scaled``:
     they are scaled where nothing says it.
@@ -27,6 +29,8 @@ class Rotary:
     reads_share: bool = False
     strict: bool = False
     scaled: bool = False
+    own_theta: bool = False
+    made: bool = False
 
 
 _NEVER = Rotary(by_type="never")
@@ -47,8 +51,12 @@ ROTARIES: Mapping[str, Rotary] = {
         ("gemma3_text", "gemma3n_text"), replace(_ADDED, sliding_theta="rope_local_base_freq")
     ),
     "olmo3": _ADDED,
+    "modernbert-decoder": Rotary("both", "global_rope_theta", "local_rope_theta", share_name=""),
+    "cohere_compass_text": Rotary("own", "", share_name="", own_theta=True),
+    "laguna": Rotary("own", "", share_name="", reads_share=True, own_theta=True, made=True),
     **dict.fromkeys(("glm", "glm4", "glm4_moe", "nemotron", "persimmon", "phi"), _HALF),
     **dict.fromkeys(("glm4v_text", "solar_open"), _PART),
+    "minimax_m3_vl_text": replace(_PART, by_type="never"),
     **dict.fromkeys(
         ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
         replace(_PART, by_type="never", share=0.25),
@@ -58,6 +66,6 @@ ROTARIES: Mapping[str, Rotary] = {
     "bamba": replace(_HALF, by_type="never", share_name=""),
     "gpt_neox": Rotary("", "rotary_emb_base", "", 0.25, "rotary_pct", True, True),
     "minimax_m2": replace(_PART, share=None),
-    "phi3": replace(_PART, strict=True),
+    **dict.fromkeys(("phi3", "phi4_multimodal"), replace(_PART, strict=True)),
     "stablelm": replace(_PART, share=0.25, strict=True),
 }

@@ -157,7 +157,7 @@ def test_models_and_lengths_that_cannot_be_are_refused_with_a_reason() -> None:
         capacity_of({"model_type": "rwkv"}, deployment(**GPU))
     assert caught.value.reason == "UnsupportedModel"
     with pytest.raises(PlanError, match="a pod loads such a model") as unknown:
-        capacity_of({"model_type": "jetmoe"}, deployment(**GPU))
+        capacity_of({"model_type": "next_moe"}, deployment(**GPU))
     assert unknown.value.reason == "FamilyUnknown"
     with pytest.raises(
         PlanError, match=r"spec\.engine\.maxModelLen: 99999 is more than the model's own 32768"
