@@ -455,14 +455,14 @@ BUGS = (
     ),
     PackageBug(
         "a window that is counted without its query ends too early",
-        "fairlead_runtime.sizing.shape:_windows",
+        "fairlead_runtime.sizing.layer_windows:windows_of",
         "s.integer(family.window_before) + 1",
         "s.integer(family.window_before)",
         ("unit/sizing/test_shape.py",),
     ),
     PackageBug(
         "the last layer slides because layer_types say so",
-        "fairlead_runtime.sizing.shape:_windows",
+        "fairlead_runtime.sizing.layer_windows:windows_of",
         "[*types[:-1], FULL] if family.last_full else types",
         "types",
         ("unit/sizing/test_shape.py",),
@@ -581,7 +581,7 @@ BUGS = (
     ),
     PackageBug(
         "a layer reads the first layer of its kind",
-        "fairlead_runtime.sizing.shape:_sources",
+        "fairlead_runtime.sizing.layer_windows:sources_of",
         "last = {window: layer for layer, window in enumerate(windows[:kept])}",
         "last = {window: windows.index(window) for window in windows[:kept]}",
         SHAPES,
@@ -679,7 +679,7 @@ BUGS = (
     ),
     PackageBug(
         "layers without rotation are full in the plan and slide in the pod",
-        "fairlead_runtime.sizing.shape:_slides",
+        "fairlead_runtime.sizing.layer_windows:_slides",
         "return not numbers[index]",
         "return bool(numbers[index])",
         ("unit/sizing/test_judged_families.py",),
@@ -3937,7 +3937,7 @@ BUGS = (
     ),
     PackageBug(
         "layers that slide without a window are planned as full ones",
-        "fairlead_runtime.sizing.shape:_windows",
+        "fairlead_runtime.sizing.layer_windows:windows_of",
         "if window is None and any(kind != FULL for kind in kinds):",
         "if False:",
         ("unit/sizing/test_shape.py",),

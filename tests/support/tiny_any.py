@@ -65,6 +65,13 @@ _NEEDED: Mapping[str, Mapping[str, Any]] = {
             "moe_top_k": 2,
         },
     },
+    "phi4_multimodal": {  # with towers that its class builds, and no text reads
+        "vision_config": {"hidden_size": 32, "num_attention_heads": 2, "image_size": 28}
+        | {"intermediate_size": 32, "num_hidden_layers": 1},
+        "audio_config": {"hidden_size": 32, "num_attention_heads": 2, "num_blocks": 1}
+        | {"intermediate_size": 32, "ext_pw_out_channel": 32, "nemo_conv_channels": 32}
+        | {"depthwise_separable_out_channel": 32},
+    },
     "cohere_compass_text": {
         "rope_parameters": {"full_attention": _PLAIN, "sliding_attention": _PLAIN}
     },

@@ -27,6 +27,7 @@ from fairlead_runtime.sizing.families.refusals import (
     REFUSED,
     STATE,
 )
+from fairlead_runtime.sizing.families.wholes import WHOLES
 from fairlead_runtime.sizing.families.with_states import WITH_STATES
 from fairlead_runtime.sizing.family_table import FAMILIES, JUDGED, TEXTS
 
@@ -62,7 +63,8 @@ def check(config: PretrainedConfig) -> tuple[int | None, ...]:
     kind = str(type(text).model_type)
     for part in (name, kind):
         refuse_by_name(part)
-    if text is not config and kind not in {*SERVED, *TEXTS, *JUDGED}:
+    parts = WHOLES.get(name)
+    if text is not config and kind not in {*SERVED, *TEXTS, *JUDGED, parts and parts.text}:
         raise unsupported(kind, NO_TEXT)
     if config.is_encoder_decoder:
         raise unsupported(name, ENCODER_DECODER)

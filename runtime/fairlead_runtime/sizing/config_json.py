@@ -16,13 +16,8 @@ from fairlead_runtime.sizing.families.other_names import OTHER_NAMES
 from fairlead_runtime.sizing.families.refusals import INNER, NO_TEXT, NO_WHOLE, OWN_INPUTS, REFUSED
 from fairlead_runtime.sizing.families.wholes import WHOLES
 from fairlead_runtime.sizing.families.with_states import WITH_STATES
-from fairlead_runtime.sizing.family_table import (
-    FAMILIES,
-    JUDGED,
-    TEXTS,
-    Family,
-    Parts,
-)
+from fairlead_runtime.sizing.family import Family, Parts
+from fairlead_runtime.sizing.family_table import FAMILIES, JUDGED, TEXTS
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
 LARGEST = {

@@ -10,12 +10,18 @@ from dataclasses import dataclass, replace
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
 from fairlead_runtime.sizing.arithmetic import ceil_div
 from fairlead_runtime.sizing.config_json import ConfigReader, ShapeError
-from fairlead_runtime.sizing.family_table import Family
+from fairlead_runtime.sizing.family import Family
 
 # Queries and keys of a token that are alive in a model in 16 bits, as multiples of them, where each
-# is normalized, and where rotary embeddings are made, in float32: one takes two elements.
+# is normalized, where rotary embeddings are made, and where each element of attention's result is
+# gated, in float32: one takes two elements.
 WIDE_NORMS = ((5, 1), (1, 5))
-WIDE_ROTARY = {"tables": ((8, 1), (3, 8)), "queries": ((9, 3), (5, 9))}
+WIDE_GATES = ((6, 1),)
+WIDE_ROTARY = {
+    "tables": ((8, 1), (3, 8)),
+    "queries": ((9, 3), (5, 9)),
+    "products": ((8, 2), (2, 8)),
+}
 MIXED = "the model's layers differ in their heads"
 
 

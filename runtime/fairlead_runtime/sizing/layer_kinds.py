@@ -6,7 +6,7 @@ Owns the names of kinds, as transformers has them, and the settings that tell th
 from collections.abc import Sequence
 
 from fairlead_runtime.sizing.config_json import ConfigReader, ShapeError
-from fairlead_runtime.sizing.family_table import Family
+from fairlead_runtime.sizing.family import Family
 
 FULL, SLIDING, HYBRID = "full_attention", "sliding_attention", "hybrid"
 MLPS = ("moe", "mlp")

@@ -6,7 +6,7 @@ Counts layers as transformers builds them; embeddings and the final norm are ``s
 from dataclasses import dataclass, replace
 
 from fairlead_runtime.sizing.config_json import ConfigReader, ShapeError
-from fairlead_runtime.sizing.family_table import Family
+from fairlead_runtime.sizing.family import Family
 from fairlead_runtime.sizing.layer_heads import LayerHeads
 from fairlead_runtime.sizing.layer_kinds import FULL, MLPS, attends, mixes
 from fairlead_runtime.sizing.mixers import MIXERS
@@ -312,6 +312,10 @@ def experts_width(s: ConfigReader, family: Family, *, half: bool = False) -> int
         for k in ("hidden_size", family.experts, "num_local_experts", "num_experts_per_tok")
     )
     wide = 2 if half else 1
+    if family.expert_loop:
+        return (
+            _looped_width(family, hidden, inner, experts, chosen) + chosen * ROUTING_ELEMENTS * wide
+        )
     # Each chosen expert takes a copy of its tokens and returns one; the copies are then weighted,
     # reordered and summed.
     inside = max(family.mlp_copies * inner + 2 * hidden, (family.mlp_copies + 1) * inner + hidden)
@@ -323,6 +327,14 @@ def experts_width(s: ConfigReader, family: Family, *, half: bool = False) -> int
         # What the chosen experts gave is kept beside it.
         width = max(width, family.mlp_copies * shared) + hidden
     return width
+
+
+def _looped_width(family: Family, hidden: int, inner: int, experts: int, chosen: int) -> int:
+    """The same of experts that the model's own code runs, measured; all tokens may choose one."""
+    if family.expert_loop == "sorted":
+        return chosen * max(hidden + 4 * inner, 3 * hidden + 3 * inner) + hidden
+    # Integers say for each expert which tokens chose it.
+    return 3 * inner + 5 * hidden + 4 * (experts + 1) * chosen
 
 
 def _dense(s: ConfigReader, family: Family, inner: int) -> ParameterCount:

@@ -20,9 +20,11 @@ from fairlead_runtime.sizing.config_json import (
     dtype_of,
     family_of,
 )
-from fairlead_runtime.sizing.family_table import FAMILIES, UNKNOWN_DENSE, UNKNOWN_EXPERTS, Family
+from fairlead_runtime.sizing.family import Family
+from fairlead_runtime.sizing.family_table import FAMILIES, UNKNOWN_DENSE, UNKNOWN_EXPERTS
 from fairlead_runtime.sizing.groups import NO_KEYS, LayerGroup, group_layers
 from fairlead_runtime.sizing.layer_heads import (
+    WIDE_GATES,
     WIDE_NORMS,
     WIDE_ROTARY,
     LayerHeads,
@@ -31,7 +33,8 @@ from fairlead_runtime.sizing.layer_heads import (
     is_mixed,
     widest,
 )
-from fairlead_runtime.sizing.layer_kinds import FULL, SLIDING, attends, kinds_of, mixes
+from fairlead_runtime.sizing.layer_kinds import FULL, attends, kinds_of, mixes
+from fairlead_runtime.sizing.layer_windows import sources_of, windows_by_kind, windows_of
 from fairlead_runtime.sizing.mixers import MIXERS
 from fairlead_runtime.sizing.parameters import (
     ParameterCount,
@@ -39,7 +42,6 @@ from fairlead_runtime.sizing.parameters import (
     count_layer,
     count_outside,
     experts_width,
-    first_mixture,
     has_experts,
     has_flat_norm,
     layer_input_width,
@@ -58,6 +60,7 @@ from fairlead_runtime.sizing.stored import (
 )
 
 STATES = "layers with states"
+FRAME = 4  # elements of a token's ids and masks that a whole's own code keeps
 MOST_PARAMETERS = 1 << 50  # their bytes are numbers that a status takes
 
 
@@ -189,7 +192,7 @@ class ModelShape:
             s.integer(k) for k in ("num_hidden_layers", "hidden_size", "vocab_size")
         )
         kinds = kinds_of(s, family, layers) if family.mixer else (FULL,) * layers
-        windows = _windows_of(s, kinds) if family.mixer else _windows(s, family, layers)
+        windows = windows_by_kind(s, kinds) if family.mixer else windows_of(s, family, layers)
         windowed = [window is not None for window in windows]
         heads = heads_of(s, family, windowed)
         if family.full_dim:
@@ -218,7 +221,7 @@ class ModelShape:
         if family.mixer:
             sources = tuple(i if attends(kind) else NO_KEYS for i, kind in enumerate(kinds))
         else:
-            sources = _sources(windows, layers_with_keys(s, family), family.shared)
+            sources = sources_of(windows, layers_with_keys(s, family), family.shared)
         mixer = MIXERS[family.mixer](s) if mixing else None
         keys = sum(heads[layer].width for layer in _held(windows, sources))
         beside, inside = _widths(s, family, layers, keys)
@@ -406,7 +409,9 @@ def _widths(s: ConfigReader, family: Family, layers: int, keys: int) -> tuple[in
     streams = s.integer(family.streams) if family.streams else 0
     # Of all streams: those of the embedding, of the layer's input and as it predicts them.
     beside = keys + inputs + (3 * streams + 4) * hidden * bool(streams) + streams**2
-    beside += (inputs + hidden) * bool(family.framed and inputs)
+    beside += family.more_hidden * hidden
+    if family.framed:
+        beside += FRAME + (inputs and inputs + hidden)
     # All of them corrected, with the change of each. The inputs of layers are made before them, and
     # normalized in float32.
     return beside, max((2 * streams + 2) * hidden * bool(streams), 6 * inputs + hidden - beside)
@@ -414,7 +419,8 @@ def _widths(s: ConfigReader, family: Family, layers: int, keys: int) -> tuple[in
 
 def _half_moments(s: ConfigReader, family: Family) -> tuple[tuple[int, int], ...]:
     norms = bool(family.qk_norm) and (not family.qk_norm_if or s.flag(family.qk_norm_if))
-    return (WIDE_NORMS if norms else ()) + WIDE_ROTARY.get(family.wide_rotary, ())
+    gates = WIDE_GATES if family.wide_gates and s.flag_or_constant(family.out_gate) else ()
+    return (WIDE_NORMS if norms else ()) + WIDE_ROTARY.get(family.wide_rotary, ()) + gates
 
 
 def _slab_width(s: ConfigReader, family: Family, inner: int) -> int:
@@ -445,79 +451,3 @@ def _check_blocks(widths: Mapping[str, int]) -> None:
         if width % MXFP4_BLOCK:
             problem = f"{width} is no multiple of {MXFP4_BLOCK}, the numbers of a block of MXFP4"
             raise ShapeError(name, problem)
-
-
-def _windows(s: ConfigReader, family: Family, layers: int) -> tuple[int | None, ...]:
-    """One entry per layer: with W, position p sees the keys p-W+1..p; with None, all of 0..p."""
-    on = family.window in ("all", "types") and (not family.window_if or s.flag(family.window_if))
-    # Which layers share keys is told by their kinds, which only a window tells apart here.
-    read = s.integer if family.shared else s.optional
-    window = read("sliding_window") if on else None
-    if on and family.window_before and s.get(family.window_before) is not None:
-        window = s.integer(family.window_before) + 1
-    if on and family.window_twice and not s.says("sliding_window"):
-        window = s.integer(family.window_twice, low=2) // 2
-    if family.window not in ("types", "none"):
-        return (window,) * layers
-    types = s.get("layer_types")
-    if types is None and window is None and family.window_if:
-        return (None,) * layers  # the class has windows in none then
-    if types is None:
-        types = [
-            SLIDING if _slides(s, family, i, layers) else FULL for i in range(layers)
-        ]
-    if not isinstance(types, list | tuple) or len(types) != layers:
-        raise ShapeError("layer_types", f"must be a list of {layers} names, one per layer")
-    for kind in types:
-        if family.window == "none" and kind != FULL:
-            raise ShapeError("layer_types", f"{str(kind)[:40]!r} is not supported: {FULL} is")
-        if kind not in (FULL, SLIDING):
-            raise ShapeError("layer_types", f"{str(kind)[:40]!r} is neither {FULL} nor {SLIDING}")
-    kinds = [*types[:-1], FULL] if family.last_full else types
-    if window is None and any(kind != FULL for kind in kinds):
-        # The same name for the first layer that slides as for those that say so by themselves.
-        field = "sliding_window" if on else family.window_if
-        raise ShapeError(field, "must be set, or all of layer_types full_attention: some slide")
-    return tuple(window if kind == SLIDING else None for kind in kinds)
-
-
-def _windows_of(s: ConfigReader, kinds: Sequence[str]) -> tuple[int | None, ...]:
-    return tuple(s.integer("sliding_window") if kind == SLIDING else None for kind in kinds)
-
-
-def _sources(windows: Sequence[int | None], kept: int, setting: str) -> tuple[int, ...]:
-    """By layer the one whose keys it reads, where the first ``kept`` keep theirs: of the others
-    each reads those of the last one of its kind.
-    """
-    last = {window: layer for layer, window in enumerate(windows[:kept])}
-    if missing := set(windows) - last.keys():
-        raise ShapeError(
-            setting,
-            f"no layer before the last {len(windows) - kept} has "
-            + ("full attention" if None in missing else "a window")
-            + ", whose keys a later one would read",
-        )
-    return (*range(kept), *(last[window] for window in windows[kept:]))
-
-
-def _slides(s: ConfigReader, family: Family, index: int, layers: int) -> bool:
-    if family.full_rule is not None:
-        return not family.full_rule(index, layers)
-    if family.full_first:
-        return index % s.integer(family.full_first) != 0
-    if family.window_from:
-        return index >= s.integer(family.window_from, low=0)
-    if family.window_below and index >= s.integer(family.window_below, low=0):
-        return False
-    if family.slides_without:
-        numbers = s.get(family.slides_without)
-        if numbers is None:
-            return (index + 1) % s.integer(str(family.full_every)) == 0
-        if not isinstance(numbers, list | tuple) or len(numbers) != layers:
-            raise ShapeError(family.slides_without, f"must be a list of {layers} numbers")
-        return not numbers[index]
-    every = family.full_every
-    if family.prefix_every:
-        prefix = first_mixture(s, family)
-        every, index = (family.prefix_every, index) if index < prefix else (every, index - prefix)
-    return (index + 1) % (every if isinstance(every, int) else s.integer(every)) != 0

@@ -22,7 +22,6 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "scripts"))
 import census
 
 ELSEWHERE = {*tiny.FAMILIES, *tiny.SIZED, *tiny.UNLISTED, *tiny_states.FAMILIES}
-SLOW = {"phi4_multimodal"}  # its class builds towers, too
 ADMITTED = {name for name, verdict in census.stored().items() if verdict in census.ADMITTED}
 HERE = sorted(name for name in ADMITTED - ELSEWHERE if "text_config" not in census.config_of(name))
 
@@ -30,7 +29,7 @@ HERE = sorted(name for name in ADMITTED - ELSEWHERE if "text_config" not in cens
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param(kind, marks=[pytest.mark.full] * bool(number % 8 or kind in SLOW))
+        pytest.param(kind, marks=[pytest.mark.full] * bool(number % 8))
         for number, kind in enumerate(HERE)
     ],
 )

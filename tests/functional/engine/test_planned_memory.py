@@ -100,8 +100,8 @@ HEADS: dict[str, tuple[str, dict[str, Any]]] = {
         _MIMO | {"num_key_value_heads": 1, "v_head_dim": 128},
     ),
 }
-# Models of several parts whose text is no model of its own, one that the self-test judges, and those
-# whose own code keeps more than their text's.
+# Models of several parts whose text is no model of its own, one that the self-test judges, and
+# those whose own code keeps more than their text's.
 OF_PARTS = (
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "llava"),
     *("gemma4", "gemma4_unified"),

@@ -8,6 +8,7 @@ import pytest
 from transformers import CONFIG_MAPPING
 
 from fairlead_runtime.models import families
+from fairlead_runtime.sizing.families.judged import SIZED
 from fairlead_runtime.sizing.shape import ModelShape
 from support import tiny_any
 from support.full import LONG_FORM
@@ -47,9 +48,10 @@ def test_the_pod_checks_every_type_that_is_planned_by_its_class_too() -> None:
 
 
 def tiny(name: str) -> dict[str, Any]:
-    """A config.json of the type: of one part, with small sizes."""
-    config = census.config_of(name)
-    return config if "text_config" in config else config | tiny_any.settings_of(name)
+    """A config.json of the type: of one that is judged, with small sizes."""
+    more = tiny_any.settings_of(name) if name in SIZED else {}
+    kinds = {"layer_types": ["conv"] * 32} if name == "lfm2_moe" else {}  # has no default
+    return census.config_of(name) | more | kinds
 
 
 def test_the_report_counts_the_admitted_and_the_refused_by_reason() -> None:

@@ -53,8 +53,8 @@ SWITCHED: dict[str, Any] = {
     "num_attention_heads_per_layer": [4, 2, 8] * 3,
     "ffn_dim": 88,
 }
-# Settings that a class reads without a field of its own for them, and those that know the usual names
-# as other names of theirs.
+# Settings that a class reads without a field of its own for them, and types that know the usual
+# names as other names of theirs.
 UNDECLARED = {"modernbert-decoder": ("global_attn_every_n_layers",)}
 RENAMED = ("ctrl", "dbrx")
 GPT2 = {"num_hidden_layers": "n_layer", "intermediate_size": "n_inner"}
@@ -247,7 +247,8 @@ def bad_values() -> Iterator[tuple[str, dict[str, Any], str]]:
     yield "ernie4_5_moe", {"moe_layer_end_index": -2}, "moe_layer_end_index"
     yield "gpt_bigcode", {"multi_query": None}, "multi_query"
     yield "dbrx", {}, r"attn_config\.rope_theta"
-    yield "dbrx", {"attn_config": [1]}, "num_key_value_heads"
+    yield "dbrx", {"attn_config": [1]}, r"attn_config\.rope_theta"
+    yield "dbrx", {"attn_config": {"rope_theta": 1e4}, "ffn_config": [1]}, "moe_intermediate_size"
     yield "dbrx", {"attn_config": {"rope_theta": 1e4}, "tie_word_embeddings": True}, "tie_word"
     yield "jetmoe", {"num_experts_per_tok": 9}, "num_experts_per_tok: must be at most"
     yield "laguna", {"num_attention_heads_per_layer": [48] * 39}, "num_attention_heads_per_layer"

@@ -49,7 +49,9 @@ def test_every_class_with_such_a_list_has_a_row_that_counts_it() -> None:
         assert count(tensors, strict) == shape.wide, kind
         assert count(tensors, more) == shape.wide + shape.wide_norms, kind
         buffers = buffers_of(model)
-        assert count(buffers, strict) == shape.buffers, kind
+        # Of layers: a table of positions has the model's type after its first pass.
+        made = {n for n, x in buffers.items() if x.dtype is torch.float32 and ".layers." in n}
+        assert count(buffers, strict | made) == shape.buffers, kind
         every = sum(x.numel() for x in buffers.values())
         assert every == shape.buffers + shape.typed_buffers, kind
         if shape.experts and kind not in LOOPS:

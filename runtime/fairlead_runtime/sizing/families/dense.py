@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from fairlead_runtime.sizing.families.patterns import first_of_four, never
-from fairlead_runtime.sizing.family_table import ATTENTION_BIAS, Family, defaults
+from fairlead_runtime.sizing.family import ATTENTION_BIAS, Family, defaults
 
 _GLM = Family(
     defaults(

@@ -10,7 +10,7 @@ from fairlead_runtime.sizing.families.layer_norms import LAYER_NORMS
 from fairlead_runtime.sizing.families.mixtures import MIXTURES
 from fairlead_runtime.sizing.families.own_forms import OWN_FORMS
 from fairlead_runtime.sizing.families.shared_experts import SHARED_EXPERTS
-from fairlead_runtime.sizing.family_table import Family
+from fairlead_runtime.sizing.family import Family
 
 SIZED: Mapping[str, Family] = {
     **DENSE,

@@ -7,7 +7,7 @@ Tests hold each row against transformers' class on the meta device.
 
 from collections.abc import Mapping
 
-from fairlead_runtime.sizing.family_table import ATTENTION_BIAS, Family, defaults
+from fairlead_runtime.sizing.family import ATTENTION_BIAS, Family, defaults
 
 _GPT2 = {
     "hidden_size": "n_embd",

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fairlead_runtime.sizing.families.patterns import always
-from fairlead_runtime.sizing.family_table import ATTENTION_BIAS, Family, defaults
+from fairlead_runtime.sizing.family import ATTENTION_BIAS, Family, defaults
 
 Settings = Mapping[str, Any]
 Meant = tuple[Family, Settings]
@@ -91,9 +91,7 @@ def _of_moshi(family: Family, settings: Settings) -> Meant:
 
 OWN_FORMS: Mapping[str, Family] = {
     "cohere_compass_text": Family(
-        defaults(
-            256000, 8192, 22528, 40, 64, 8192, tie_word_embeddings=True, sliding_window=4096
-        ),
+        defaults(256000, 8192, 22528, 40, 64, 8192, tie_word_embeddings=True, sliding_window=4096),
         norms=1,
         logit_copies=2,
         window="types",
@@ -108,6 +106,7 @@ OWN_FORMS: Mapping[str, Family] = {
         mlp_bias=True,
         gated=False,
         mlp_copies=2,
+        more_hidden=3,
         norm_bias=True,
         reads_kv_heads=False,
         positions=True,
@@ -126,6 +125,7 @@ OWN_FORMS: Mapping[str, Family] = {
         | {"moe_intermediate_size": 3584, "num_local_experts": 4, "num_experts_per_tok": 1},
         shardable=False,
         experts="moe_intermediate_size",
+        expert_loop="each",
         reads_head_dim=False,
         even_heads=True,
         needs=("attn_config.rope_theta",),
@@ -143,6 +143,8 @@ OWN_FORMS: Mapping[str, Family] = {
         | {"tie_word_embeddings": True, "num_local_experts": 8, "num_experts_per_tok": 2},
         shardable=False,
         experts="intermediate_size",
+        expert_loop="sorted",
+        more_hidden=1,
         query_experts=True,
         sum_bias=True,
         at_most=(("num_experts_per_tok", "num_local_experts"),),
@@ -159,6 +161,7 @@ OWN_FORMS: Mapping[str, Family] = {
         heads_by_layer="num_attention_heads_per_layer",
         head_gate_if="gate_heads",
         out_gate="gate_elements",
+        wide_gates=True,
         experts="moe_intermediate_size",
         shared_experts=(1, "shared_expert_intermediate_size"),
         router_bias=True,
@@ -181,7 +184,7 @@ OWN_FORMS: Mapping[str, Family] = {
         shared_experts=(1, "shared_intermediate_size"),
         dense_width="dense_intermediate_size",
         mlp_types=True,
-        mlp_copies=8,
+        mlp_copies=7,
         window="none",
         full_rule=always,
         choice_buffer="typed",
@@ -194,6 +197,7 @@ OWN_FORMS: Mapping[str, Family] = {
         | {"local_attention": 128, "global_attn_every_n_layers": 3},
         shardable=False,
         mlp_copies=4,
+        more_hidden=1,
         # The first layer has one, and the embedding the other.
         norm_bias="norm_bias",
         mlp_bias="mlp_bias",
@@ -204,12 +208,14 @@ OWN_FORMS: Mapping[str, Family] = {
         window_twice="local_attention",
         full_first="global_attn_every_n_layers",
         never=("head_dim",),
-        wide_rotary="queries",
+        wide_rotary="products",
         **ATTENTION_BIAS,
     ),
     "moshi": Family(
         defaults(32000, 4096, 11264, 32, 32, 3000, num_codebooks=8),
         shardable=False,
+        fuses=False,
+        fuses_nowhere=True,
         mlp_copies=4,
         embedding_rows=1,
         layer_rotary=True,

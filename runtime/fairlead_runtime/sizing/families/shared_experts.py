@@ -8,7 +8,7 @@ Tests hold each row against transformers' class on the meta device.
 from collections.abc import Mapping
 
 from fairlead_runtime.sizing.families.patterns import first_of_four, first_two_and_every_fourth
-from fairlead_runtime.sizing.family_table import ATTENTION_BIAS, Family, defaults
+from fairlead_runtime.sizing.family import ATTENTION_BIAS, Family, defaults
 
 _EXPERTS = {"num_local_experts": "num_experts"}
 

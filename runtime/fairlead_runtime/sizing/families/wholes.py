@@ -6,7 +6,8 @@ Tests hold each row against transformers' class on the meta device.
 
 from collections.abc import Mapping
 
-from fairlead_runtime.sizing.family_table import NO_EMBEDDING, NO_RMS, PARTS, Parts
+from fairlead_runtime.sizing.family import NO_EMBEDDING, NO_RMS, Parts
+from fairlead_runtime.sizing.family_table import PARTS
 
 _NO_TIE = NO_EMBEDDING | {"glm4v_text", "qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"}
 _NO_ACT = NO_RMS | {"gemma2", "gemma3_text", "gemma4_unified_text"}  # without hidden_act

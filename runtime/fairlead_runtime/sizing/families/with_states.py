@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from fairlead_runtime.sizing.families.patterns import always, never
-from fairlead_runtime.sizing.family_table import ATTENTION_BIAS, Family, defaults
+from fairlead_runtime.sizing.family import ATTENTION_BIAS, Family, defaults
 
 LONGEST = 32768
 _EXPERTS = {"num_local_experts": "num_experts"}
