@@ -687,7 +687,7 @@ BUGS = (
     PackageBug(
         "the head of a model of several parts has its text's bias in the plan",
         "fairlead_runtime.sizing.config_json:_family_of_text",
-        "replace(family, head_bias=False)",
+        "replace(family, head_bias=False, framed=parts.framed)",
         "family",
         ("unit/sizing/test_shape.py",),
     ),

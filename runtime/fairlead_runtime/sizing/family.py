@@ -23,6 +23,7 @@ class Family:
     gated: bool = True
     # Tensors of the MLP's inner width alive at once; measured, see the profiling run.
     mlp_copies: int = 3
+    half_mlp_copies: int = 0  # the same in 16 bits, where some are in float32 and count as two
     more_hidden: int = 0  # hidden states that a layer keeps alive beside the usual four
     logit_copies: int = 1  # the same for logits: 2 where they are scaled or capped afterwards
     reads_kv_heads: bool = True  # whether num_key_value_heads and head_dim are read at all

@@ -316,16 +316,17 @@ def experts_width(s: ConfigReader, family: Family, *, half: bool = False) -> int
         return (
             _looped_width(family, hidden, inner, experts, chosen) + chosen * ROUTING_ELEMENTS * wide
         )
+    copies = (half and family.half_mlp_copies) or family.mlp_copies
     # Each chosen expert takes a copy of its tokens and returns one; the copies are then weighted,
     # reordered and summed.
-    inside = max(family.mlp_copies * inner + 2 * hidden, (family.mlp_copies + 1) * inner + hidden)
+    inside = max(copies * inner + 2 * hidden, (copies + 1) * inner + hidden)
     weighted = 2 * (wide if family.wide_shares else 1)
     summed = ((3 if family.expert_bias else 2) + weighted) * hidden
     # The router's logits are kept until its experts are done.
     width = chosen * (max(inside, summed) + ROUTING_ELEMENTS * wide) + experts * wide
     if shared := _shared_width(s, family):
         # What the chosen experts gave is kept beside it.
-        width = max(width, family.mlp_copies * shared) + hidden
+        width = max(width, copies * shared) + hidden
     return width
 
 

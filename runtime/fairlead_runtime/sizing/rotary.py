@@ -46,8 +46,8 @@ def _settings(s: ConfigReader) -> dict[str, tuple[str, Mapping[str, Any]]]:
         _mapping("rope_parameters", parameters)
     if by_type in ("added", "both"):
         return _added(scaling, parameters, both=by_type == "both")
-    if by_type == "own":
-        return _own(s, parameters)
+    if by_type == "raw":
+        return _raw(s, parameters)
     field = "rope_scaling" if scaling else "rope_parameters"
     settings = _mapping(field, scaling or parameters or {})
     nests = [kind for kind in (_FULL, _SLIDING) if kind in settings] if by_type else []
@@ -72,6 +72,11 @@ def _added(
 ) -> dict[str, tuple[str, Mapping[str, Any]]]:
     default = {"rope_type": "default"}
     nests = {_FULL: default, _SLIDING: default} if parameters is None else parameters
+    for kind in nests if both else ():
+        if kind not in (_FULL, _SLIDING):
+            problem = f"{str(kind)[:40]!r} is neither {_FULL} nor {_SLIDING}"
+            raise ShapeError("rope_parameters", problem)
+        _mapping(f"rope_parameters.{kind}", nests[kind])
     settings = {kind: ("rope_parameters", _nest(nests, kind)) for kind in (_FULL, _SLIDING)}
     if scaling is None or (scaling in ("", []) and not both):
         return settings
@@ -84,21 +89,27 @@ def _added(
     return settings
 
 
-def _own(s: ConfigReader, parameters: Any) -> dict[str, tuple[str, Mapping[str, Any]]]:
-    """The settings of the types that layers have, null for one without rotary embeddings."""
-    if parameters is None and _rotary(s).made:
+def _raw(s: ConfigReader, parameters: Any) -> dict[str, tuple[str, Mapping[str, Any]]]:
+    """The settings of the types that layers have, as they stand."""
+    field = "rope_scaling" if s.says("rope_scaling") else "rope_parameters"
+    if field == "rope_scaling":
+        parameters = s.get(field)
+    elif parameters is None and _rotary(s).made:
         return {}
+    nests = _mapping(field, {} if parameters is None else parameters)
     kinds = s.get("layer_types")
-    listed = isinstance(kinds, list | tuple)
-    used = [kind for kind in (_FULL, _SLIDING) if kind in kinds] if listed else [_FULL]
+    if not isinstance(kinds, list | tuple):
+        kinds = (_FULL,)
+    elif s.family.last_full:
+        kinds = (*kinds[:-1], _FULL)
+    used = [kind for kind in (_FULL, _SLIDING) if kind in kinds]
     for kind in used:
-        if kind not in (parameters or {}):
-            field = f"rope_parameters.{kind}"
-            raise ShapeError(field, "must be set: this family has one for each type")
+        if kind not in nests:
+            raise ShapeError(f"{field}.{kind}", "must be set: this family has one for each type")
     return {
-        kind: ("rope_parameters", _mapping(f"rope_parameters.{kind}", parameters[kind]))
+        kind: (field, _mapping(f"{field}.{kind}", nests[kind]))
         for kind in used
-        if parameters[kind] is not None
+        if nests[kind] is not None or not _rotary(s).nulls
     }
 
 
@@ -143,7 +154,7 @@ def _check_theta(s: ConfigReader, layers: str, field: str, parameters: Mapping[s
     """That of the settings, else the model's, as null where it says null."""
     rotary = _rotary(s)
     outer = rotary.sliding_theta if layers == _SLIDING else rotary.theta
-    if "rope_theta" in parameters or rotary.own_theta:
+    if "rope_theta" in parameters or rotary.by_type == "raw":
         _check_number(f"{field}.rope_theta", parameters.get("rope_theta"))
     elif outer and s.says(outer):
         _check_number(outer, s.get(outer))
@@ -160,13 +171,15 @@ def _share(s: ConfigReader, kind: str, field: str, parameters: Mapping[str, Any]
         name, value = f"{field}.{_PARTIAL}", parameters[_PARTIAL]
     elif name and s.says(name):
         value = s.get(name)
-        if value is None and not rotary.strict:
+        if value is None and not (rotary.strict or rotary.needs_share):
             return 1.0
-    elif value is None:
-        return None
+    elif rotary.width_name and s.get(rotary.width_name) is not None:
+        name, value = rotary.width_name, s.get(rotary.width_name)
+        _check_number(name, value)
+        value /= s.head_dim
     _check_number(name, value)
     share = float(value)
-    whole = kind != "proportional" and not rotary.reads_share
+    whole = kind != "proportional" and (rotary.whole or not rotary.reads_share)
     if share > 1 or (whole and share != 1):
         problem = "must be 1: its layers rotate whole heads" if whole else "must be at most 1"
         raise ShapeError(name, f"{problem}, not {str(value)[:40]}")
@@ -196,8 +209,8 @@ def _check_original(
         if _rotary(s).strict:
             s.integer(_ORIGINAL)
         _check_number(_ORIGINAL, s.get(_ORIGINAL))
-    elif _ORIGINAL in parameters:
-        _check_number(f"{field}.{_ORIGINAL}", parameters[_ORIGINAL])
+    elif _ORIGINAL in parameters or (_rotary(s).by_type == "raw" and _rotary(s).made):
+        _check_number(f"{field}.{_ORIGINAL}", parameters.get(_ORIGINAL))
     if name == "su" and _ORIGINAL not in parameters:
         raise ShapeError(f"{field}.{_ORIGINAL}", f"must be set beside rope_type {name!r}")
 

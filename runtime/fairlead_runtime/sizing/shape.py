@@ -248,6 +248,7 @@ class ModelShape:
             half_mlp_width=max(
                 inside + (2 * hidden if family.streams else 0),  # the norm of one of them
                 most_inside,
+                family.half_mlp_copies * max(inners),
                 experts_width(s, family, half=True) if experts else 0,
             ),
             half_moments=_half_moments(s, family),

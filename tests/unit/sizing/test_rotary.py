@@ -262,7 +262,7 @@ def test_the_table_of_families_says_what_their_classes_read() -> None:
             continue
         row = ROTARIES.get(family, Rotary())
         nested = "full_attention" in settings
-        assert (row.by_type in ("each", "own", "added", "both")) is nested, family
+        assert (row.by_type in ("each", "raw", "added", "both")) is nested, family
         assert row.scaled is (settings.get("rope_type", "default") != "default"), family
         types = {"full_attention", "sliding_attention"}
         if not nested and not types.isdisjoint(getattr(config, "layer_types", None) or ()):

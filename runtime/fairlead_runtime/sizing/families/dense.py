@@ -270,6 +270,8 @@ DENSE: Mapping[str, Family] = {
         fuses=False,
         fuses_nowhere=True,
         inner_norms=True,
+        half_mlp_copies=5,
+        more_hidden=1,
         **ATTENTION_BIAS,
         made=("num_key_value_heads",),
     ),

@@ -17,6 +17,9 @@ _GPT2 = {
     "max_position_embeddings": "n_positions",
 }
 
+# Of layers that rotate a share of their own: proportional tables have all of a head.
+_OF_SHARES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+
 LAYER_NORMS: Mapping[str, Family] = {
     "nemotron": Family(
         defaults(256000, 6144, 24576, 32, 48, 4096),
@@ -66,6 +69,7 @@ LAYER_NORMS: Mapping[str, Family] = {
         qk_norm="flat",
         qk_norm_if="qk_layernorm",
         reads_head_dim=False,
+        rope_types=_OF_SHARES,
     ),
     "phi": Family(
         defaults(51200, 2048, 8192, 24, 32, 2048, qk_layernorm=False),
@@ -80,6 +84,7 @@ LAYER_NORMS: Mapping[str, Family] = {
         qk_norm="head",
         qk_norm_if="qk_layernorm",
         qk_norm_bias=True,
+        rope_types=_OF_SHARES,
     ),
     "persimmon": Family(
         defaults(262144, 4096, 16384, 36, 64, 16384, qk_layernorm=True),

@@ -30,6 +30,8 @@ MIXTURES: Mapping[str, Family] = {
             final_logit_softcapping=30.0,
         ),
         mlp_copies=4,
+        half_mlp_copies=8,
+        more_hidden=1,
         shardable=False,
         norms=4,
         qk_norm="head",
