@@ -47,6 +47,16 @@ HUNYUAN: dict[str, Any] = {
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
 DEFAULT, BANANA = {"rope_type": "default"}, {"rope_type": "banana"}
 NESTED = {"full_attention": {**DEFAULT, "rope_theta": 1e4}, "sliding_attention": DEFAULT}
+THETA: dict[str, Any] = {**DEFAULT, "rope_theta": 1e4}
+HALF = {**THETA, "partial_rotary_factor": 0.5}
+LINEAR = {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+MIMO: dict[str, Any] = {"v_head_dim": 16, "num_key_value_heads": 1, "n_routed_experts": 4}
+OWN: dict[str, dict[str, Any]] = {
+    "laguna": {},
+    "mimo_v2_flash": MIMO,
+    "gemma4_text": {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0},
+}
 TYPES = {"head_dim": 16, "layer_types": ["full_attention"], "sliding_window": 32}
 
 
@@ -201,6 +211,39 @@ CASES: tuple[tuple[str, dict[str, Any], str], ...] = (
             ({"rope_scaling": DEFAULT, "rope_parameters": BANANA}, "rope_parameters"),
         )
     ),
+    # Of families that complete no settings that they are given.
+    *(
+        (family, {**TYPES, **OWN[family], "rope_parameters": {"full_attention": nest}}, field)
+        for family in ("laguna", "mimo_v2_flash", "gemma4_text")
+        for nest, field in (
+            (THETA, ""),
+            (DEFAULT, "rope_parameters.rope_theta"),
+            (None, "rope_parameters.full_attention"),
+            ({**THETA, "rope_type": "yarn", "factor": 2.0}, "rope_parameters.original_max"),
+        )
+    ),
+    ("laguna", {**TYPES, "rope_scaling": {"full_attention": THETA}, "rope_parameters": []}, "rope"),
+    ("mimo_v2_flash", {**TYPES, **MIMO, "rope_scaling": None}, "rope_scaling.full_attention"),
+    ("beam", {**TYPES, "rope_parameters": {"full_attention": None}}, ""),
+    ("cohere_compass_text", {"rope_parameters": {"full_attention": None}}, ""),
+    ("cohere_compass_text", {"rope_parameters": {"full_attention": THETA}}, ""),
+    ("cohere_compass_text", {}, "rope_parameters.full_attention"),
+    ("mellum", {**TYPES, "rope_parameters": {"full_attention": HALF}}, "rope_parameters.partial"),
+    ("laguna", {**TYPES, "rope_parameters": {"full_attention": HALF}}, ""),
+    ("gemma3_text", {**TYPES, "partial_rotary_factor": 0.5, **LINEAR}, "partial_rotary_factor"),
+    ("modernbert-decoder", LINEAR, ""),
+    ("modernbert-decoder", {"rope_parameters": {"full_attention": None}}, "rope_parameters.full"),
+    ("modernbert-decoder", {"rope_parameters": DEFAULT}, "rope_parameters"),
+    *(
+        (family, {"rope_scaling": {"rope_type": "proportional"}}, "rope_scaling")
+        for family in ("stablelm", "phi", "persimmon")
+    ),
+    *(
+        (family, {"partial_rotary_factor": None}, "partial_rotary_factor")
+        for family in ("phi", "nemotron", "persimmon")
+    ),
+    ("minimax_m2", {**TYPES, **EXPERTS, "rotary_dim": 8}, ""),
+    *(("minimax_m2", {**TYPES, **EXPERTS, "rotary_dim": x}, "rotary_dim") for x in ("x", 32)),
 )
 
 

@@ -15,13 +15,12 @@ class Rotary:
     in their place, "added": ``rope_scaling`` is added to those of full attention, "both": to those
     of either type, "never": its class has no tables for them, "": the names mean nothing. ``made``:
     of "raw", its class has some where nothing says any, and adds nothing to those that are said;
-    ``nulls``: a type may have none. ``theta``:
-    the model's setting, "" for none. ``share``: what of a head is rotated where nothing says it,
-    ``share_name`` the setting that does, "" for none, and ``width_name`` one that says its elements;
-    ``needs_share``: null is none. ``reads_share``:
+    ``nulls``: a type may have none. ``theta``: the model's setting, "" for none. ``share``: what of
+    a head is rotated where nothing says it, ``share_name`` the setting that does, "" for none,
+    ``width_name`` one that says its elements; ``needs_share``: null is none. ``reads_share``:
     unscaled embeddings have a share, which must be all of it where its layers rotate ``whole``
-    heads. ``strict``: its class checks what others take. ``scaled``:
-    they are scaled where nothing says it.
+    heads. ``strict``: its class checks what others take. ``scaled``: they are scaled where nothing
+    says it.
     """
 
     by_type: str = ""
@@ -63,8 +62,8 @@ ROTARIES: Mapping[str, Rotary] = {
     ),
     "olmo3": _ADDED,
     "modernbert-decoder": Rotary("both", "global_rope_theta", "local_rope_theta"),
-    **dict.fromkeys(("glm", "glm4", "glm4_moe", "persimmon"), _HALF),
-    **dict.fromkeys(("nemotron", "phi"), replace(_HALF, needs_share=True)),
+    **dict.fromkeys(("glm", "glm4", "glm4_moe"), _HALF),
+    **dict.fromkeys(("nemotron", "persimmon", "phi"), replace(_HALF, needs_share=True)),
     **dict.fromkeys(("glm4v_text", "solar_open"), _PART),
     "minimax_m3_vl_text": replace(_PART, by_type="never"),
     **dict.fromkeys(
