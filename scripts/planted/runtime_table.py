@@ -710,7 +710,7 @@ BUGS = (
         "fairlead_runtime.sizing.layer_windows:windows_of",
         "low=2) // 2",
         "low=2)",
-        ("unit/sizing/test_judged_families.py",),
+        ("unit/models/test_families.py",),
     ),
     PackageBug(
         "layer 0 of a pattern that begins full slides",

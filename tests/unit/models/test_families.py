@@ -124,8 +124,10 @@ def test_only_settings_that_a_class_knows_decide_on_windows(
 
 
 def test_a_window_that_a_class_makes_of_another_setting_counts() -> None:
-    config = CONFIG_MAPPING["modernbert-decoder"](local_attention=48, num_hidden_layers=4)
-    assert families.check(config) == (None, 24, 24, None)
+    own = {"local_attention": 48, "num_hidden_layers": 4}
+    windows = families.check(CONFIG_MAPPING["modernbert-decoder"](**own))
+    assert windows == (None, 24, 24, None)
+    assert ModelShape.from_config({"model_type": "modernbert-decoder", **own}).windows == windows
 
 
 def test_without_layer_types_a_window_holds_in_every_layer() -> None:
@@ -339,7 +341,7 @@ def test_layers_that_differ_in_their_heads_are_refused_before_weights_are_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of a family that is in no table."""
-    monkeypatch.delitem(SIZED, "laguna")  # type: ignore[arg-type]
+    monkeypatch.delitem(SIZED, "laguna")
     laguna = {"model_type": "laguna", **SMALL, "head_dim": 16}
     architecture.check(laguna)
     alike = architecture.check(laguna, weights=attention_of(32, 32, 32, 32))
