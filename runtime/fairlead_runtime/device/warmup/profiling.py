@@ -25,7 +25,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from fairlead_kernels.cpu.cpu_attention import CpuAttention
 from fairlead_kernels.interface.attention import AttentionBackend, DecodeAttention, Heads, LayerSpec
@@ -378,6 +377,17 @@ def _peak(device: torch.device, run: Callable[[], Result]) -> tuple[int, Result]
     return meter.peak, result
 
 
+def _tensors(value: object) -> Iterator[torch.Tensor]:
+    """Those of an operation's arguments or results, in lists, tuples and by name."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _tensors([*value.values()])
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _tensors(part)
+
+
 class _TensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not annotate it
     """Counts the bytes of tensors created inside it: those alive now, and their peak."""
 
@@ -394,14 +404,10 @@ class _TensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        inputs = {
-            id(x.untyped_storage())
-            for x in tree_leaves((args, kwargs))
-            if isinstance(x, torch.Tensor)
-        }
+        inputs = {id(x.untyped_storage()) for x in _tensors((args, kwargs))}
         out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor) and id(tensor.untyped_storage()) not in inputs:
+        for tensor in _tensors(out):
+            if id(tensor.untyped_storage()) not in inputs:
                 self._count(tensor.untyped_storage())
         return out
 
