@@ -179,10 +179,8 @@ def eos_ids(model: PreTrainedModel, text: TextFacts, vocab: int) -> frozenset[in
     generation = getattr(model.generation_config, "eos_token_id", None)
     configs = (model.config, text_model.text_of(model.config))
     stored = [getattr(config, "eos_token_id", None) for config in configs]
-    for value in (
-        *([generation] if generation is not None else stored),
-        text.eos_ids,
-    ):
+    values: list[Any] = [generation] if generation is not None else stored
+    for value in (*values, text.eos_ids):
         ids |= set(value) if isinstance(value, list | tuple) else {value}
     return frozenset(token for token in ids if isinstance(token, int) and 0 <= token < vocab)
 

@@ -229,11 +229,12 @@ async def _read_words(
     text: TextFacts | None = None
     try:
         tokenizer, text = await _in_thread(lambda: _tokenizer_of(path, checked=checked))
+        definition = text.definition
     finally:
         engine.tell(text)
     if config.chat_template:
         use_template(tokenizer, config.chat_template)
-    return tokenizer, await _in_thread(lambda: vocabulary_of(tokenizer)), text.definition
+    return tokenizer, await _in_thread(lambda: vocabulary_of(tokenizer)), definition
 
 
 def _tokenizer_of(path: Path, *, checked: bool) -> tuple[PreTrainedTokenizerBase, TextFacts]:

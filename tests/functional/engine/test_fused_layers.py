@@ -812,9 +812,9 @@ def test_the_profile_measures_by_one_layer_what_all_of_them_take(
     run, ran = LayerChain.run, list[int | None]()
 
     def measured(change: Callable[[int | None], int | None]) -> Any:
-        def counted(self: LayerChain, *step: Any, layers: int | None, **settings: Any) -> Tensor:
-            ran.append(layers)
-            return run(self, *step, layers=change(layers), **settings)
+        def counted(self: LayerChain, x: Tensor, **step: Any) -> Tensor:
+            ran.append(step["layers"])
+            return run(self, x, **{**step, "layers": change(step["layers"])})
 
         monkeypatch.setattr(LayerChain, "run", counted)
         limits = {"max_batch_tokens": 64, "max_requests": 8, "max_model_len": 512}

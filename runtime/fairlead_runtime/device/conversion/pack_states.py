@@ -11,7 +11,7 @@ their weights differ, which operations read as they are, and the self-test compu
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -67,12 +67,14 @@ def pack_states(model: PagedModel, operations: StateOperations | None) -> Packed
         return PackedStates()
     reasons: dict[str, int] = {}
     packed, proven = 0, set[object]()
-    hidden = _recorded(model)
+    hidden: dict[int, Tensor] = {}
     for layer, mixer in model.mixers.items():
         kind = _kind(mixer.module), model.states[layer]
         try:
             mixer.pack(model.states[layer], operations)
             if kind not in proven:
+                if layer not in hidden:  # of the first one, else of all: one was refused
+                    hidden = _recorded(model, until=None if hidden else layer)
                 _prove(mixer, model.states[layer], model.model.dtype, hidden[layer])
                 proven.add(kind)
             packed += 1
@@ -108,26 +110,36 @@ def _kind(mixer: nn.Module) -> object:
     )
 
 
-class _RecordingPass(ProbePass):
-    """Keeps what mixers get."""
+class _Recorded(Exception):  # noqa: N818 - named for the condition
+    """No more of a pass is wanted."""
 
-    def __init__(self, keep: Tensor) -> None:
+
+class _RecordingPass(ProbePass):
+    """Keeps what mixers get; ``until`` a layer: nothing behind its mixer is computed."""
+
+    def __init__(self, keep: Tensor, until: int | None) -> None:
         super().__init__(keep)
         self.hidden: dict[int, Tensor] = {}
+        self._until = until
 
     def mix(self, layer: int, mixer: StateMixer, hidden: Tensor) -> Tensor:
         self.hidden[layer] = hidden.clone()
+        if layer == self._until:
+            raise _Recorded
         return super().mix(layer, mixer, hidden)
 
 
-def _recorded(model: PagedModel) -> dict[int, Tensor]:
-    """The hidden states [2, TOKENS, hidden] of each mixer in two sequences of random tokens."""
+def _recorded(model: PagedModel, until: int | None) -> dict[int, Tensor]:
+    """The hidden states [2, TOKENS, hidden] of the mixers up to this layer, of all with None, in
+    two sequences of random tokens.
+    """
     generator = torch.Generator().manual_seed(0)
     hidden: list[dict[int, Tensor]] = []
     for _ in range(2):
         ids = torch.randint(0, model.vocabulary, (TOKENS,), generator=generator)
-        step = _RecordingPass(torch.tensor([0], device=model.device))
-        model.run(ids.to(model.device), torch.arange(TOKENS, device=model.device), step)
+        step = _RecordingPass(torch.tensor([0], device=model.device), until)
+        with suppress(_Recorded):
+            model.run(ids.to(model.device), torch.arange(TOKENS, device=model.device), step)
         hidden.append(step.hidden)
     first, second = hidden
     return {layer: torch.cat([first[layer], second[layer]]) for layer in first}
