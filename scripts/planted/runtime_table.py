@@ -1590,8 +1590,8 @@ BUGS = (
     PackageBug(
         "the engine is told nothing of the tokenizer",
         "fairlead_runtime.processes.http_process:_read_words",
-        "        engine.tell(text)\n",
-        "        engine.tell(None)\n",
+        "    engine.tell(text)\n",
+        "    engine.tell(None)\n",
         ("unit/processes/test_http_process.py",),
     ),
     PackageBug(

@@ -226,15 +226,15 @@ async def _read_words(
     """The tokenizer, what its tokens spell, and its definition; the engine is told what it needs
     of it, since nothing is read twice. ``checked``: its files are. Raises ModelError, ConfigError.
     """
-    text: TextFacts | None = None
     try:
         tokenizer, text = await _in_thread(lambda: _tokenizer_of(path, checked=checked))
-        definition = text.definition
-    finally:
-        engine.tell(text)
+    except BaseException:
+        engine.tell(None)
+        raise
+    engine.tell(text)
     if config.chat_template:
         use_template(tokenizer, config.chat_template)
-    return tokenizer, await _in_thread(lambda: vocabulary_of(tokenizer)), definition
+    return tokenizer, await _in_thread(lambda: vocabulary_of(tokenizer)), text.definition
 
 
 def _tokenizer_of(path: Path, *, checked: bool) -> tuple[PreTrainedTokenizerBase, TextFacts]:
