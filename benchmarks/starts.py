@@ -8,6 +8,9 @@ them: of a start that is not counted.
 
     python -m benchmarks.starts --model demo: --model "135 M" --model "0.5 B" [--against FOLDER]
 
+Beside them stands what reading the weights takes: by the clock, from files that were read before
+into memory that is used again, the best of three; and the clock's seconds of the part `weights`.
+
 ``--threads 1`` sets OMP_NUM_THREADS: on a busy machine threads spend processor time on waiting for
 each other.
 """
@@ -36,13 +39,14 @@ PARTS = ("imports", "weights", "kernels", "self_test", "profile", "cache")
 
 class Start(NamedTuple):
     """Seconds until ready: by the clock, of the processors in the HTTP process and the engine's,
-    and in the engine's those of each part.
+    and in the engine's those of each part; ``weights`` those of this part by the clock.
     """
 
     clock: float
     http: float
     engine: float
     parts: dict[str, float]
+    weights: float
 
 
 def start(model: str, tree: Path, options: Sequence[str], settings: Mapping[str, str]) -> Start:
@@ -66,6 +70,7 @@ def start(model: str, tree: Path, options: Sequence[str], settings: Mapping[str,
     ) as server:
         lines: list[str] = []
         part, parts, last = "imports", dict.fromkeys(PARTS, 0.0), 0.0
+        weights, last_clock = 0.0, 0.0
         for line in server.stderr or ():
             lines.append(line)
             said = json.loads(line)["message"] if line.startswith("{") else ""
@@ -75,9 +80,10 @@ def start(model: str, tree: Path, options: Sequence[str], settings: Mapping[str,
             children = _children(server.pid)
             engine = sum(map(_seconds, children))
             parts[part] += engine - last
-            part, last = said.removeprefix("starting: "), engine
+            weights += (clock - last_clock) * (part == "weights")
+            part, last, last_clock = said.removeprefix("starting: "), engine, clock
             if said == "serving":
-                found = Start(clock, _seconds(server.pid), engine, parts)
+                found = Start(clock, _seconds(server.pid), engine, parts, weights)
                 server.send_signal(signal.SIGINT)
                 server.communicate()
                 return found
@@ -95,6 +101,21 @@ def _seconds(pid: int) -> float:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return sum(map(int, fields[11:15])) / TICK
     return 0.0
+
+
+def _reading(folder: Path) -> float:
+    """Seconds by the clock to read the weights of a model once; 0 for one that is no folder."""
+    files, buffer = sorted(folder.glob("*.safetensors")), bytearray(64 << 20)
+
+    def read() -> float:
+        began = time.monotonic()
+        for file in files:
+            with file.open("rb", buffering=0) as opened:
+                while opened.readinto(buffer):
+                    pass
+        return time.monotonic() - began
+
+    return min(read() for _ in range(4)) if files else 0.0
 
 
 @contextlib.contextmanager
@@ -133,16 +154,17 @@ def main() -> None:
 def _compare(
     options: argparse.Namespace, trees: Sequence[Path], settings: Mapping[str, str]
 ) -> None:
-    print(
-        "| model | sources | clock | both processes | HTTP | engine | " + " | ".join(PARTS) + " |"
-    )
-    print("|---" * (6 + len(PARTS)) + "|")
+    columns = ["model", "sources", "clock", "both processes", "HTTP", "engine", *PARTS]
+    columns += ["weights by the clock", "reading them"]
+    print("| " + " | ".join(columns) + " |")
+    print("|---" * len(columns) + "|")
     for model in options.model or ["demo:", models.SMOLLM2, "0.5 B"]:
         with _folder(model) as folder:
             starts: dict[Path, list[Start]] = {tree: [] for tree in trees}
             for _ in range(options.rounds):
                 for tree in trees:
                     starts[tree].append(start(folder, tree, options.options.split(), settings))
+            reading = _reading(Path(folder))
         for tree, several in starts.items():
             cells = [
                 [one.clock for one in several],
@@ -150,6 +172,8 @@ def _compare(
                 [one.http for one in several],
                 [one.engine for one in several],
                 *([one.parts[part] for one in several] for part in PARTS),
+                [one.weights for one in several],
+                [reading],
             ]
             name = "these" if tree == ROOT else "the other"
             print(f"| {model} | {name} | {' | '.join(map(_line, cells))} |", flush=True)

@@ -337,8 +337,22 @@ BUGS = (
     PackageBug(
         "operations on states are taken whatever they give",
         f"{_PROOF}:_prove",
-        "if not noise.explains(got, want):",
+        "if not rounded:",
         "if False:",
+        _PACKED,
+    ),
+    PackageBug(
+        "mixers of other settings are taken for alike",
+        f"{_PROOF}:_kind",
+        "            settings(module),\n",
+        "",
+        _PACKED,
+    ),
+    PackageBug(
+        "each mixer is proven though it is like another",
+        f"{_PROOF}:pack_states",
+        "if kind not in proven:",
+        "if True:",
         _PACKED,
     ),
     PackageBug(

@@ -119,6 +119,7 @@ class LayerChain:
         ropes: Sequence[tuple[Tensor, Tensor]],
         slab: int = SLAB,
         keep: Tensor | None = None,
+        layers: int | None = None,
     ) -> Tensor:
         """Embeddings [T, width] → what the last layer returns [S, width], of all tokens or of those
         that ``keep`` lists, int64 [S], ascending. Changes ``x`` if it is dense. After ``bind``.
@@ -127,7 +128,8 @@ class LayerChain:
         layer its ``ropes``, cosines and sines [T, R] as in ``LayerOperations.rope_write``. A layer
         takes at most ``slab`` tokens at a time, or those of one task of attention. No
         result depends on it. For tokens that are not kept the last layer computes little more than
-        the keys and values that it writes.
+        the keys and values that it writes. ``layers``: only the first so many run; all of them have
+        the same buffers.
         """
         if not self._caches:
             raise RuntimeError("run: bind the layers' caches first")
@@ -180,7 +182,7 @@ class LayerChain:
             None if kept_tokens is None else kept_tokens.data_ptr(),
             -1 if kept_tokens is None else len(kept_tokens),
         )
-        self._library.layers(self._structs, len(self.layers), ctypes.byref(step))
+        self._library.layers(self._structs, layers or len(self.layers), ctypes.byref(step))
         return x if kept_tokens is None else x[: len(kept_tokens)]
 
     def _digits(self, columns: int) -> int:

@@ -33,6 +33,7 @@ from fairlead_runtime.grammar.guides import Guides
 from fairlead_runtime.models.loading import InspectedModel, LoadedModel
 from fairlead_runtime.outputs import ModelFacts
 from fairlead_runtime.recording.record import RecordedScheduler
+from fairlead_runtime.request.text_facts import TextFacts
 from fairlead_runtime.scheduling.plan import Limits
 from fairlead_runtime.scheduling.scheduler import Scheduler
 from fairlead_runtime.serving.intake import Intake
@@ -64,11 +65,15 @@ class BuiltEngine:
     engine: Engine
     facts: ModelFacts
     intake: Intake
-    tokenizer: PreTrainedTokenizerBase
+    read_tokenizer: Callable[[], PreTrainedTokenizerBase]
     resolved: ResolvedConfig
     memory: MemoryReport
     grammar_facts: TokenizerFacts | None  # None: the model cannot have structured output
     ranks: Ranks | None  # the other processes of a model that is split
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return self.read_tokenizer()
 
     def close(self) -> None:
         """End what was started; a second call does nothing."""
@@ -85,6 +90,7 @@ def build(
     queue_timeout: float | None = None,
     http_process_bytes: int | None = None,
     lost: Lost | None = None,
+    text: Callable[[], TextFacts | None] | None = None,
     report: Report = unreported,
 ) -> BuiltEngine:
     """Load the model in directory ``path`` and build its engine; takes seconds to minutes.
@@ -92,7 +98,8 @@ def build(
     ``queue_timeout`` (seconds) overrides the configured one. ``http_process_bytes``: the bytes of
     RAM that the HTTP process takes beside this one; None without one. With ``tensor_parallel`` this
     process is rank 0 and starts the others; ``lost`` is called in another thread when one of them
-    ends or refuses to start, after which no step succeeds. ``report`` hears what the start does,
+    ends or refuses to start, after which no step succeeds. ``text``: as ``loading.load`` takes it,
+    where the HTTP process reads the tokenizer. ``report`` hears what the start does,
     from the weights on. Raises ConfigError, ModelError,
     EngineDead when another rank cannot start, or SelfTestError when the model's logits differ from
     those of transformers.
@@ -100,7 +107,7 @@ def build(
     report("weights")
     device = device_facts(config.device, config.tensor_parallel)
     process_bytes = resident_bytes() + (http_process_bytes or 0)
-    inspected = check(path, config, device)
+    inspected = check(path, config, device, reads_tokenizer=text is None)
     threads = _limit_threads(
         has_http_process=http_process_bytes is not None,
         cached=inspected.weight_bytes <= CACHED,
@@ -111,7 +118,7 @@ def build(
         ranks = Ranks(path, config, threads=threads, lost=lost)
     try:
         group = ranks.rank_group if ranks else None
-        loaded_rank = load_rank(path, config, device, group, report, inspected=inspected)
+        loaded_rank = load_rank(path, config, device, group, report, inspected=inspected, text=text)
         report("cache")
         return _with_engine(
             loaded_rank,
@@ -174,7 +181,11 @@ def _with_engine(
         allocated["batch"] = host_batch + state.nbytes
     if (graph_bytes := choice.capture(decodes)) is not None:
         allocated["graphs"] = graph_bytes
-    grammar_facts = TokenizerFacts.of(loaded.tokenizer, loaded.shape.vocab, loaded.eos_ids)
+    ids = loaded.shape.vocab, loaded.eos_ids
+    if loaded.text.definition:
+        grammar_facts = TokenizerFacts.of_text(loaded.text, *ids)
+    else:
+        grammar_facts = TokenizerFacts.of(loaded.tokenizer, *ids)
     guides = _guides(grammar_facts)
     runner = ModelRunner(
         model,
@@ -204,7 +215,7 @@ def _with_engine(
         engine=engine,
         facts=facts,
         intake=Intake(engine.bounds.resolve_max_tokens, facts),
-        tokenizer=loaded.tokenizer,
+        read_tokenizer=loaded.read_tokenizer,
         resolved=resolved,
         memory=_memory_report(
             config,

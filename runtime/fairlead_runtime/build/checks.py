@@ -61,11 +61,15 @@ def _no_accelerator(*, built_for_cpus: bool) -> ModelError:
     )
 
 
-def check(path: Path | str, config: EngineConfig, device: DeviceFacts) -> InspectedModel:
-    """Make every check that needs no weights. Raises ConfigError or ModelError."""
+def check(
+    path: Path | str, config: EngineConfig, device: DeviceFacts, *, reads_tokenizer: bool = True
+) -> InspectedModel:
+    """Make every check that needs no weights. ``reads_tokenizer``: as ``loading.inspect`` takes it.
+    Raises ConfigError or ModelError.
+    """
     check_supported(config)
     check_record(config)
-    inspected = loading.inspect(path, config)
+    inspected = loading.inspect(path, config, reads_tokenizer=reads_tokenizer)
     resolve(config, inspected.shape, device, dtype=dtype_name(inspected.dtype))
     _check_kernels(as_stored(config, inspected.shape.quantized), device, inspected)
     return inspected

@@ -5,6 +5,7 @@ engine makes the same checks again, with those that need them.
 """
 
 import importlib.util
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,8 +34,8 @@ def require(*modules: str) -> None:
 
 
 def check_model(model: str, config: EngineConfig) -> ModelShape | None:
-    """Check settings and the model's files, those of a hub model when they are fetched. Returns the
-    shape where it is known already. Raises ConfigError or ModelError.
+    """Check settings and the model's files but for its tokenizer's, those of a hub model when they
+    are fetched. Returns the shape where it is known already. Raises ConfigError or ModelError.
     """
     check_supported(config)
     asked = source.parse(model)
@@ -43,7 +44,7 @@ def check_model(model: str, config: EngineConfig) -> ModelShape | None:
     check_chat_template(config)
     if asked.kind == "hub":
         return None
-    local = files.check(source.resolve(model).path)
+    local = files.check(source.resolve(model).path, tokenizer=False)
     if not _is_listed(local.config):
         return None
     maps = files.auto_maps(local.path)
@@ -51,6 +52,19 @@ def check_model(model: str, config: EngineConfig) -> ModelShape | None:
     shape = architecture.check(local.config, maps, trusted=trusted, weights=local.weights)
     check_against(shape, config)
     return shape
+
+
+def check_tokenizer(model: str) -> None:
+    """Check the tokenizer's files, unless they are to be fetched. Raises ModelError."""
+    if source.parse(model).kind != "hub":
+        files.check_tokenizer(source.resolve(model).path)
+
+
+def read_ahead(model: str) -> None:
+    """Begin to read a local model's weights, in a thread that the process does not wait for."""
+    if source.parse(model).kind != "hub":
+        path = source.resolve(model).path
+        threading.Thread(target=files.read_ahead, args=(path,), daemon=True).start()
 
 
 def _is_listed(config: Mapping[str, Any]) -> bool:

@@ -3,9 +3,10 @@
 Owns what every rank does alike, before the first of them sizes the cache.
 """
 
+import functools
 import gc
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from fairlead_runtime.device.warmup import profiling
 from fairlead_runtime.device.warmup.profiling import Profile
 from fairlead_runtime.models import loading
 from fairlead_runtime.models.loading import InspectedModel, LoadedModel
+from fairlead_runtime.request.text_facts import TextFacts
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
 from fairlead_runtime.settings.startup_parts import Report, unreported
 from fairlead_runtime.sizing.terms import DeviceFacts, gib, state_units, state_versions
@@ -73,9 +75,10 @@ def load_rank(
     report: Report = unreported,
     *,
     inspected: InspectedModel | None = None,
+    text: Callable[[], TextFacts | None] | None = None,
 ) -> LoadedRank:
     """Load the model, or with ``ranks`` this rank's shard of it, test and measure it; ``report``
-    hears what it does. ``inspected``: as ``loading.load`` takes it.
+    hears what it does. ``inspected`` and ``text``: as ``loading.load`` takes them.
 
     Every rank makes the same passes in the same order: they meet in each of them. Raises as
     ``build`` does.
@@ -88,9 +91,11 @@ def load_rank(
     compilers = compilers_of(cpu_limit(), memory_limit())
     result: selftest.SelfTestResult | None
     if ranks is None:
-        loaded, served, result = _load_and_test(path, config, place, compilers, inspected, report)
+        loaded, served, result = _load_and_test(
+            path, config, place, compilers, inspected, text, report
+        )
     else:
-        loaded = loading.load(path, config=config, inspected=inspected, report=report)
+        loaded = loading.load(path, config=config, inspected=inspected, text=text, report=report)
         served, result = selftest.prepare_rank(
             loaded,
             ranks,
@@ -121,17 +126,19 @@ def _load_and_test(
     device: torch.device,
     compilers: int,
     inspected: InspectedModel | None,
+    text: Callable[[], TextFacts | None] | None,
     report: Report,
 ) -> tuple[LoadedModel, selftest.ServedModel, selftest.SelfTestResult]:
     """The whole model, and on what it is served. What rounding in float32 does to it takes as long
     as the expected logits, and few models need it: where one does, all is done once more.
     """
+    told = text and functools.cache(text)  # it comes once
 
     def attempt(
         *, judged: bool
     ) -> tuple[LoadedModel, selftest.ServedModel, selftest.SelfTestResult]:
         loaded = loading.load(
-            path, config=config, device=device, inspected=inspected, report=report
+            path, config=config, device=device, inspected=inspected, text=told, report=report
         )
         served, result = selftest.prepare_and_test(
             loaded,

@@ -80,13 +80,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _generate(options: argparse.Namespace) -> None:
-    from fairlead_runtime.build.first_checks import ENGINE, check_model, require
+    from fairlead_runtime.build.first_checks import ENGINE, check_model, check_tokenizer, require
     from fairlead_runtime.request.sequence import FinishReason, RequestError
 
     params = _params(options)
     config = EngineConfig.from_namespace(options)
     require(*ENGINE)
     shape = check_model(options.model, config)
+    check_tokenizer(options.model)
     longest = 0 if shape is None else config.max_model_len or shape.max_len
     if 0 < longest <= options.max_tokens:
         problem = f"{options.max_tokens} leave no room for a prompt: the most is {longest} tokens"

@@ -29,14 +29,23 @@ def main(argv: Sequence[str]) -> int:
         config = EngineConfig.from_namespace(options)
         _check_ports(options)
         # Imported after parsing: --help and wrong flags need none of it.
-        from fairlead_runtime.build.first_checks import ENGINE, check_model, require
+        from fairlead_runtime.build.first_checks import (
+            ENGINE,
+            check_model,
+            check_tokenizer,
+            read_ahead,
+            require,
+        )
+        from fairlead_runtime.child.heap import imports_for_good
         from fairlead_runtime.front.doors import Doors
 
         require(*ENGINE, *SERVER)
         check_model(options.model, config)
         doors = Doors.open(config, options.host, options.port, options.admin_port)
         with spawn.engine(logging.getLogger().getEffectiveLevel()) as engine:
-            with terminal.live_line("Starting: imports"):
+            check_tokenizer(options.model)  # beside the other process's imports
+            read_ahead(options.model)
+            with terminal.live_line("Starting: imports"), imports_for_good():
                 _leave_torch_out()
                 logs.adopt_transformers()
                 from fairlead_runtime.processes.http_process import run

@@ -10,7 +10,7 @@ import functools
 import json
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -25,6 +25,7 @@ from fairlead_runtime.request.structured import (
     StructuredOutputs,
     text_rule,
 )
+from fairlead_runtime.request.text_facts import TextFacts
 from fairlead_runtime.sizing.arithmetic import ceil_div
 
 _JSON_OPTIONS: Any = {
@@ -109,6 +110,15 @@ def definition_of(tokenizer: Any) -> str:
     return definition
 
 
+def with_definition(tokenizer: Any, text: TextFacts) -> TextFacts:
+    """These facts of a tokenizer with its definition and size, where it has a Rust part."""
+    backend = _backend_of(tokenizer)
+    if backend is None:
+        return text
+    size = backend.get_vocab_size(with_added_tokens=True)
+    return replace(text, definition=definition_of(backend), size=size)
+
+
 def _backend_of(tokenizer: Any) -> Tokenizer | None:
     backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
     return backend if isinstance(backend, Tokenizer) else None
@@ -144,6 +154,12 @@ class TokenizerFacts:
             return None
         size = max(vocab_size, backend.get_vocab_size(with_added_tokens=True))
         return cls(definition or definition_of(backend), size, ids)
+
+    @classmethod
+    def of_text(cls, text: TextFacts, vocab_size: int, eos_ids: Iterable[int]) -> Self | None:
+        """``of`` a tokenizer that another process has read, with its definition."""
+        ids = tuple(sorted(token for token in eos_ids if token < vocab_size))
+        return cls(text.definition, max(vocab_size, text.size), ids) if ids else None
 
     @property
     def words(self) -> int:

@@ -9,7 +9,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,8 @@ from fairlead_runtime.models import files as model_files
 from fairlead_runtime.models.files import ModelFiles
 from fairlead_runtime.models.identity import identity
 from fairlead_runtime.models.model_error import ModelError, first_line
-from fairlead_runtime.models.tokenizer_files import load_tokenizer
+from fairlead_runtime.models.tokenizer_files import load_tokenizer, text_facts
+from fairlead_runtime.request.text_facts import TextFacts
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
 from fairlead_runtime.settings.startup_parts import Report, unreported
 from fairlead_runtime.settings.supported import check_supported
@@ -76,11 +77,13 @@ class LoadedModel:
 
     ``identity`` (32 bytes) differs whenever cached keys and values would; ``eos_ids`` are all ids
     that end a text; ``max_model_len`` is the configured limit or the model's own, in tokens.
+    ``read_tokenizer`` reads it, unless this process has.
     """
 
     model: PreTrainedModel
     config: PretrainedConfig
-    tokenizer: PreTrainedTokenizerBase
+    text: TextFacts
+    read_tokenizer: Callable[[], PreTrainedTokenizerBase]
     identity: bytes
     shape: ModelShape
     eos_ids: frozenset[int]
@@ -88,14 +91,21 @@ class LoadedModel:
     dtype: torch.dtype
     config_json: Mapping[str, Any]
 
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return self.read_tokenizer()
 
-def inspect(path: Path | str, config: EngineConfig | None = None) -> InspectedModel:
-    """Check a model directory, except for the values of its weights.
+
+def inspect(
+    path: Path | str, config: EngineConfig | None = None, *, reads_tokenizer: bool = True
+) -> InspectedModel:
+    """Check a model directory, except for the values of its weights, and for the tokenizer's files
+    where another process checks and reads those.
 
     Raises ModelError for the model, ConfigError for a setting that it does not support.
     """
     settings = config or EngineConfig()
-    files = model_files.check(Path(path))
+    files = model_files.check(Path(path), tokenizer=reads_tokenizer)
     maps = model_files.auto_maps(files.path)
     shape = architecture.check(
         files.config, maps, trusted=settings.trust_remote_code, weights=files.weights
@@ -118,11 +128,13 @@ def load(
     config: EngineConfig | None = None,
     device: str | torch.device = "cpu",
     inspected: InspectedModel | None = None,
+    text: Callable[[], TextFacts | None] | None = None,
     report: Report = unreported,
 ) -> LoadedModel:
     """Read a checkpoint (safetensors only) onto ``device``, with eager attention; ``report`` hears
     how many bytes are read. ``inspected``: what ``inspect`` has just given of the same arguments;
-    without it, raises as that does.
+    without it, raises as that does. ``text`` waits for what another process has read of the
+    tokenizer, None where that failed: then, and without it, the tokenizer is read here.
     """
     report("weights")
     settings = config or EngineConfig()
@@ -130,29 +142,37 @@ def load(
     started = time.monotonic()
     size = _size(inspected.weight_bytes)
     log.info("loading %s of weights as %s", size, str(inspected.dtype).removeprefix("torch."))
-    tokenizer = load_tokenizer(inspected.files.path)
+    folder = inspected.files.path
+    tokenizer = load_tokenizer(folder) if text is None else None
     sharded = settings.tensor_parallel > 1
     model = _load_weights(inspected, torch.device(device), report, sharded=sharded)
     model.requires_grad_(False).eval()
     log.info("loaded %s in %.1f s", size, time.monotonic() - started)
+    facts = text() if text is not None else None
+    if facts is None:
+        tokenizer = load_tokenizer(folder) if tokenizer is None else tokenizer
+        facts = text_facts(tokenizer)
+
+    def read_tokenizer() -> PreTrainedTokenizerBase:
+        return load_tokenizer(folder) if tokenizer is None else tokenizer
+
     # RoPE is pinned to the longest sequence, so for some models that length decides the keys.
     traits = (str(inspected.max_model_len), settings.quantization, settings.cache_dtype)
     return LoadedModel(
         model=model,
         config=model.config,
-        tokenizer=tokenizer,
+        text=facts,
+        read_tokenizer=read_tokenizer,
         identity=identity(inspected.files, str(inspected.dtype), *traits),
         shape=inspected.shape,
-        eos_ids=eos_ids(model, tokenizer, inspected.shape.vocab),
+        eos_ids=eos_ids(model, facts, inspected.shape.vocab),
         max_model_len=inspected.max_model_len,
         dtype=inspected.dtype,
         config_json=inspected.config_json,
     )
 
 
-def eos_ids(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, vocab: int
-) -> frozenset[int]:
+def eos_ids(model: PreTrainedModel, text: TextFacts, vocab: int) -> frozenset[int]:
     """The ids that end a text: generation_config's (else config's) and the tokenizer's, inside the
     vocabulary.
     """
@@ -160,10 +180,8 @@ def eos_ids(
     generation = getattr(model.generation_config, "eos_token_id", None)
     configs = (model.config, text_model.text_of(model.config))
     stored = [getattr(config, "eos_token_id", None) for config in configs]
-    for value in (
-        *([generation] if generation is not None else stored),
-        tokenizer.eos_token_id,
-    ):
+    values: list[Any] = [generation] if generation is not None else stored
+    for value in (*values, text.eos_ids):
         ids |= set(value) if isinstance(value, list | tuple) else {value}
     return frozenset(token for token in ids if isinstance(token, int) and 0 <= token < vocab)
 

@@ -11,6 +11,21 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from fairlead_runtime.models.files import CHAT_TEMPLATE, has_file, read_json
 from fairlead_runtime.models.model_error import ModelError, first_line
+from fairlead_runtime.request.text_facts import TextFacts
+
+# What people write, for the self-test: of random tokens alone nobody could tell what a rounded
+# model loses.
+SAMPLE_TEXT = (
+    "Before the first ferry leaves, the harbour belongs to the gulls. They sit on the masts of the "
+    "fishing boats, which are moored two by two along the northern quay, and watch the baker's van "
+    "come down the hill. At half past five the light in the office goes on. The harbour master "
+    "writes the wind, the height of the water and the names of the ships into a book that is older "
+    "than she is, although all of it is in the computer, too. Then she unlocks the gate, and the "
+    "people who have waited in their cars drive on board, one after the other, slowly, because the "
+    "ramp is wet. Nobody speaks much at that hour. On the other side of the bay lies the town with "
+    "its schools and hospitals, and when the engines start, the whole deck trembles for a moment "
+    "and then is quiet again."
+)
 
 
 def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
@@ -32,6 +47,14 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     if not getattr(tokenizer, "chat_template", None):
         tokenizer.chat_template = _template_of_the_whole(path)
     return tokenizer
+
+
+def text_facts(tokenizer: PreTrainedTokenizerBase) -> TextFacts:
+    """What a start needs of it, without the definition."""
+    eos: Any = tokenizer.eos_token_id
+    ends = eos if isinstance(eos, list | tuple) else (eos,)
+    ids: list[int] = tokenizer(SAMPLE_TEXT)["input_ids"]
+    return TextFacts(tuple(end for end in ends if isinstance(end, int)), tuple(ids))
 
 
 def _template_of_the_whole(path: Path) -> str | None:

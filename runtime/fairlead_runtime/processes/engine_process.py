@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from fairlead_runtime.child.frames import FrameError
+from fairlead_runtime.child.heap import imports_for_good
 from fairlead_runtime.child.life import FAILED, end_with, leave, parent_socket
 from fairlead_runtime.engine.cache_map import CacheCopy
 from fairlead_runtime.engine.engine import Engine
@@ -30,6 +31,7 @@ from fairlead_runtime.outputs import (
 from fairlead_runtime.processes import logs
 from fairlead_runtime.processes.lean_imports import leave_compiler_out
 from fairlead_runtime.request.sequence import FinishReason, Request
+from fairlead_runtime.request.text_facts import TextFacts
 from fairlead_runtime.serving import wire
 from fairlead_runtime.serving.engine_link import run_engine, settle_memory
 from fairlead_runtime.serving.measurements import EngineReport, RequestMetrics
@@ -56,9 +58,10 @@ def main(arguments: Sequence[str]) -> NoReturn:
 def _serve(channel: wire.EngineChannel) -> int:
     """Load, step and answer; returns the exit code."""
     try:
-        leave_compiler_out()
         # Imported before the first message, which may have to wait for a download.
-        from fairlead_runtime.build.build_engine import build
+        with imports_for_good():
+            leave_compiler_out()
+            from fairlead_runtime.build.build_engine import build
     except (ImportError, OSError, MemoryError) as error:  # memory is short, or a library broken
         reason = f"torch or transformers cannot be imported: {first_line(error)}"
         channel.send(wire.Refused.of(EngineDead(reason)))
@@ -69,6 +72,12 @@ def _serve(channel: wire.EngineChannel) -> int:
         if not isinstance(start, wire.Start):
             return 0
         measurements = RequestMetrics()
+
+        def text() -> TextFacts | None:
+            message = channel.receive()
+            if isinstance(message, wire.Words):
+                return message.text
+            raise _HungUp
 
         def lost(error: Exception) -> NoReturn:
             """Another rank refuses to start or has ended, at whatever this process is."""
@@ -84,8 +93,11 @@ def _serve(channel: wire.EngineChannel) -> int:
                 observer=measurements,
                 http_process_bytes=start.beside,
                 lost=lost,
+                text=text,
                 report=Teller(channel.send),
             )
+        except _HungUp:
+            return 0
         except Exception as error:
             refusal = wire.Refused.of(error)
             if refusal.kind == "EngineDead":
@@ -101,6 +113,10 @@ def _serve(channel: wire.EngineChannel) -> int:
         return FAILED
     except OSError:  # the HTTP process is gone
         return 0
+
+
+class _HungUp(Exception):  # noqa: N818 - named for the condition
+    """The HTTP process is gone."""
 
 
 class Server:

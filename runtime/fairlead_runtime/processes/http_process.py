@@ -26,14 +26,16 @@ from fairlead_runtime.build.host import cpu_limit, process_age, resident_bytes
 from fairlead_runtime.child.process import Child
 from fairlead_runtime.front.doors import Doors
 from fairlead_runtime.grammar.checker import Checker
-from fairlead_runtime.grammar.compile import TokenizerFacts, definition_of
+from fairlead_runtime.grammar.compile import TokenizerFacts, with_definition
 from fairlead_runtime.hub import source
 from fairlead_runtime.hub.fetch import Progress
+from fairlead_runtime.models import files
 from fairlead_runtime.models.chat import use_template
 from fairlead_runtime.models.files import CONFIG
 from fairlead_runtime.models.sampling_defaults import sampling_defaults
 from fairlead_runtime.outputs import DrainResult
 from fairlead_runtime.processes import termination
+from fairlead_runtime.request.text_facts import TextFacts
 from fairlead_runtime.serving import wire
 from fairlead_runtime.serving.detokenize import Vocabulary, vocabulary_of
 from fairlead_runtime.serving.intake import Intake
@@ -168,7 +170,8 @@ async def _load(
     start = wire.Start(str(local.path), config, beside=resident_bytes())
     loading = engine.load(start, lambda told: _reached(startup, told))
     # Seconds for a large vocabulary: beside the loading, in a thread, so that the probes answer.
-    preparing = asyncio.ensure_future(_in_thread(lambda: _words_of(local.path, config)))
+    checked = source.parse(model).kind != "hub"  # before anything was started
+    preparing = asyncio.ensure_future(_read_words(engine, local.path, config, checked=checked))
     preparing.add_done_callback(lambda done: done.cancelled() or done.exception())
     loaded = await loading  # what the engine refuses comes first
     tokenizer, vocabulary, definition = await preparing
@@ -217,15 +220,31 @@ def _reached(startup: Startup, told: wire.Progress) -> None:
     startup.reach(told.part, told.done, told.total, at=told.at)
 
 
-def _words_of(path: Path, config: EngineConfig) -> tuple[PreTrainedTokenizerBase, Vocabulary, str]:
-    """The tokenizer, what its tokens spell, and its definition. Raises ModelError, ConfigError."""
-    # Imported here: transformers takes seconds, and the probes must answer before that.
-    from fairlead_runtime.models.tokenizer_files import load_tokenizer
-
-    tokenizer = load_tokenizer(path)
+async def _read_words(
+    engine: RemoteEngine, path: Path, config: EngineConfig, *, checked: bool
+) -> tuple[PreTrainedTokenizerBase, Vocabulary, str]:
+    """The tokenizer, what its tokens spell, and its definition; the engine is told what it needs
+    of it, since nothing is read twice. ``checked``: its files are. Raises ModelError, ConfigError.
+    """
+    try:
+        tokenizer, text = await _in_thread(lambda: _tokenizer_of(path, checked=checked))
+    except BaseException:
+        engine.tell(None)
+        raise
+    engine.tell(text)
     if config.chat_template:
         use_template(tokenizer, config.chat_template)
-    return tokenizer, vocabulary_of(tokenizer), definition_of(tokenizer)
+    return tokenizer, await _in_thread(lambda: vocabulary_of(tokenizer)), text.definition
+
+
+def _tokenizer_of(path: Path, *, checked: bool) -> tuple[PreTrainedTokenizerBase, TextFacts]:
+    # Imported here: transformers takes seconds, and the probes must answer before that.
+    from fairlead_runtime.models.tokenizer_files import load_tokenizer, text_facts
+
+    if not checked:
+        files.check(path)
+    tokenizer = load_tokenizer(path)
+    return tokenizer, with_definition(tokenizer, text_facts(tokenizer))
 
 
 def _rules(config: EngineConfig, path: Path) -> BodyRules:

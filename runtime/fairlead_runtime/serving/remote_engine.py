@@ -24,6 +24,7 @@ from fairlead_runtime.outputs import (
     ServiceError,
 )
 from fairlead_runtime.request.sequence import Request
+from fairlead_runtime.request.text_facts import TextFacts
 from fairlead_runtime.serving import wire
 from fairlead_runtime.serving.engine_link import Deliver, settle_memory
 from fairlead_runtime.serving.measurements import EngineReport
@@ -74,6 +75,17 @@ class RemoteEngine:
         if not self._loaded.done():  # else it could not even import
             self._send(start)
         return self._loaded
+
+    def tell(self, text: TextFacts | None) -> None:
+        """Give the process what it needs of the tokenizer; it waits for this once ``load`` was
+        called. With None, or more than a message holds, it reads the tokenizer itself.
+        """
+        if self._dead_reason:
+            return
+        try:
+            self._send(wire.Words(text))
+        except FrameError:
+            self._send(wire.Words(None))
 
     @property
     def bounds(self) -> Bounds:

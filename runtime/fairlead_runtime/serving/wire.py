@@ -25,6 +25,7 @@ from fairlead_runtime.outputs import (
     ServiceError,
 )
 from fairlead_runtime.request.sequence import Request
+from fairlead_runtime.request.text_facts import TextFacts
 from fairlead_runtime.serving.measurements import EngineReport
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
 from fairlead_runtime.settings.startup_parts import Part
@@ -56,6 +57,14 @@ class Start(Message):
     beside: int
 
 
+class Words(Message):
+    """The second message: what this process has read of the model's tokenizer, beside the loading
+    of its weights; None where it could not.
+    """
+
+    text: TextFacts | None
+
+
 class Submit(Message):
     request: Request
     bounded: bool
@@ -83,7 +92,7 @@ class Stop(Message):
     """End after the current step."""
 
 
-ToEngine = Start | Submit | Abort | Finish | Ask | Stop
+ToEngine = Start | Words | Submit | Abort | Finish | Ask | Stop
 
 
 # -- from the engine's process

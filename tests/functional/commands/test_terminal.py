@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -30,6 +31,14 @@ except SystemExit as end:
 print(*({"torch", "transformers", "huggingface_hub", "fastapi"} & set(sys.modules)))
 sys.exit(code)
 """
+
+
+def other_tokenizer(folder: Path) -> str:
+    """The demo model with a tokenizer of which the end is cut."""
+    demo = Path(__file__).parents[3] / "runtime" / "fairlead_runtime" / "demo"
+    shutil.copytree(demo, folder)
+    (folder / "tokenizer.json").write_bytes((demo / "tokenizer.json").read_bytes()[:-2])
+    return str(folder)
 
 
 def broken_model(folder: Path) -> str:
@@ -67,6 +76,8 @@ def broken_model(folder: Path) -> str:
         ("generate demo: --prompt x --temperature -1", "temperature: must be from 0", ""),
         ("generate demo:", "--prompt: is missing", "the text on stdin"),
         ("generate demo: --prompt x --ssl-certfile f", "unrecognized", "only `fairlead serve`"),
+        ("serve CUT --port 0 --admin-port 0", "tokenizer.json: not valid JSON", ""),
+        ("generate CUT --prompt x", "tokenizer.json: not valid JSON", ""),
         ("generate /nope --prompt x", "/nope: no such directory", "check the path"),
         ("replay /nope", "/nope: No such file or directory", ""),
         ("trace /nope", "/nope: No such file or directory", ""),
@@ -83,6 +94,7 @@ def test_a_refusal_is_short_and_comes_before_anything_heavy_is_imported(
         places = {
             "EMPTY": str(tmp_path / "empty"),
             "BROKEN": broken_model(tmp_path / "broken"),
+            "CUT": other_tokenizer(tmp_path / "cut"),
             "TAKEN": str(taken.getsockname()[1]),
         }
         words = [places.get(word, word) for word in arguments.split()]

@@ -803,6 +803,38 @@ def test_of_a_step_in_slabs_a_part_that_is_measured_and_scaled_up_is_the_whole(
     assert 4 * 100 * mlp < whole < 4 * 300 * mlp, "the MLP's results are those of a slab"
 
 
+def test_the_profile_measures_by_one_layer_what_all_of_them_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = paged("llama")
+    attention, operations = kernels_of(model, "cpu")
+    fuse(model, operations)
+    run, ran = LayerChain.run, list[int | None]()
+
+    def measured(change: Callable[[int | None], int | None]) -> Any:
+        def counted(self: LayerChain, x: Tensor, **step: Any) -> Tensor:
+            ran.append(step["layers"])
+            return run(self, x, **{**step, "layers": change(step["layers"])})
+
+        monkeypatch.setattr(LayerChain, "run", counted)
+        limits = {"max_batch_tokens": 64, "max_requests": 8, "max_model_len": 512}
+        return profiling.profile(model, attention, **limits).measured
+
+    assert measured(lambda layers: layers) == measured(lambda _: None)
+    assert ran == 2 * [1, len(model.windows)], "prompts, then decodes, of which logits come"
+
+
+def test_a_linear_layer_with_a_hook_is_no_plain_one() -> None:
+    model = paged("llama")
+    attention, operations = kernels_of(model, "cpu")
+    layer: Any = decoder_layers(model)[1]
+    layer.mlp.up_proj.register_forward_hook(lambda _m, _x, out: 1.5 * out)
+    expected = selftest.Expected.of(model, 512)
+    fusion = fuse(model, operations)
+    assert (fusion.fused, OTHER_MLP in fusion.reason) == (2, True)
+    assert selftest.check(model, attention, expected).delta < 1e-4
+
+
 @pytest.mark.parametrize("kernels", ["reference", "cpu", "cpu, bfloat16"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_layers_run_together_up_to_one_that_does_not_fit(family: str, kernels: str) -> None:

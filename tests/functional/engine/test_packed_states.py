@@ -16,6 +16,7 @@ from fairlead_kernels.interface.not_available import NotAvailableError
 from fairlead_kernels.interface.states import StateRows
 from fairlead_kernels.plain.torch_attention import TorchAttention
 from fairlead_runtime.device.conversion.pack_states import PackedStates, pack_states
+from fairlead_runtime.device.model.state_layers import StateMixer
 from fairlead_runtime.device.proof import selftest
 from fairlead_runtime.models import loading
 from fairlead_runtime.models.model_error import SelfTestError
@@ -98,6 +99,39 @@ def test_a_mixer_that_no_operation_takes_keeps_its_way(
     assert f"(layer 0: {reason}" in str(found)
     assert not any(mixer.packs for mixer in model.mixers.values())
     check_logits(model, seed=0, generated=True)
+
+
+def test_of_mixers_that_are_alike_one_is_proven(states: CpuStates) -> None:
+    model = paged("qwen3_5_text")
+    found = pack_states(model, states)
+    assert (found.packed, found.proven) == (3, 1)
+    assert str(found) == ", states in C++ in 3/3 layers, proven in 1 of those that are alike"
+    check_logits(model, seed=0, generated=True)
+
+
+def test_a_mixer_that_differs_in_a_setting_is_proven_by_itself(
+    states: CpuStates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = CpuStates.gated_delta_rule
+    model = paged("qwen3_5_text")
+    last = [*model.mixers.values()][-1].module
+    last.layer_norm_epsilon *= 2  # of which nothing follows here
+
+    def wrong(self: CpuStates, *arguments: Any, **settings: Any) -> Tensor:
+        out: Tensor = right(self, *arguments, **settings)
+        return out + 0.1 * (running == [last])
+
+    running: list[Any] = []
+    run_packed = StateMixer.run_packed
+
+    def run(self: StateMixer, *arguments: Any) -> Tensor:
+        running[:] = [self.module]
+        return run_packed(self, *arguments)
+
+    monkeypatch.setattr(StateMixer, "run_packed", run)
+    monkeypatch.setattr(CpuStates, "gated_delta_rule", wrong)
+    found = pack_states(model, states)
+    assert (found.packed, found.proven, [*found.reasons]) == (2, 1, [WRONG])
 
 
 def _forgets(rows: StateRows) -> StateRows:

@@ -10,7 +10,9 @@ import torch
 from fairlead_runtime import LLM
 from fairlead_runtime.build import build_engine
 from fairlead_runtime.build.resolve import resolve
-from fairlead_runtime.models import files
+from fairlead_runtime.grammar.compile import with_definition
+from fairlead_runtime.models import files, tokenizer_files
+from fairlead_runtime.models.model_error import ModelError
 from fairlead_runtime.settings.engine_config import EngineConfig
 from support import tiny
 
@@ -74,14 +76,29 @@ def test_where_nothing_is_captured_the_cache_gets_what_was_planned_for_graphs(
     assert measured["graphs"] == 0
 
 
+def test_a_tokenizer_that_another_process_has_read_is_not_read_again(tmp_path: Path) -> None:
+    path = tiny.save(tiny.build("llama"), tmp_path / "model")
+    tokenizer = tokenizer_files.load_tokenizer(Path(path))
+    text = with_definition(tokenizer, tokenizer_files.text_facts(tokenizer))
+    config = EngineConfig(num_blocks=32)
+    alone = build_engine.build(path, config)
+    (Path(path) / "tokenizer.json").write_text("{")
+    told = build_engine.build(path, config, text=lambda: text)
+    assert (told.grammar_facts, told.facts) == (alone.grammar_facts, alone.facts)
+    assert told.grammar_facts is not None
+    # Where the other one could not, the reason is found here.
+    with pytest.raises(ModelError, match="tokenizer"):
+        build_engine.build(path, config, text=lambda: None)
+
+
 def test_a_models_files_are_checked_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A large vocabulary's take tenths of a second."""
     folder, checked = tiny.save(tiny.build("llama"), tmp_path), list[Path]()
     check = files.check
 
-    def counted(path: Path) -> files.ModelFiles:
+    def counted(path: Path, **settings: bool) -> files.ModelFiles:
         checked.append(path)
-        return check(path)
+        return check(path, **settings)
 
     monkeypatch.setattr(files, "check", counted)
     built = build_engine.build(folder, EngineConfig(max_model_len=64, num_blocks=8))

@@ -138,13 +138,24 @@ def test_the_noise_of_logits_is_that_of_sequences_one_at_a_time(family: str) -> 
     with torch.inference_mode():
         layers = decoder_layers(model)
         step = fusion._ScratchPass(model)
-        several = fusion._ScratchPass(model, SAMPLES)
+        several = fusion._ScratchPass(model, 1 + SAMPLES)
         want = recognize_ends.other_logits(model, step)
         alone = recognize_ends.noise(model, layers, step, want)
-        together = recognize_ends.noise(model, layers, several, want, together=True)
+        logits, together = recognize_ends.logits_and_noise(model, layers, several)
+    assert torch.allclose(logits, want, rtol=0, atol=2 * float(alone.size.median())), "unchanged"
     # Of SAMPLES draws the sizes differ by chance.
     ratio = together.size / alone.size
     assert 0.25 < float(ratio.min()) <= float(ratio.max()) < 4
+
+
+def test_of_one_sequence_among_others_nothing_is_changed() -> None:
+    x = torch.randn(1, 6, 4, generator=torch.Generator().manual_seed(0))
+    x[..., 0] = 300.0
+    for read in (x, x[0]):
+        changes = Changes(x.device, DIGITS_ROUNDING, leaves=(2, 6))
+        same = (changes.of(read, 4) == read).view(6, 4)
+        assert same[:2].all()
+        assert not same[2:].any()
 
 
 def test_the_noise_is_the_same_each_time() -> None:

@@ -4,6 +4,7 @@ template.
 
 import errno
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -331,3 +332,26 @@ def test_the_template_of_a_whole_model_beside_its_tokenizer_is_read(model: Path)
     (model / files.CHAT_TEMPLATE).write_text(json.dumps({"chat_template": 5}))
     with pytest.raises(RequestError, match="no chat template"):
         chat.render_chat(load_tokenizer(model), messages)
+
+
+def test_weights_are_read_ahead_where_the_cache_lacks_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a.safetensors", "b.safetensors", "c.bin"):
+        (tmp_path / name).write_bytes(bytes(40))
+    read: list[tuple[int, int]] = []
+    preadv = os.preadv
+
+    def counted(file: int, buffers: Any, at: int) -> int:
+        read.append((at, preadv(file, buffers, at)))
+        return 0
+
+    monkeypatch.setattr(files, "READ_AHEAD", 16)
+    monkeypatch.setattr(files, "_is_cached", lambda _file, at: at == 16)
+    monkeypatch.setattr("os.preadv", counted)
+    files.read_ahead(tmp_path)
+    assert read == 2 * [(0, 16), (32, 8)]
+    monkeypatch.undo()
+    files.read_ahead(tmp_path / "nothing")
+    with (tmp_path / "a.safetensors").open("rb") as file:
+        assert not files._is_cached(file.fileno(), 40), "the end is nowhere"

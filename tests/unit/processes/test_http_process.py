@@ -13,6 +13,7 @@ import pytest
 from fairlead_runtime.api.state.state import ServerState
 from fairlead_runtime.outputs import ModelFacts
 from fairlead_runtime.processes import http_process
+from fairlead_runtime.request.text_facts import TextFacts
 from fairlead_runtime.serving import wire
 from fairlead_runtime.settings.engine_config import EngineConfig
 from support.fake_engine import rig
@@ -35,6 +36,12 @@ class Engine:
         loaded.set_result(SimpleNamespace(facts=facts, bounds=self.bounds, memory={}))
         return loaded
 
+    def tell(self, text: TextFacts | None) -> None:
+        told.append(text)
+
+
+told: list[TextFacts | None] = []
+
 
 def test_what_takes_as_long_as_the_vocabulary_is_large_is_made_off_the_event_loop(
     monkeypatch: pytest.MonkeyPatch,
@@ -51,7 +58,8 @@ def test_what_takes_as_long_as_the_vocabulary_is_large_is_made_off_the_event_loo
     module: Any = http_process
     monkeypatch.setattr(http_process, "RemoteEngine", Engine)
     monkeypatch.setattr(http_process, "vocabulary_of", spied("vocabulary", module.vocabulary_of))
-    monkeypatch.setattr(http_process, "definition_of", spied("definition", module.definition_of))
+    definition = spied("definition", module.with_definition)
+    monkeypatch.setattr(http_process, "with_definition", definition)
 
     async def go() -> None:
         async with AsyncExitStack() as running:
@@ -64,3 +72,8 @@ def test_what_takes_as_long_as_the_vocabulary_is_large_is_made_off_the_event_loo
 
     asyncio.run(go())
     assert threads == {"vocabulary": "loading", "definition": "loading"}
+    (text,) = told
+    assert text is not None
+    assert text.eos_ids
+    assert text.sample
+    assert text.definition, "the engine reads no tokenizer"

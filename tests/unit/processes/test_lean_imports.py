@@ -16,11 +16,16 @@ from fairlead_runtime.serving import wire
 from fairlead_runtime.processes import engine_process
 
 class Channel:
-    messages = [wire.Start(sys.argv[1], EngineConfig(), beside=0), None]
+    def __init__(self, *messages): self.messages = [*messages, None]
     def receive(self): return self.messages.pop(0)
-    def send(self, message): pass
+    def send(self, message): self.sent = message
 
-assert engine_process._serve(Channel()) == 0
+start = wire.Start(sys.argv[1], EngineConfig(), beside=0)
+for messages in ([start], [start, wire.Words(None)]):
+    channel = Channel(*messages)
+    assert engine_process._serve(channel) == 0
+    # Without a word of the tokenizer the other process is gone, and nothing is refused.
+    assert type(channel.sent) is (wire.Loaded if len(messages) == 2 else wire.Progress)
 heavy = ("sympy.core", "torch._inductor", "torch._dynamo.convert_frame", "torch.distributed.tensor")
 print([name for name in heavy if name in sys.modules])
 """

@@ -35,6 +35,7 @@ from fairlead_runtime.request.sequence import (
     SamplingParams,
     Status,
 )
+from fairlead_runtime.request.text_facts import TextFacts
 from fairlead_runtime.serving import wire
 from fairlead_runtime.serving.measurements import EngineReport, RequestMetrics
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
@@ -112,6 +113,12 @@ def test_every_setting_crosses() -> None:
     config = EngineConfig(max_requests=7, num_blocks=33, dtype="float16", record="/r", seed=5)
     start = wire.Start("/models/ä", config, 1 << 40)
     assert across(start) == start
+
+
+def test_what_was_read_of_a_tokenizer_crosses() -> None:
+    words = wire.Words(TextFacts((2, 7), (5, 6, 2**31 - 1), '{"version": "ä"}', 2**17))
+    assert across(words) == words
+    assert across(wire.Words(None)) == wire.Words(None)
 
 
 def test_the_events_of_a_step_cross_with_log_probabilities() -> None:

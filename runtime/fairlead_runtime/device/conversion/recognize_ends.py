@@ -163,15 +163,27 @@ class FusedModel:
                 loaded.copy_(packed)
 
     def logits(self, ids: Tensor, positions: Tensor, current: CachedPass) -> Tensor:
-        hidden, cap = self._last_hidden(ids, positions, current), self._cap
-        normed, _ = self._operations.norm(hidden, self._norm)
-        logits = self._operations.linear(normed, self._head, self._bias)
-        return logits.div_(cap).tanh_().mul_(cap) if cap else logits
+        return self._logits(self._last_hidden(ids, positions, current))
 
     def likeliest(
         self, ids: Tensor, positions: Tensor, current: CachedPass
     ) -> tuple[Tensor, Tensor]:
+        return self._likeliest(self._last_hidden(ids, positions, current))
+
+    def both(
+        self, ids: Tensor, positions: Tensor, current: CachedPass
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """``logits`` and ``likeliest`` by one pass through the layers."""
         hidden = self._last_hidden(ids, positions, current)
+        return self._logits(hidden), self._likeliest(hidden)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        normed, _ = self._operations.norm(hidden, self._norm)
+        logits, cap = self._operations.linear(normed, self._head, self._bias), self._cap
+        return logits.div_(cap).tanh_().mul_(cap) if cap else logits
+
+    def _likeliest(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """May change ``hidden``."""
         return self._operations.likeliest(hidden, self._head, self._bias, self._norm)
 
     def _last_hidden(self, ids: Tensor, positions: Tensor, current: CachedPass) -> Tensor:
@@ -282,13 +294,13 @@ def agrees(
     largest, but for ``noise``.
     """
     ids, positions = random_tokens(model, seed=1)
-    largest, chosen = fused_model.likeliest(ids, positions, step)
+    logits, (largest, chosen) = fused_model.both(ids, positions, step)
     best = expected.gather(1, chosen[:, None])[:, 0]
     greedy = not fused_model.chooses or (
         noise.explains_at(chosen, best, expected.amax(1))
         and noise.explains_at(chosen, largest, best)
     )
-    return greedy and noise.explains(fused_model.logits(ids, positions, step), expected)
+    return greedy and noise.explains(logits, expected)
 
 
 @torch.inference_mode()
@@ -298,24 +310,32 @@ def noise(
     step: ForwardPass,
     expected: Tensor,
     rounding: float = 0.0,
-    *,
-    together: bool = False,
 ) -> Noise:
     """How far rounding moves ``other_logits`` in the model's own code around its ``layers``, which
-    may be fused; none of its weights may be missing. ``together``: ``step`` takes SAMPLES sequences
-    one after the other, so that the layers' weights are read once.
+    may be fused; none of its weights may be missing.
     """
     outside = _outside(model, layers)
 
     def again(changes: Changes) -> Iterator[Tensor]:
         with changes.inside(outside):
-            if together:
-                yield from other_logits(model, step, SAMPLES).chunk(SAMPLES)
-                return
             for _ in range(SAMPLES):
                 yield other_logits(model, step)
 
     return Noise.of(expected, again, rounding)
+
+
+@torch.inference_mode()
+def logits_and_noise(
+    model: PagedModel, layers: Sequence[nn.Module], step: ForwardPass, rounding: float = 0.0
+) -> tuple[Tensor, Noise]:
+    """``other_logits`` and their ``noise`` by one pass, so that the layers' weights are read once.
+    ``step`` takes 1 + SAMPLES sequences, one after the other; of the first nothing is changed.
+    """
+    count = 1 + SAMPLES
+    changes = Changes(model.device, rounding, leaves=(TOKENS, count * TOKENS))
+    with changes.inside(_outside(model, layers)):
+        expected, *samples = other_logits(model, step, count).chunk(count)
+    return expected, Noise.from_samples(expected, samples)
 
 
 def other_logits(model: PagedModel, step: ForwardPass, times: int = 1) -> Tensor:

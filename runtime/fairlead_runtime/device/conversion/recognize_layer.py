@@ -333,9 +333,19 @@ def matrix_of(call: ModuleCall, x: Tensor) -> Matrix | None:
     result = call.output.reshape(x.shape[0], -1)
     for weight in weights:
         if weight.shape == (result.shape[1], x.shape[1]):
-            if close(result, _product(weight, bias, x)):
+            # What a plain linear layer gives is that product: computing it again would read its
+            # weights, the most of what recognition takes. The fused layer is compared all the same.
+            if _is_linear(call.module) or close(result, _product(weight, bias, x)):
                 return Matrix(call.module, weight, weight, bias)
     return None
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Whether a module is torch's linear layer, or ours, and nothing changes what it gives."""
+    # torch has no public names for them.
+    hooks = module._forward_hooks, module._forward_pre_hooks  # noqa: SLF001
+    plain = type(module) in (nn.Linear, QuantizedLinear) and "forward" not in vars(module)
+    return plain and not any(hooks)
 
 
 def _product(weight: Tensor | Quantized, bias: Tensor | None, x: Tensor) -> Tensor:

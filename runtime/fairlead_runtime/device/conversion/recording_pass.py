@@ -138,12 +138,11 @@ def recording_of(recorded: Recorded) -> tuple[Recording, str]:
 
 
 class _ChangingPass(ProbePass):
-    """SAMPLES passes in one batch, of which attention reads changed queries, keys and values."""
+    """So many passes in one batch, of which attention reads changed queries, keys and values."""
 
-    sequences = SAMPLES
-
-    def __init__(self, keep: Tensor, changes: Changes) -> None:
+    def __init__(self, keep: Tensor, changes: Changes, samples: int) -> None:
         super().__init__(keep)
+        self.sequences = samples
         self._changes = changes
 
     def attend(
@@ -154,14 +153,16 @@ class _ChangingPass(ProbePass):
         return super().attend(layer, *read, call)
 
 
-def repeat(call: Call, changes: Changes) -> Tensor:
-    """What a layer gives [SAMPLES, T, hidden] of what it got when it was recorded, each time with
+def repeat(call: Call, changes: Changes, samples: int = SAMPLES) -> Tensor:
+    """What a layer gives [samples, T, hidden] of what it got when it was recorded, each time with
     other changes of all that its modules and its attention read. Its weights must be of the
     recording's type.
     """
     hidden, layer = call.inputs[0], call.module
-    batch, arguments = tree_map_only(Tensor, _sampled, (hidden, call.arguments))
-    token = CURRENT_PASS.set(_ChangingPass(torch.tensor([0], device=hidden.device), changes))
+    sampled = partial(_sampled, samples=samples)
+    batch, arguments = tree_map_only(Tensor, sampled, (hidden, call.arguments))
+    keep = torch.tensor([0], device=hidden.device)
+    token = CURRENT_PASS.set(_ChangingPass(keep, changes, samples))
     try:
         with changes.inside(layer.modules()):
             out: Tensor = layer(batch, **arguments)
@@ -170,9 +171,9 @@ def repeat(call: Call, changes: Changes) -> Tensor:
         CURRENT_PASS.reset(token)
 
 
-def _sampled(x: Tensor) -> Tensor:
-    """A batch of SAMPLES copies of what is a batch of one."""
-    return x.repeat(SAMPLES, *[1] * (x.dim() - 1)) if x.dim() and len(x) == 1 else x
+def _sampled(x: Tensor, samples: int) -> Tensor:
+    """A batch of so many copies of what is a batch of one."""
+    return x.repeat(samples, *[1] * (x.dim() - 1)) if x.dim() and len(x) == 1 else x
 
 
 @contextmanager

@@ -46,12 +46,17 @@ class Noise:
         weights are read once. ``rounding``: that of the other result's products
         (``Packed.rounding``).
         """
-        changes = Changes(want.device, rounding)
+        return cls.from_samples(want, again(Changes(want.device, rounding)))
+
+    @classmethod
+    def from_samples(cls, want: Tensor, samples: Iterable[Tensor]) -> Self:
+        """The noise of ``want`` [T, N], of which these are changed ones."""
         exact = want.double()
-        total = torch.zeros_like(exact)
-        for sample in again(changes):
+        total, count = torch.zeros_like(exact), 0
+        for sample in samples:
             total += (sample.double() - exact).square()
-        moved = (total / SAMPLES).sqrt()
+            count += 1
+        moved = (total / count).sqrt()
         # A few samples of one element may all be small by chance: those beside it are not.
         moved = torch.maximum(moved, moved.median(dim=-1, keepdim=True).values)
         return cls(moved + UNIT * exact.abs())
@@ -72,11 +77,15 @@ class Noise:
 
 class Changes:
     """Random changes of tensors by about as much as rounding changes their elements; what products
-    take also by ``rounding`` of its row's largest.
+    take also by ``rounding`` of its row's largest. ``leaves``, (n, T): the first n of a step's T
+    tokens, along a tensor's first dimension of that size, stay as they are.
     """
 
-    def __init__(self, device: torch.device, rounding: float = 0.0) -> None:
+    def __init__(
+        self, device: torch.device, rounding: float = 0.0, leaves: tuple[int, int] | None = None
+    ) -> None:
         self._rounding = rounding
+        self._leaves = leaves
         self._generator = torch.Generator(device).manual_seed(0)
 
     def of(self, x: Any, terms: int = 1) -> Any:
@@ -94,7 +103,11 @@ class Changes:
     def _draw(self, x: Tensor) -> Tensor:
         """Numbers from -1 to 1, as many as x has."""
         kind: Any = {"device": x.device, "dtype": torch.float32}
-        return 2 * torch.rand(x.shape, generator=self._generator, **kind) - 1
+        drawn = 2 * torch.rand(x.shape, generator=self._generator, **kind) - 1
+        if self._leaves is not None and self._leaves[1] in x.shape:
+            count, tokens = self._leaves
+            drawn.narrow(x.shape.index(tokens), 0, count).zero_()
+        return drawn
 
     @contextmanager
     def inside(self, modules: Iterable[nn.Module]) -> Iterator[None]:

@@ -272,6 +272,7 @@ class FusedRun:
                 # In proportion, so that this step's tensors are those of the larger one.
                 slab=-(-SLAB * len(x) // max(len(x), current.stands_for)),
                 keep=keep,
+                layers=1 if current.measures else len(self.layers),
             )
         added: list[Tensor] = []
         for layer, rope in zip(self.layers, ropes, strict=True):

@@ -195,7 +195,8 @@ class GroupedPass(CachedPass):
 
 class PagedPass(GroupedPass):
     """The step of a batch on the host, which is planned here. ``stands_for``: tokens of the larger
-    step whose memory is measured by this one.
+    step whose memory is measured by this one; ``measures``: nothing else is wanted of it, so of
+    layers that have their buffers in common the first one runs.
     """
 
     def __init__(
@@ -205,8 +206,11 @@ class PagedPass(GroupedPass):
         backend: AttentionBackend,
         keep: Tensor,
         stands_for: int = 0,
+        *,
+        measures: bool = False,
     ) -> None:
         self.stands_for = stands_for
+        self.measures = measures
         slots = (slots.to(cache.device, non_blocking=True) for slots in batch.slots)
         groups = [
             (backend.plan(ragged), place) for ragged, place in zip(batch.ragged, slots, strict=True)

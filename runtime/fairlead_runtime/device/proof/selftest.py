@@ -99,23 +99,11 @@ CACHE_ROUNDING = 0.7
 # tokens: SmolLM2 and Gemma 3 270M differ by 0.002 to 0.007 with ten draws of random tokens, tiny
 # random models by less than 0.001.
 ROUNDED_TOLERANCE = 0.02
-# What people write: of random tokens alone nobody could tell what a rounded model loses. As many of
-# its tokens as SCORED are predicted from all before them.
-TEXT = (
-    "Before the first ferry leaves, the harbour belongs to the gulls. They sit on the masts of the "
-    "fishing boats, which are moored two by two along the northern quay, and watch the baker's van "
-    "come down the hill. At half past five the light in the office goes on. The harbour master "
-    "writes the wind, the height of the water and the names of the ships into a book that is older "
-    "than she is, although all of it is in the computer, too. Then she unlocks the gate, and the "
-    "people who have waited in their cars drive on board, one after the other, slowly, because the "
-    "ramp is wet. Nobody speaks much at that hour. On the other side of the bay lies the town with "
-    "its schools and hospitals, and when the engines start, the whole deck trembles for a moment "
-    "and then is quiet again."
-)
+# Of the text with which the first prompt begins, as many tokens are predicted from all before.
 SCORED = 32
-# A model whose perplexity on TEXT is at most its vocabulary to the power of PREDICTS is judged by
-# that: a format may multiply it by PERPLEXED, whatever logits do. int8 multiplies SmolLM2's by 0.98
-# and Gemma 3 270M's by 1.0. Random weights predict nothing, and are judged by their logits.
+# A model whose perplexity on that text is at most its vocabulary to the power of PREDICTS is judged
+# by that: a format may multiply it by PERPLEXED, whatever logits do. int8 multiplies SmolLM2's by
+# 0.98 and Gemma 3 270M's by 1.0. Random weights predict nothing, and are judged by their logits.
 PREDICTS, PERPLEXED = 0.5, 1.5
 # Where rounding can change a router's choice, only this many last tokens count: see _distances.
 LAST = 5
@@ -778,8 +766,10 @@ def has_experts(model: PagedModel) -> bool:
 
 
 def text_ids(loaded: LoadedModel) -> list[int]:
-    """TEXT in the model's tokens; none where it has no room for one of them."""
-    ids: list[int] = loaded.tokenizer(TEXT)["input_ids"]
+    """A text that people would write, in the model's tokens; none where it has no room for one of
+    them.
+    """
+    ids = list(loaded.text.sample)
     return ids if ids and max(ids) < loaded.shape.vocab else []
 
 
@@ -814,8 +804,9 @@ def _chunks(length: int) -> list[int]:
 def _paged_logits(
     model: PagedModel, backend: AttentionBackend, prompts: list[list[int]], *, fp8_cache: bool
 ) -> list[dict[int, torch.Tensor]]:
-    """Per prompt, by position: the logits of each row's last token. Each step starts one prompt.
-    One entry more is a fork of the first prompt, which computes its last token again.
+    """Per prompt, by position: the logits of each row's last token. The first prompt begins alone,
+    the others beside it in the next step. One entry more is a fork of the first one, which computes
+    its last token again, as soon as that has ended.
     """
     groups = model.groups
     blocks = (1 + sum(-(-len(p) // BLOCK_SIZE) for p in prompts)) * len(groups)
@@ -846,29 +837,28 @@ def _paged_logits(
         sequences.append(sequence)
     builder = BatchBuilder(groups, BLOCK_SIZE)
     chunks = [_chunks(len(prompt)) for prompt in prompts]
-    logits_at: list[dict[int, torch.Tensor]] = [{} for _ in prompts]
-    for step in range(sum(map(len, chunks)) + len(prompts)):
-        rows = [
-            Row(s, s.computed, chunks[s.id].pop(0), samples=True)
-            for s in sequences
-            if s.id <= step and chunks[s.id]
-        ]
+    logits_at: list[dict[int, torch.Tensor]] = [{} for _ in range(len(prompts) + 1)]
+    begun, forked = sequences[:1], False
+    while True:
+        ended = not chunks[0]
+        running = (s for s in begun if chunks[s.id])
+        rows = [Row(s, s.computed, chunks[s.id].pop(0), samples=True) for s in running]
+        if ended and not forked:
+            fork = _fork(sequences[0], [free.pop() for _ in groups], cache)
+            if state_units:  # that before the last token, which its last step has read
+                first = sequences[0]
+                snapshot = first.states[(first.turn - 1) % len(first.states)]
+                fork.states = [snapshot, [free.pop() for _ in range(state_units)]]
+            rows.append(Row(fork, fork.computed, 1, samples=True))
+            forked = True
         if not rows:
-            break
+            return logits_at
         logits = model.forward(builder.build(rows), cache, backend)
         for row, values in zip(rows, logits, strict=True):
             row.sequence.computed += row.count
             row.sequence.turn += 1
             logits_at[row.sequence.id][row.sequence.computed - 1] = values
-    fork = _fork(sequences[0], [free.pop() for _ in groups], cache)
-    if state_units:  # that before the last token, which its last step has read, is a snapshot
-        first = sequences[0]
-        snapshot = first.states[(first.turn - 1) % len(first.states)]
-        fork.states = [snapshot, [free.pop() for _ in range(state_units)]]
-    (values,) = model.forward(
-        builder.build([Row(fork, fork.computed, 1, samples=True)]), cache, backend
-    )
-    return [*logits_at, {fork.computed: values}]
+        begun = sequences
 
 
 def _fork(source: Sequence, tails: list[int], cache: CacheStorage) -> Sequence:

@@ -11,7 +11,8 @@ a dispatch mode sees them. It does not see buffers that a kernel (MKL, oneDNN, S
 frees inside one operator; resident memory would not be a better measure, since freed pages are
 reused. A CPU computes at most CPU_TOKENS tokens for this and scales up: every tensor of a step
 grows with its tokens, none with their square, since attention is masked in strips. What the C++
-kernels hold of one slab of a step does not, so their slabs are as much smaller (``stands_for``).
+kernels hold of one slab of a step does not, so their slabs are as much smaller (``stands_for``);
+all fused layers have it in common, so of a step without logits the first one alone runs.
 Nor do states, and a mixer fills a row up to whole chunks: it computes some of these, at least
 CPU_MIXED_TOKENS.
 """
@@ -24,7 +25,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from fairlead_kernels.cpu.cpu_attention import CpuAttention
 from fairlead_kernels.interface.attention import AttentionBackend, DecodeAttention, Heads, LayerSpec
@@ -119,9 +119,10 @@ def profile(
     longest = min(tokens, max_model_len, CPU_ROW if on_cpu and not model.states else tokens)
     lengths = [min(longest, tokens - at) for at in range(0, tokens, longest)]
 
-    if isinstance(backend, CpuAttention) and not model.states:
-        prefill = _cpu_step(model, backend, tokens, max_batch_tokens, samples=False)
-        decode = _cpu_step(model, backend, rows, max_rows, samples=True)
+    in_c = backend if isinstance(backend, CpuAttention) and not model.states else None
+    if in_c is not None:
+        prefill = _cpu_step(model, in_c, tokens, max_batch_tokens, samples=False)
+        decode = _cpu_step(model, in_c, rows, max_rows, samples=True)
     else:
         prefill = _step(model, lengths, samples=False)
         decode = _step(model, [1] * rows, samples=True)
@@ -130,7 +131,9 @@ def profile(
     token_seconds = (time.monotonic() - began) / tokens
     began = time.monotonic()
     logits, scores = _peak(model.device, decode)
-    decode_seconds = (time.monotonic() - began) * max_rows / rows
+    row_seconds = (time.monotonic() - began) / rows
+    if in_c is not None:  # whose first pass leaves layers out; of more rows each takes less
+        token_seconds = row_seconds
     batch = SamplingBatch.of([_sequence(i, 1) for i in range(rows)])
     sampling, _ = _peak(model.device, lambda: sample(scores, batch).outcomes())
     if isinstance(backend, DecodeAttention):
@@ -152,7 +155,7 @@ def profile(
         measured["attention"] = _attention(model, backend, max_batch_tokens, max_model_len)
     elif isinstance(backend, DecodeAttention):
         measured["attention"] = backend.reserve(max_rows)
-    return Profile(measured, token_seconds, decode_seconds)
+    return Profile(measured, token_seconds, row_seconds * max_rows)
 
 
 def _filled(tokens: int, chunk: int) -> int:
@@ -350,7 +353,9 @@ def _cpu_step(
         rows.append(Row(sequence, 0, 1, samples=samples))
     cache = CacheStorage(groups, model.cache_heads, units=units, block_size=1, device=model.device)
     batch = BatchBuilder(groups, 1).build(rows)
-    step = PagedPass(batch, cache, backend, batch.sample_index, stands_for=tokens)
+    step = PagedPass(
+        batch, cache, backend, batch.sample_index, stands_for=tokens, measures=not samples
+    )
 
     def run() -> torch.Tensor:
         return model.run(batch.input_ids, batch.positions, step)
@@ -372,6 +377,17 @@ def _peak(device: torch.device, run: Callable[[], Result]) -> tuple[int, Result]
     return meter.peak, result
 
 
+def _tensors(value: object) -> Iterator[torch.Tensor]:
+    """Those of an operation's arguments or results, in lists, tuples and by name."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _tensors([*value.values()])
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _tensors(part)
+
+
 class _TensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not annotate it
     """Counts the bytes of tensors created inside it: those alive now, and their peak."""
 
@@ -388,14 +404,10 @@ class _TensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        inputs = {
-            id(x.untyped_storage())
-            for x in tree_leaves((args, kwargs))
-            if isinstance(x, torch.Tensor)
-        }
+        inputs = {id(x.untyped_storage()) for x in _tensors((args, kwargs))}
         out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor) and id(tensor.untyped_storage()) not in inputs:
+        for tensor in _tensors(out):
+            if id(tensor.untyped_storage()) not in inputs:
                 self._count(tensor.untyped_storage())
         return out
 
