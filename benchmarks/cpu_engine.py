@@ -47,23 +47,23 @@ def fairlead(model: str, slots: int, *, dtype: str = "float32", int8: bool = Fal
     return run
 
 
-def _of_transformers(model: str) -> Any:
+def _of_transformers(model: str, dtype: str = "float32") -> Any:
     import transformers
 
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(model, dtype="float32").eval()
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=dtype).eval()
     loaded.generation_config = transformers.GenerationConfig(
         do_sample=False, eos_token_id=None, pad_token_id=PADDING, bos_token_id=None
     )
     return loaded
 
 
-def transformers_static(model: str, slots: int) -> Run:
+def transformers_static(model: str, slots: int, *, dtype: str = "float32") -> Run:
     """``generate`` on batches in the order of arrival, padded left; each runs until its longest
     request ends.
     """
     import torch
 
-    loaded = _of_transformers(model)
+    loaded = _of_transformers(model, dtype)
 
     def run(requests: Sequence[Request]) -> list[list[int]]:
         texts: list[list[int]] = []
@@ -174,13 +174,13 @@ def openvino_settings() -> str:
     return ", ".join(f"{name} {value(name)}" for name in names)
 
 
-def vllm(model: str, slots: int) -> Run:
+def vllm(model: str, slots: int, *, dtype: str = "float32") -> Run:
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(CACHE))
     from vllm import LLM, SamplingParams
 
     llm = LLM(
         model,
-        dtype="float32",
+        dtype=dtype,
         max_model_len=LONGEST,
         max_num_seqs=slots,
         enable_prefix_caching=True,
@@ -198,13 +198,13 @@ def vllm(model: str, slots: int) -> Run:
     return run
 
 
-def llama_cpp(model: str, slots: int, *, int8: bool = False) -> Run:
+def llama_cpp(model: str, slots: int, *, dtype: str = "float32") -> Run:
     """llama.cpp, see ``llama_engine.py``."""
     sys.path.insert(0, str(ROOT))
     from benchmarks import gguf_models, llama_engine
 
-    file = gguf_models.save(Path(model), int8=int8)
-    engine = llama_engine.LlamaCpp(file, slots, float32=not int8)
+    file = gguf_models.save(Path(model), dtype)
+    engine = llama_engine.LlamaCpp(file, slots, float32=dtype == "float32")
 
     def run(requests: Sequence[Request]) -> list[list[int]]:
         return [list(tokens) for tokens in engine.generate(requests)]
@@ -228,12 +228,16 @@ KINDS: dict[str, Callable[[str, int], Run]] = {
     "fairlead-bfloat16": partial(fairlead, dtype="bfloat16"),
     "fairlead-int8": partial(fairlead, int8=True),
     "openvino-int8": partial(openvino, int8=True),
-    "llama.cpp-int8": partial(llama_cpp, int8=True),
+    "llama.cpp-int8": partial(llama_cpp, dtype="int8"),
+    "transformers-static-bfloat16": partial(transformers_static, dtype="bfloat16"),
+    "vllm-bfloat16": partial(vllm, dtype="bfloat16"),
+    "llama.cpp-bfloat16": partial(llama_cpp, dtype="bfloat16"),
 }
 SETTINGS: dict[str, Callable[[], str]] = {
     "openvino-int8": openvino_settings,
     "llama.cpp": llama_cpp_settings,
     "llama.cpp-int8": llama_cpp_settings,
+    "llama.cpp-bfloat16": llama_cpp_settings,
 }
 
 

@@ -16,9 +16,10 @@ first round does not run in the others; with --full, over three times as long.
   published weights: real prompts, answers as long as the model's own are. Each engine in float32
   and with 8-bit weights, ours in bfloat16, too; ratios are to ours in float32.
 
-Weights and cache are float32; mixed and alone come again with 8-bit weights. The output names what
-else an engine rounds then: each has its own default, which is its fastest. Prompts that share no
-text make llama.cpp give each request a cache of its own, others share one (`llama_engine.py`).
+Weights and cache are float32; mixed and alone come again with 8-bit weights, on the models with
+states in bfloat16, as these are published. The output names what else an engine rounds then: each
+has its own default, which is its fastest. Prompts that share no text make llama.cpp give each
+request a cache of its own, others share one (`llama_engine.py`).
 
 Beside them stand the machine's own limits, measured in the same run: of alone and the tutorial the
 share of the memory bandwidth that the weights of each step take, of mixed the share of a large
@@ -99,6 +100,15 @@ INT8 = {
     "OpenVINO GenAI": Kind.of("openvino-int8", peers.OPENVINO, (1, 1)),
     # A block of 32 weights has a scale of 2 bytes.
     "llama.cpp": Kind.of("llama.cpp-int8", peers.LLAMA_CPP, (34 / 32, 34 / 32)),
+}
+# Of models whose layers keep states: what each engine adds up in is its own choice.
+BFLOAT16 = {
+    OURS: Kind("fairlead-bfloat16", lambda: sys.executable, _our_versions, (2, 2)),
+    "transformers, static batches": Kind.of(
+        "transformers-static-bfloat16", peers.TRANSFORMERS, (2, 2)
+    ),
+    "vLLM on CPU": Kind.of("vllm-bfloat16", peers.VLLM, (2, 2)),
+    "llama.cpp": Kind.of("llama.cpp-bfloat16", peers.LLAMA_CPP, (2, 2)),
 }
 # All on the same weights: those in float32 have the published ones.
 REAL = {
@@ -225,7 +235,12 @@ ON_REAL_WEIGHTS = (
     Workload("conversations", conversations),
     Workload("alone, a conversation", one_conversation),
 )
-ON_STATES = (Workload("mixed of 32", functools.partial(mixed, count=32)), Workload("alone", alone))
+mixed_of_32 = functools.partial(mixed, count=32)
+ON_STATES = (Workload("mixed of 32", mixed_of_32), Workload("alone", alone))
+IN_BFLOAT16 = (
+    Workload("mixed of 32, bfloat16", mixed_of_32),
+    Workload("alone, bfloat16", alone),
+)
 IN_INT8 = (Workload("mixed, int8 weights", mixed), Workload("alone, int8 weights", alone))
 
 
@@ -322,7 +337,7 @@ ON_SHAPES = (Part(ON_EVERY_MODEL, FLOAT32), Part(IN_INT8, INT8))
 # By model: what runs on it, and the slots.
 PARTS: Mapping[str, tuple[Sequence[Part], int]] = {
     **dict.fromkeys(models.SHAPES, (ON_SHAPES, SLOTS)),
-    **dict.fromkeys(models.STATES, ([Part(ON_STATES, FLOAT32)], 32)),
+    **dict.fromkeys(models.STATES, ((Part(ON_STATES, FLOAT32), Part(IN_BFLOAT16, BFLOAT16)), 32)),
     models.GPT2: ([Part(ON_GPT2, FLOAT32)], TUTORIAL_SLOTS),
     models.SMOLLM2: ([Part(ON_REAL_WEIGHTS, REAL)], SLOTS),
 }

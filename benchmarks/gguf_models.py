@@ -1,8 +1,10 @@
-"""Models of `models.py` as llama.cpp reads them: GGUF files in float32 or with 8-bit weights.
+"""Models of `models.py` as llama.cpp reads them: GGUF files in float32, in bfloat16 or with 8-bit
+weights.
 
 Runs in llama.cpp's environment (`peers.LLAMA_CPP`). The file holds no texts of tokens: prompts and
 answers are ids here. Names and the order of rows are those of llama.cpp's own converter,
-`convert_hf_to_gguf.py`. The 8-bit form is Q8_0, and all matrices have it, as in `llama-quantize`.
+`convert_hf_to_gguf.py`. The 8-bit form is Q8_0. All matrices have the form of the file but those of
+convolutions, which stay in float32, as in `llama-quantize`.
 """
 
 import json
@@ -19,6 +21,12 @@ from safetensors.numpy import load_file
 Matrix = npt.NDArray[np.float32]
 Weights = Mapping[str, Matrix]
 
+# By the type of weights, which names the file.
+FORMS = {
+    "float32": gguf.GGMLQuantizationType.F32,
+    "bfloat16": gguf.GGMLQuantizationType.BF16,
+    "int8": gguf.GGMLQuantizationType.Q8_0,
+}
 LLAMA_LAYER = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -40,9 +48,12 @@ GPT2_LAYER = {
 }
 
 
-def save(model: Path, *, int8: bool) -> Path:
-    """Write the GGUF file of the checkpoint in ``model`` beside it, unless it is there."""
-    file = model / ("q8_0.gguf" if int8 else "f32.gguf")
+def save(model: Path, dtype: str) -> Path:
+    """Write the GGUF file of the checkpoint in ``model`` beside it, unless it is there. ``dtype``:
+    one of FORMS.
+    """
+    form = FORMS[dtype]
+    file = model / f"{dtype}.gguf"
     if file.exists():
         return file
     config = json.loads((model / "config.json").read_text())
@@ -63,9 +74,8 @@ def save(model: Path, *, int8: bool) -> Path:
     else:
         raise ValueError(f"{kind}: no form of llama.cpp's is written here")
     for name, values in tensors:
-        if int8 and values.ndim > 1:
-            small = gguf.GGMLQuantizationType.Q8_0
-            writer.add_tensor(name, gguf.quants.quantize(values, small), raw_dtype=small)
+        if dtype != "float32" and values.ndim > 1 and "conv" not in name:
+            writer.add_tensor(name, gguf.quants.quantize(values, form), raw_dtype=form)
         else:
             writer.add_tensor(name, values)
     writer.write_header_to_file()
