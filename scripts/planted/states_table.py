@@ -22,6 +22,13 @@ _SSD_C, _SELECTIVE_C, _SCAN_C, _SIMD_C = (
 
 BUGS = (
     PackageBug(
+        "rows of a profile read what others of them write",
+        "fairlead_runtime.device.warmup.profiling:_states_of",
+        "continue_, source, source + 1)",
+        "continue_, source + 1, source + 1)",
+        ("unit/device/test_profiling.py",),
+    ),
+    PackageBug(
         "a deterministic model with states computes as torch orders its sums",
         "fairlead_runtime.device.model.paged_model:PagedModel.run",
         "self.fixed_order or nullcontext()",
