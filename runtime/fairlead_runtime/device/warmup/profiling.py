@@ -197,9 +197,9 @@ class _PassWithoutAttention(CachedPass):
 
 
 def _states_of(model: PagedModel, lengths: list[int]) -> StateStep | None:
-    """Rows of these lengths, each of which continues from the same state of zeros and leaves another
-    one: as in a step that serves nothing is read where a row writes. What comes out is never read,
-    so all rows have these two.
+    """Rows of these lengths, each of which continues from the same state of zeros and leaves
+    another one: as in a step that serves, nothing is read where a row writes. What comes out is
+    never read, so all rows have these two.
     """
     layout = model.state_layout
     if layout is None:
