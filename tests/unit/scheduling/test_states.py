@@ -35,6 +35,11 @@ def step(s: Scheduler, token: int = 7) -> Work:
     return work
 
 
+def finish(s: Scheduler) -> None:
+    while s.has_work:
+        step(s)
+
+
 def rows(work: Work) -> list[tuple[int, int]]:
     return [(row.start, row.start + row.count) for row in work.rows]
 
@@ -105,12 +110,10 @@ def test_where_answers_have_another_state_than_prompts_only_prompts_are_found(
     """By a prompt that goes on from an answer, and by an answer that a prompt contains."""
     s = scheduler(keys, shares_answers=False, max_batch_tokens=chunk)
     s.add(request("a", range(10), 12))
-    while s.has_work:
-        step(s)
+    finish(s)
     s.add(request("b", [*range(10), *[7] * 11], 1))
     assert rows(step(s))[0][0] == 8
-    while s.has_work:
-        step(s)
+    finish(s)
     # The whole prompt of "b" is found; of "c", which has generated its last tokens, what it shares.
     (sequence,) = s.add(request("c", range(10), 14))
     while len(sequence.tokens) < 22:

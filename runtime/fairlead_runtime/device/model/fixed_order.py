@@ -152,7 +152,8 @@ def _in_vectors(func: Any, name: str, args: tuple[Any, ...], named: dict[str, An
     places = [i for i, x in enumerate(args) if isinstance(x, Tensor)]
     if any(isinstance(x, Tensor) for x in named.values()):
         raise OtherOrderError(f"aten::{name} of several tensors by name")
-    spread = torch.broadcast_tensors(*(args[i] for i in places))
+    tensors = (args[i] for i in places)
+    spread = torch.broadcast_tensors(*tensors)  # type: ignore[no-untyped-call]  # torch's is none
     shape, flat = spread[0].shape, [x.reshape(-1) for x in spread]
     count = flat[0].numel()
     if name.endswith("_"):

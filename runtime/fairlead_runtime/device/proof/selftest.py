@@ -576,8 +576,8 @@ def _fused(
     kinds, (int4_product, int4_reason) = model.kinds, products
     repack = None if int4_product is None else int4_product.repack
     states = pack_states(model, choice.states)
-    every = bool(settings.get("deterministic"))
-    fusion = fuse(model, choice.operations, ranks, repack, report, every_product=every)
+    packs = bool(settings.get("deterministic"))
+    fusion = fuse(model, choice.operations, ranks, repack, report, every_product=packs)
     fusion = replace(fusion, states=states)
     if model.kinds != kinds:  # the operations are those that fused layers have
         choice = replace(_pick(model, kernels, **settings), operations=choice.operations)
