@@ -9,6 +9,41 @@ TARGETS = ("unit/operator/decide/scale/test_autoscale.py",)
 
 BUGS = (
     PackageBug(
+        "an answer whose time steps have no bounds is found by a prompt, whose have",
+        "fairlead_runtime.cache.paged:PagedCache.finish_forward",
+        "min(computed, self._shared_end(sequence))",
+        "computed",
+        ("unit/scheduling/test_states.py",),
+    ),
+    PackageBug(
+        "an answer without bounds goes on from a prompt that contains it",
+        "fairlead_runtime.cache.paged:PagedCache.hit",
+        "min(len(sequence.tokens) - 1, self._shared_end(sequence))",
+        "len(sequence.tokens) - 1",
+        ("unit/scheduling/test_states.py",),
+    ),
+    PackageBug(
+        "one waits for blocks of an answer that nobody finds",
+        "fairlead_runtime.cache.paged:PagedCache.next_block",
+        "min(len(sequence.tokens) - keep, self._shared_end(sequence))",
+        "len(sequence.tokens) - keep",
+        ("unit/scheduling/test_states.py",),
+    ),
+    PackageBug(
+        "time steps with bounds in prompts alone leave answers to be found",
+        "fairlead_runtime.device.model.paged_model:PagedModel.shares_answers",
+        "all(mixer.bounds is None for mixer in self.mixers.values())",
+        "True",
+        ("functional/engine/test_states.py",),
+    ),
+    PackageBug(
+        "an engine's scheduler shares answers without bounds",
+        "fairlead_runtime.build.build_engine:_engine",
+        "        shares_answers=runner.shares_answers,\n",
+        "",
+        ("functional/engine/test_states.py",),
+    ),
+    PackageBug(
         "a step writes over the state that it reads",
         "fairlead_runtime.request.sequence:Sequence.state_target",
         "self.steps_in_flight + 1",
@@ -60,7 +95,7 @@ BUGS = (
     PackageBug(
         "a state inside a block is its end's snapshot",
         "fairlead_runtime.cache.paged:PagedCache.finish_forward",
-        " and computed % self.block_size == 0",
+        " and computed == full * self.block_size",
         "",
         RUNS,
     ),

@@ -5,6 +5,9 @@ from planted.bug import PackageBug
 _LAYERS = ("functional/engine/test_state_layers.py",)
 _TEXTS = ("functional/engine/test_states.py",)
 _MODEL = "fairlead_runtime.device.model"
+_DETERMINISM = ("unit/device/test_determinism.py",)
+_ORDER = ("unit/device/test_fixed_order.py",)
+_SIZES = ("unit/sizing/test_states.py",)
 _PACKED = ("functional/engine/test_packed_states.py",)
 _KERNELS = ("unit/kernels/test_cpu_states.py",)
 _STATES_C, _CONVOLUTION_C, _DELTA_C = (
@@ -18,6 +21,97 @@ _SSD_C, _SELECTIVE_C, _SCAN_C, _SIMD_C = (
 )
 
 BUGS = (
+    PackageBug(
+        "rows of a profile read what others of them write",
+        "fairlead_runtime.device.warmup.profiling:_states_of",
+        "continue_, source, source + 1)",
+        "continue_, source + 1, source + 1)",
+        ("unit/device/test_profiling.py",),
+    ),
+    PackageBug(
+        "a deterministic model with states computes as torch orders its sums",
+        "fairlead_runtime.device.model.paged_model:PagedModel.run",
+        "self.fixed_order or nullcontext()",
+        "nullcontext()",
+        _DETERMINISM,
+    ),
+    PackageBug(
+        "states that torch computes count as deterministic",
+        "fairlead_runtime.device.proof.determinism:check",
+        "if fusion.states.packed < fusion.states.mixers:",
+        "if False:",
+        _DETERMINISM,
+    ),
+    PackageBug(
+        "a refused operation of torch ends a start as a fault of ours",
+        "fairlead_runtime.device.proof.determinism:refusing",
+        "except OtherOrderError as error:",
+        "except KeyError as error:",
+        _DETERMINISM,
+    ),
+    PackageBug(
+        "the canary begins each chunk with the state of the first",
+        "fairlead_runtime.device.proof.determinism:_Steps.crowded",
+        "self._request.turn += 1",
+        "pass",
+        _DETERMINISM,
+    ),
+    PackageBug(
+        "the end of a tensor has another code than the rest of it",
+        f"{_MODEL}.fixed_order:_piece",
+        "piece = x.new_zeros(PIECE)",
+        "piece = x.new_zeros(len(part))",
+        _ORDER,
+    ),
+    PackageBug(
+        "functions of single elements are torch's whole ones",
+        f"{_MODEL}.fixed_order:FixedOrder.__torch_dispatch__",
+        "return _in_vectors(func, name, args, named)",
+        "return func(*args, **named)",
+        _ORDER,
+    ),
+    PackageBug(
+        "a product of several rows is torch's",
+        f"{_MODEL}.fixed_order:FixedOrder._by_rows",
+        "outs = [torch.nn.functional.linear(row.clone()[None], weight, bias) for row in rows]",
+        "outs = [torch.nn.functional.linear(rows, weight, bias)]",
+        _ORDER,
+    ),
+    PackageBug(
+        "any dimension may be summed",
+        f"{_MODEL}.fixed_order:_sum",
+        "if not over or [d % x.dim() for d in over] != [x.dim() - 1]:",
+        "if False:",
+        _ORDER,
+    ),
+    PackageBug(
+        "a long sum is cut over threads",
+        f"{_MODEL}.fixed_order:_sum",
+        "if x.shape[-1] >= CUT_SUM and x.numel() == x.shape[-1]:",
+        "if False:",
+        _ORDER,
+    ),
+    PackageBug(
+        "a tensor of the step counts as a weight",
+        f"{_MODEL}.fixed_order:FixedOrder._is_weight",
+        "return x.untyped_storage().data_ptr() in self._weights",
+        "return True",
+        _ORDER,
+    ),
+    PackageBug(
+        "experts beside states count as deterministic",
+        "fairlead_runtime.sizing.verdict:_in_no_order",
+        "if shape.experts:",
+        "if False:",
+        _SIZES,
+    ),
+    PackageBug(
+        "a GPU's states count as deterministic",
+        "fairlead_runtime.sizing.verdict:plan_memory",
+        'if shape.states and config.deterministic and device.kind == "cuda":',
+        "if False:",
+        _SIZES,
+    ),
     PackageBug(
         "a sequence begins with the state that lies in its units",
         f"{_MODEL}.state_layers:step_of",

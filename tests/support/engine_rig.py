@@ -23,11 +23,12 @@ from fairlead_kernels.interface.attention import AttentionBackend, DecodeAttenti
 from fairlead_kernels.interface.layer import LayerOperations
 from fairlead_kernels.interface.not_available import NotAvailableError
 from fairlead_runtime.device.conversion.fusion import fuse, quantize_weights
-from fairlead_runtime.device.conversion.pack_states import pack_states
+from fairlead_runtime.device.conversion.pack_states import PackedStates, pack_states
 from fairlead_runtime.device.memory.storage import CacheStorage
 from fairlead_runtime.device.model.batch import BatchBuilder
 from fairlead_runtime.device.model.experts import samples_of
 from fairlead_runtime.device.model.paged_model import PagedModel
+from fairlead_runtime.device.proof import determinism
 from fairlead_runtime.device.sampling.device_sampler import RowSampler
 from fairlead_runtime.device.step.decode_steps import DecodeSteps
 from fairlead_runtime.device.step.graph_cache import GraphCache
@@ -345,9 +346,13 @@ class Rig:
         if pair is not None and ranks is not None:
             pair.hold(kernels, odd=odd, **self._described)
             rank_pair.shard(self.model, ranks, QUANTIZED.get(kernels))
-        if kernels in ("cpu", "int8"):  # as a start does, before weights are packed
-            pack_states(self.model, choice_of(self.model, kernels).states)
-        self.fusion = fuse(self.model, operations_of(self.model, kernels), ranks)
+        fixed, states = kernels == "fixed", PackedStates()
+        if kernels in ("cpu", "int8", "fixed"):  # as a start does, before weights are packed
+            states = pack_states(self.model, choice_of(self.model, kernels).states)
+        operations = operations_of(self.model, kernels)
+        self.fusion = fuse(self.model, operations, ranks, every_product=fixed)
+        if fixed and self.model.states:
+            determinism.check(self.model, replace(self.fusion, states=states))
         use_experts(self.model, kernels)
         self.groups: tuple[LayerGroup, ...] = self.model.groups
         self._references: dict[tuple[int, ...], tuple[int, list[int]]] = {}
@@ -377,7 +382,11 @@ class Rig:
         block for each of its layers' groups there are as many as two running sequences have.
         """
         versions = 3 if self._kernels == "ahead" else 2
-        limits = replace(setting.limits(len(self.groups)), state_versions=versions)
+        limits = replace(
+            setting.limits(len(self.groups)),
+            state_versions=versions,
+            shares_answers=self.model.shares_answers,
+        )
         layout = self.model.state_layout
         if layout is None:
             return limits

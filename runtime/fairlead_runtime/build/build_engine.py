@@ -254,6 +254,7 @@ def _engine(
         state_units=resolved.plan.state_units,
         state_versions=resolved.plan.state_versions,
         cache_tokens=resolved.plan.cache_tokens,
+        shares_answers=runner.shares_answers,
     )
     config = resolved.config
     return Engine(

@@ -59,10 +59,13 @@ class PagedCache:
         identity: bytes,
         state_units: int = 0,
         state_versions: int = 2,
+        shares_answers: bool = True,
     ) -> None:
         self.groups = tuple(groups)
         self.block_size = block_size
         self.sharing = sharing
+        # Else a generated token has other keys and states than the same one in a prompt.
+        self.shares_answers = shares_answers
         self.identity = identity
         units = pool_units(num_blocks, len(groups))
         self.pool = BlockPool(units, len(groups) + state_units, state_units)
@@ -156,7 +159,7 @@ class PagedCache:
             return Hit(0, [[] for _ in self.groups], self.pool.version)
         # Extending the hash chain here does not change a decision: the hashes of tokens never
         # change. The last token is left out: its keys are written only when the next is predicted.
-        until = len(sequence.tokens) - 1
+        until = min(len(sequence.tokens) - 1, self._shared_end(sequence))
         last, pool = self._hits.get(sequence.id), self.pool
         if last is not None and last.version == pool.version:
             return last
@@ -199,10 +202,14 @@ class PagedCache:
         """
         index = start // self.block_size
         end = (index + 1) * self.block_size
-        if not self.sharing or end > len(sequence.tokens) - keep:
+        if not self.sharing or end > min(len(sequence.tokens) - keep, self._shared_end(sequence)):
             return None
         self._extend_hashes(sequence, end)
         return bytes(sequence.hashes[index * DIGEST : (index + 1) * DIGEST])
+
+    def _shared_end(self, sequence: Sequence) -> int:
+        """How many of its first tokens others may find, or it may find of others."""
+        return len(sequence.tokens) if self.shares_answers else sequence.prompt_len
 
     def has_none(self, sequence: Sequence) -> bool:
         """Whether no block of its tokens is cached: a hit needs the first one, but for windows."""
@@ -346,7 +353,7 @@ class PagedCache:
     def finish_forward(self, sequence: Sequence) -> None:
         """After the forward pass, register full blocks and release those before a window."""
         computed = sequence.computed
-        full = computed // self.block_size
+        full = min(computed, self._shared_end(sequence)) // self.block_size
         if self.sharing and sequence.registered < full:
             self._extend_hashes(sequence, computed)
             contents = digests(sequence.hashes, sequence.registered, full)
@@ -358,7 +365,7 @@ class PagedCache:
                     if unit != NULL:
                         self.pool.register(unit, index, digest, block)
             sequence.registered = full
-            if self.states is not None and computed % self.block_size == 0:
+            if self.states is not None and computed == full * self.block_size:
                 self.states.keep(sequence, full)
         for group in self._windowed:
             table = sequence.tables[group.index]

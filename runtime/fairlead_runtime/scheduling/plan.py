@@ -40,6 +40,7 @@ class Limits:
     state_units: int = 0
     state_versions: int = 2
     cache_tokens: int | None = None
+    shares_answers: bool = True  # False: blocks and snapshots of prompts alone are found again
 
     @classmethod
     def of(
@@ -53,6 +54,7 @@ class Limits:
         state_units: int = 0,
         state_versions: int = 2,
         cache_tokens: int | None = None,
+        shares_answers: bool = True,
     ) -> Self:
         """The limits of a configuration, of the numbers that sizing solved and of the device's
         bound on prompts.
@@ -71,6 +73,7 @@ class Limits:
             state_units=state_units,
             state_versions=state_versions,
             cache_tokens=cache_tokens,
+            shares_answers=shares_answers,
         )
 
     @property

@@ -84,6 +84,7 @@ class Scheduler:
             identity=identity,
             state_units=limits.state_units,
             state_versions=limits.state_versions,
+            shares_answers=limits.shares_answers,
         )
         self.state = State(limits, cache, POLICIES[limits.policy]())
         self._live: dict[int, Sequence] = {}

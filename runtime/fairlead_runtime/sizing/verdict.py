@@ -33,6 +33,9 @@ def plan_memory(
     served where layers differ in their heads.
     """
     check_against(shape, config)
+    if shape.states and config.deterministic and device.kind == "cuda":
+        problem = "the model's layers keep states, which torch computes on GPUs"
+        raise ConfigError("deterministic", problem, "use false, or a CPU")
     config = as_stored(config, shape.quantized)
     memory = solve(shape, config, device, measured or {})
     if not memory.fits:
@@ -64,9 +67,10 @@ def _refuse_with_states(shape: ModelShape, config: EngineConfig) -> None:
     if config.fp8_cache and not shape.groups:
         problem = f"{config.cache_dtype}: the model's layers keep states and no keys to round"
         raise ConfigError("cache_dtype", problem, "use auto")
-    if config.deterministic:
-        problem = "the model's layers keep states, which torch computes"
-        raise ConfigError("deterministic", problem, "use false")
+    if config.deterministic and (problem := _in_no_order(shape)):
+        raise ConfigError(
+            "deterministic", f"the model's layers keep states, {problem}", "use false"
+        )
     if config.kernels == "flashinfer":
         problem = "flashinfer: the model's layers keep states, between which it finds no keys"
         raise ConfigError("kernels", problem, "use auto, cpu or torch")
@@ -76,6 +80,13 @@ def _refuse_with_states(shape: ModelShape, config: EngineConfig) -> None:
     if config.quantization != "none" and shape.reads_weights:
         problem = f"{config.quantization}: the code of {shape.model_type!r} reads weights itself"
         raise ConfigError("quantization", problem, "use none")
+
+
+def _in_no_order(shape: ModelShape) -> str:
+    """What of a model with states has sums in no fixed order, on any device; "" for nothing."""
+    if shape.experts:
+        return "and experts beside these, whose products torch computes"
+    return ""
 
 
 def _widened(shape: ModelShape, config: EngineConfig, memory: MemoryPlan) -> str:

@@ -162,14 +162,14 @@ def test_states_of_other_sizes_than_those_of_the_configuration_are_refused(tmp_p
 @pytest.mark.parametrize(
     ("settings", "field"),
     [
-        ({"deterministic": True}, "deterministic"),
+        ({"deterministic": True}, "deterministic"),  # beside experts
         ({"tensor_parallel": 2}, "tensor_parallel"),
     ],
 )
 def test_what_does_not_work_with_states_is_refused_by_name(
     settings: dict[str, Any], field: str, tmp_path: Path
 ) -> None:
-    path = tiny.save(tiny_states.build("qwen3_5_text"), tmp_path)
+    path = tiny.save(tiny_states.build("lfm2_moe"), tmp_path)
     with pytest.raises(ConfigError, match="state") as refused:
         check(path, EngineConfig(**settings), DeviceFacts("cpu", 8 * GIB))
     assert refused.value.field == field

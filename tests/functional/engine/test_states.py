@@ -89,6 +89,17 @@ def test_time_steps_of_generated_tokens_have_no_bounds_though_they_are_computed_
     assert compare(engine, TIGHT, seed=9).preemptions > 0, "no request was preempted"
 
 
+def test_an_answer_without_bounds_is_computed_again_in_a_prompt_which_has_them() -> None:
+    """A conversation that goes on finds no state of the answer before, but of the prompt before."""
+    engine = rig("mamba2", "cpu", time_step_limit=(0.12, 0.2))
+    for seed in range(4):
+        (prompt,) = prompts(seed, (13,), 0)
+        later = (*prompt, *engine.reference(prompt, NEW)[:17], 9)
+        arrivals = [(0, greedy("a", prompt, NEW)), (60, greedy("b", later, NEW))]
+        stats = compare_texts(engine, arrivals, engine.run(Setting(chunk=16), arrivals))
+        assert stats.prefix_hits == 12
+
+
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("family", tiny_states.FAMILIES if LONG_FORM else KINDS)
 def test_greedy_text_equals_transformers_under_every_setting(family: str, name: str) -> None:

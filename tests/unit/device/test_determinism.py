@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fairlead_kernels.choice.backend import BackendChoice, pick
+from fairlead_kernels.cpu.cpu_states import CpuStates
 from fairlead_kernels.gpu import triton_package
 from fairlead_kernels.interface.attention import AttentionBackend
 from fairlead_kernels.interface.not_available import NotAvailableError
@@ -19,6 +20,7 @@ from fairlead_runtime.commands.refusals import refusal_for
 from fairlead_runtime.device.conversion import fusion as fusion_module
 from fairlead_runtime.device.conversion.fixed_order_ends import use_fixed_order_ends
 from fairlead_runtime.device.conversion.fusion import Fusion, fuse
+from fairlead_runtime.device.conversion.pack_states import pack_states
 from fairlead_runtime.device.conversion.recognize_layer import DoesNotFitError
 from fairlead_runtime.device.conversion.recording_pass import decoder_layers
 from fairlead_runtime.device.model.paged_model import PagedModel
@@ -28,6 +30,7 @@ from fairlead_runtime.models.model_error import CanaryError
 from fairlead_runtime.request.sequence import SamplingParams
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
 from fairlead_runtime.sizing.terms import GIB, DeviceFacts
+from support import tiny, tiny_states
 from support.engine_rig import paged
 from support.full import LONG_FORM
 from support.operation_cases import fixed_attention, fixed_operations
@@ -164,6 +167,73 @@ def test_a_deterministic_llm_in_bfloat16_gives_a_prompt_one_text_in_any_batch(
             for prompts in (["Once"], ["A cat sat", "Once", "The old man and the sea", "Why"])
         ]
     assert texts[0][0] == texts[1][1]
+
+
+# -- layers with states: transformers' code around products and operations in C++
+
+
+def with_states(family: str, **settings: Any) -> tuple[PagedModel, AttentionBackend, Fusion]:
+    model = paged(family, num_hidden_layers=1, intermediate_size=203, **settings)
+    choice = picked(model)
+    states = pack_states(model, choice.states)
+    fusion = fuse(model, choice.operations, every_product=True)
+    return model, choice.attention, replace(fusion, states=states)
+
+
+def test_the_canary_lives_in_layers_with_states_and_dies_of_one_bit_in_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, attention, fusion = with_states("qwen3_5_text", layer_types=["linear_attention"])
+    determinism.check(model, fusion)
+    assert "60 tokens have the same" in str(determinism.canary(model, attention, 60))
+    compute = CpuStates.gated_delta_rule
+
+    def changed(self: CpuStates, *arguments: Any, **settings: Any) -> Tensor:
+        out = compute(self, *arguments, **settings)
+        if len(out) > 60:  # the crowd's; of the request, behind those before it
+            out.view(torch.int32)[sum(count for _, count in determinism.BEFORE), 0, 0] ^= 256
+        return out
+
+    monkeypatch.setattr(CpuStates, "gated_delta_rule", changed)
+    with pytest.raises(CanaryError, match="logits of 'qwen3_5_text' at token"):
+        determinism.canary(model, attention, 60)
+
+
+def test_a_sum_of_torch_beside_states_whose_order_nobody_knows_is_refused_by_name() -> None:
+    model, attention, fusion = with_states("qwen3_5_text", layer_types=["linear_attention"])
+    determinism.check(model, fusion)
+    layer: Any = decoder_layers(model)[0]
+    layer.mlp.act_fn = torch.nn.Softmax(dim=1)
+    problem = r"a part of 'qwen3_5_text' .* aten::_softmax over another"
+    with pytest.raises(ConfigError, match=problem) as error, determinism.refusing(model):
+        determinism.canary(model, attention, 60)
+    assert error.value.field == "deterministic"
+
+
+def test_states_that_no_operation_in_cpp_keeps_are_refused_by_name() -> None:
+    model, _, fusion = with_states("mamba2", hidden_act="gelu")
+    with pytest.raises(ConfigError, match=r"in C.. in 0/1 layers .layer 0: activation: 'gelu'"):
+        determinism.check(model, fusion)
+
+
+@pytest.mark.parametrize("family", ["falcon_mamba", "bamba"])
+def test_a_deterministic_llm_with_states_gives_a_prompt_one_text_in_any_batch(
+    family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    picked(paged("llama"))
+    path = str(tiny.save(tiny_states.build(family, num_hidden_layers=2), tmp_path))
+    sizes = {"max_model_len": 64, "num_blocks": 100, "block_size": 8, "max_batch_tokens": 64}
+    with caplog.at_level("INFO"), LLM(path, deterministic=True, max_requests=4, **sizes) as llm:
+        assert "canary: 64 tokens have the same logits alone" in caplog.text
+        one = SamplingParams(temperature=0.9, seed=3, max_tokens=12)
+        texts = [
+            [output.outputs[0].text for output in llm.generate(prompts, one, use_tqdm=False)]
+            for prompts in (["17 4 9"], ["3 5", "17 4 9", "17 4 9 5 8", "6"])
+        ]
+        report = llm.built_engine.memory.as_dict()
+    assert texts[0][0] == texts[1][1]
+    for term in report["terms"]:
+        assert (term["measuredBytes"] or 0) <= term["plannedBytes"]
 
 
 # -- the path of GPUs, in Triton's interpreter

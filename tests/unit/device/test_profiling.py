@@ -2,10 +2,13 @@
 
 import itertools
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
+import torch
 
 from fairlead_kernels.choice.backend import pick
+from fairlead_runtime.device.memory.state_units import StateUnits
 from fairlead_runtime.device.model.paged_model import PagedModel
 from fairlead_runtime.device.warmup import profiling
 from fairlead_runtime.device.warmup.profiling import profile
@@ -158,3 +161,23 @@ def test_the_units_of_states_are_part_of_a_batch() -> None:
     )
     # Three versions of four rows as the scheduler lists them, of which the device reads two.
     assert many - few >= 4 * 99 * (3 * ENTRY_BYTES + 2 * 8)
+
+
+def test_rows_that_stand_in_for_others_write_their_states_beside_what_they_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So a step that is measured again reads the same; what all of them write is never read."""
+    model = engine_rig.paged("mamba2")
+    pools: list[torch.Tensor] = []
+
+    def noted(units: torch.Tensor, layout: Any) -> StateUnits:
+        pools.append(units)
+        return StateUnits(units, layout)
+
+    monkeypatch.setattr(profiling, "StateUnits", noted)
+    attention = pick(model.heads, model.kinds, model.device, "torch").attention
+    profile(model, attention, max_batch_tokens=64, max_requests=4, max_model_len=64)
+    assert len(pools) == 2
+    for units in pools:
+        assert not units[0].any()
+        assert units[1].any()

@@ -35,6 +35,11 @@ def step(s: Scheduler, token: int = 7) -> Work:
     return work
 
 
+def finish(s: Scheduler) -> None:
+    while s.has_work:
+        step(s)
+
+
 def rows(work: Work) -> list[tuple[int, int]]:
     return [(row.start, row.start + row.count) for row in work.rows]
 
@@ -95,6 +100,29 @@ def test_a_prompt_that_comes_again_goes_on_from_the_last_snapshot(keys: bool) ->
     assert (8, 10) in rows(step(s))
     s.add(request("d", [*range(5), 70], 2))
     assert (0, 4) in rows(step(s)), "its blocks are there, and no state at their end"
+
+
+@pytest.mark.parametrize("keys", [True, False])
+@pytest.mark.parametrize("chunk", [64, 5])
+def test_where_answers_have_another_state_than_prompts_only_prompts_are_found(
+    keys: bool, chunk: int
+) -> None:
+    """By a prompt that goes on from an answer, and by an answer that a prompt contains."""
+    s = scheduler(keys, shares_answers=False, max_batch_tokens=chunk)
+    s.add(request("a", range(10), 12))
+    finish(s)
+    s.add(request("b", [*range(10), *[7] * 11], 1))
+    assert rows(step(s))[0][0] == 8
+    finish(s)
+    # The whole prompt of "b" is found; of "c", which has generated its last tokens, what it shares.
+    (sequence,) = s.add(request("c", range(10), 14))
+    while len(sequence.tokens) < 22:
+        step(s)
+    s.state.cache.release(sequence)
+    assert s.state.cache.hit(sequence).tokens == 8
+    assert s.state.cache.next_block(sequence, 8) is None
+    (whole,) = s.add(request("d", [*range(10), *[7] * 11], 1))
+    assert s.state.cache.hit(whole).tokens == 20
 
 
 def test_a_prefix_of_many_prompts_gets_a_snapshot_with_the_second_of_them() -> None:

@@ -424,7 +424,7 @@ def test_an_fp8_cache_is_refused_where_no_layer_has_keys() -> None:
 @pytest.mark.parametrize(
     ("setting", "value"),
     [
-        ("deterministic", True),
+        ("deterministic", True),  # on a GPU
         ("tensor_parallel", 2),
         ("kernels", "flashinfer"),
     ],
@@ -434,3 +434,20 @@ def test_what_does_not_work_with_states_yet_is_refused_by_name(setting: str, val
     with pytest.raises(ConfigError, match="states") as caught:
         plan_memory(ModelShape.from_config(QWEN_27B), config, GPU)
     assert caught.value.field == setting
+
+
+@pytest.mark.parametrize(
+    ("family", "works"),
+    [("qwen3_5_text", True), ("mamba2", True), ("qwen3_5_moe_text", False), ("minimax", False)],
+)
+def test_results_are_deterministic_on_cpus_but_of_experts_beside_states(
+    family: str, works: bool
+) -> None:
+    shape = ModelShape.from_config({"model_type": family})
+    config, cpu = EngineConfig(deterministic=True), DeviceFacts("cpu", 4096 * GIB)
+    if works:
+        assert plan_memory(shape, config, cpu).fits
+        return
+    with pytest.raises(ConfigError, match="experts beside these, whose products") as caught:
+        plan_memory(shape, config, cpu)
+    assert caught.value.field == "deterministic"

@@ -198,6 +198,8 @@ def fuse(
     ranks: RankGroup | None = None,
     repack: Callable[[Packed], Packed] | None = None,
     report: Report = unreported,
+    *,
+    every_product: bool = False,
 ) -> Fusion:
     """Replace every layer that fits by a fused one on these operations; without any, none. Weights
     are packed in the model's type, quantized ones as they are.
@@ -209,7 +211,8 @@ def fuse(
     multiplies by are packed; where sums have one order, the last norm and the head are.
 
     ``repack`` gives each matrix the layout in which it is served, once its layer is proven;
-    ``report`` hears of each layer.
+    ``report`` hears of each layer. ``every_product``: also those of the model's own code are packed
+    that torch computes faster, since their sums then have one order.
 
     With ``ranks`` the model is one rank's shard (``shards.shard``), and every rank must call this
     with the same kind of operations: a layer is fused on all of them or on none, and what lies
@@ -231,7 +234,7 @@ def fuse(
             fusion = replace(fusion, head_reason=str(error))
     if model_operations is None or ranks is not None:
         return fusion
-    products = pack_products(model, model_operations, step)
+    products = pack_products(model, model_operations, step, every=every_product)
     return replace(fusion, head=products.head, products=products)
 
 

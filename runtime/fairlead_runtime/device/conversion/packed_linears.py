@@ -110,17 +110,17 @@ class _Product:
 
 @torch.inference_mode()
 def pack_products(
-    model: PagedModel, operations: CpuOperations, step: ForwardPass
+    model: PagedModel, operations: CpuOperations, step: ForwardPass, *, every: bool = False
 ) -> PackedProducts:
     """Pack the matrices that the model's own code multiplies by, each proven in a pass of ``step``,
-    which keeps the logits of all tokens.
+    which keeps the logits of all tokens. ``every``: also those that gain nothing by it.
     """
     head: Any = model.model.get_output_embeddings()
     embedding: Any = model.model.get_input_embeddings()
     dtype, owners = model.heads.dtype, owners_of(model.model)
     half = dtype is not torch.float32
-    leaves = half and multiplies_bfloat16()
-    calls = _record(model, step)
+    leaves = half and multiplies_bfloat16() and not every
+    calls = _record(model, step, 1 if every else SMALLEST)
     expected = recognize_ends.other_logits(model, step)
     # In half precision rounding may send a token to other experts, so there only the self-test
     # judges the logits.
@@ -128,6 +128,7 @@ def pack_products(
     rounding = operations.int8_rounding if quantized else 0.0
     noise = None if half else recognize_ends.noise(model, [], step, expected, rounding)
     products: list[_Product] = []
+    least = 1 if every else PANEL
     for module, call in calls.items():
         if not call.input.is_floating_point():
             continue
@@ -139,9 +140,9 @@ def pack_products(
         shares = max(owners[id(parameter)] for parameter in module.parameters(recurse=False))
         try:
             if shares == 1:
-                product = _packed(call, operations, dtype, widens=module is head)
+                product = _packed(call, operations, dtype, least, widens=module is head)
             elif shares == 2 and module is head and embedding in calls:
-                product = _packed(call, operations, dtype, calls[embedding], widens=True)
+                product = _packed(call, operations, dtype, least, calls[embedding], widens=True)
             else:
                 continue
         except DoesNotFitError:
@@ -179,12 +180,12 @@ def owners_of(model: nn.Module) -> Counter[int]:
     return Counter(id(x) for module in model.modules() for x in module.parameters(recurse=False))
 
 
-def _record(model: PagedModel, step: ForwardPass) -> dict[nn.Module, ModuleCall]:
-    """The first call of each module that has a large matrix of its own, one tensor in and out."""
+def _record(model: PagedModel, step: ForwardPass, smallest: int) -> dict[nn.Module, ModuleCall]:
+    """The first call of each module that has a matrix of so many weights, one tensor in and out."""
     matrices = (
         module
         for module in model.model.modules()
-        if any(p.dim() == 2 and p.numel() >= SMALLEST for p in module.parameters(recurse=False))
+        if any(p.dim() == 2 and p.numel() >= smallest for p in module.parameters(recurse=False))
     )
     with record_calls(matrices) as calls:
         model.run(*recognize_ends.random_tokens(model, seed=0), step)
@@ -199,12 +200,13 @@ def _packed(
     call: ModuleCall,
     operations: CpuOperations,
     dtype: torch.dtype,
+    least: int,
     embedded: ModuleCall | None = None,
     *,
     widens: bool,
 ) -> _Product:
-    """The module's product, and the embedding's rows where ``embedded`` is the call of one that
-    shares its matrix, proven on these calls. Raises DoesNotFitError.
+    """The module's product of at ``least`` so many rows, and the embedding's where ``embedded`` is
+    the call of one that shares its matrix, proven on these calls. Raises DoesNotFitError.
     """
     module = call.module
     parameters = dict(module.named_parameters(recurse=False))
@@ -219,7 +221,7 @@ def _packed(
         stored, factor, transposed, rounding = matrix.stored, 1.0, False, 0.0
         if isinstance(stored, Quantized):
             rounding = operations.int8_rounding
-        elif len(stored) < PANEL:
+        elif len(stored) < least:
             raise DoesNotFitError("most of its packed rows would be padding")
         else:
             transposed = stored.stride() != parameter.stride()

@@ -10,7 +10,7 @@ for the device, they run on ours (``experts``).
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import chain
 from typing import Any, Protocol
@@ -25,6 +25,7 @@ from fairlead_kernels.interface.attention import AttentionBackend, GroupKinds, H
 from fairlead_runtime.device.memory.storage import CacheStorage
 from fairlead_runtime.device.model import experts, paged_attention
 from fairlead_runtime.device.model.batch import Batch
+from fairlead_runtime.device.model.fixed_order import FixedOrder
 from fairlead_runtime.device.model.paged_attention import (
     CURRENT_PASS,
     AttentionCall,
@@ -141,6 +142,7 @@ class PagedModel:
         self.model = model
         self.packed: list[Tensor] = []  # weights of fused layers, which no module holds
         self.full_pass: FullPass | None = None  # what serves in the place of the model's own code
+        self.fixed_order: FixedOrder | None = None  # how torch computes in that code, if any
         self.windows = tuple(windows)
         self._fp8_cache = fp8_cache
         self.device: torch.device = device or model.device
@@ -267,6 +269,13 @@ class PagedModel:
         return group_layers(self.windows, widths, self.sources)
 
     @property
+    def shares_answers(self) -> bool:
+        """Whether a generated token has the keys and states of the same one in a prompt: not where
+        time steps have bounds in prompts alone.
+        """
+        return all(mixer.bounds is None for mixer in self.mixers.values())
+
+    @property
     def kinds(self) -> GroupKinds:
         """The kinds of attention in each layer group, as its layers call it: those that fuse may
         call it otherwise than the model's own.
@@ -327,9 +336,13 @@ class PagedModel:
         extra = {"logits_to_keep": current.keep} if self.selects_logits else {}
         token = CURRENT_PASS.set(current)
         try:
-            out = self.model(
-                input_ids=input_ids[None], position_ids=positions[None], use_cache=False, **extra
-            )
+            with self.fixed_order or nullcontext():
+                out = self.model(
+                    input_ids=input_ids[None],
+                    position_ids=positions[None],
+                    use_cache=False,
+                    **extra,
+                )
         finally:
             CURRENT_PASS.reset(token)
         logits: Tensor = out.logits[0]

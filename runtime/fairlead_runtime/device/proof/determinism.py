@@ -5,6 +5,8 @@ Owns which models can keep it, and the canary that shows it at start: one reques
 one step, and in a crowd, in many. Nothing here runs without the setting.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +17,7 @@ from fairlead_kernels.interface.attention import AttentionBackend
 from fairlead_runtime.device.conversion.fusion import Fusion
 from fairlead_runtime.device.memory.storage import CacheStorage
 from fairlead_runtime.device.model.batch import BatchBuilder
+from fairlead_runtime.device.model.fixed_order import FixedOrder, OtherOrderError
 from fairlead_runtime.device.model.paged_model import PagedModel
 from fairlead_runtime.models.model_error import CanaryError
 from fairlead_runtime.request.sequence import Request, SamplingParams, Sequence
@@ -34,16 +37,34 @@ FIX = "use false, or a model of a family whose layers are all fused"
 
 def check(model: PagedModel, fusion: Fusion) -> None:
     """Raise ConfigError for a model of which some part is computed by torch, whose sums have
-    another order for another number of rows.
+    another order for another number of rows. Layers with states are transformers' code around
+    products and operations in C++: what torch does there is computed in one order from now on.
     """
     name, problem = str(model.model.config.model_type), ""
-    if fusion.fused < fusion.layers:
+    if model.states:
+        if fusion.states.packed < fusion.states.mixers:
+            problem = f"states of {name!r} are computed by torch{fusion.states}"
+        model.fixed_order = FixedOrder(model.model.parameters())
+    elif fusion.fused < fusion.layers:
         problem = f"layers of {name!r} are computed by torch: {fusion}"
     elif fusion.head_reason or not fusion.head:
         cause = fusion.head_reason or "they are not recognized"
         problem = f"the last norm and the head of {name!r} are computed by torch: {cause}"
     if problem:
         raise ConfigError("deterministic", problem, FIX)
+
+
+@contextmanager
+def refusing(model: PagedModel) -> Iterator[None]:
+    """Raise ConfigError where a pass in the ``with`` block makes a sum of which no fixed order is
+    known.
+    """
+    try:
+        yield
+    except OtherOrderError as error:
+        name = str(model.model.config.model_type)
+        problem = f"a part of {name!r} is computed by torch: {error}"
+        raise ConfigError("deterministic", problem, FIX) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +148,8 @@ class _Steps:
         if begin == 0:
             neighbours = [sequence for sequence, _, _ in (*self._before, *self._behind)]
             self._crowd = _cache(self._model, self._groups, [self._request, *neighbours])
+        else:  # goes on from the state that its last step wrote
+            self._request.turn += 1
         return self._forward(self._crowd, self._rows(begin, size), len(self._before))
 
     def chosen(self, begin: int, size: int) -> tuple[Tensor, Tensor]:
@@ -160,9 +183,17 @@ def _cache(
 ) -> CacheStorage:
     """A cache of zeros that holds these sequences, in scattered blocks."""
     counts = [-(-len(sequence.tokens) // BLOCK_SIZE) for sequence in sequences]
-    units = sum(counts) * len(groups)
+    heads, size, layout = model.cache_heads, BLOCK_SIZE, model.state_layout
+    states = 0
+    if layout is not None:
+        states = layout.units(CacheStorage.unit_bytes(groups, heads, size, layout))
+    units = sum(counts) * len(groups) + 2 * states * len(sequences)
     free = np.random.default_rng(units).permutation(units).tolist()
     for sequence, count in zip(sequences, counts, strict=True):
         sequence.tables = [[free.pop() for _ in range(count)] for _ in groups]
-    size, device = BLOCK_SIZE, model.device
-    return CacheStorage(groups, model.cache_heads, units=units, block_size=size, device=device)
+        sequence.turn = 0
+        if states:
+            sequence.states = [[free.pop() for _ in range(states)] for _ in range(2)]
+    return CacheStorage(
+        groups, heads, units=units, block_size=size, device=model.device, states=layout
+    )

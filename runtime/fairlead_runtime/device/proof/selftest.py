@@ -260,13 +260,15 @@ def prepare_and_test(
         products = _products(loaded, quantized, choice, model, compilers)
         fusion, choice = _fused(model, choice, kernels, None, products, report, **settings)
         _check_fused(loaded, quantized, fusion)
-        if deterministic:
-            determinism.check(model, fusion)
         report("self_test")
         fp8, length = quantized == "fp8", loaded.max_model_len
-        result = _check(model, choice, reference, length, fp8=fp8)
-        if deterministic:
-            canary = determinism.canary(model, choice.attention, length)
+        if not deterministic:
+            result = _check(model, choice, reference, length, fp8=fp8)
+        else:
+            determinism.check(model, fusion)
+            with determinism.refusing(model):
+                result = _check(model, choice, reference, length, fp8=fp8)
+                canary = determinism.canary(model, choice.attention, length)
             result = replace(result, canary=canary)
         return ServedModel(model, choice, fusion), result
 
@@ -562,7 +564,9 @@ def _fused(
     kinds, (int4_product, int4_reason) = model.kinds, products
     repack = None if int4_product is None else int4_product.repack
     states = pack_states(model, choice.states)
-    fusion = replace(fuse(model, choice.operations, ranks, repack, report), states=states)
+    packs = bool(settings.get("deterministic"))
+    fusion = fuse(model, choice.operations, ranks, repack, report, every_product=packs)
+    fusion = replace(fusion, states=states)
     if model.kinds != kinds:  # the operations are those that fused layers have
         choice = replace(_pick(model, kernels, **settings), operations=choice.operations)
     product, notes = choose(samples_of(model.model), model.device, kernels)

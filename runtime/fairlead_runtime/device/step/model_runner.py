@@ -86,6 +86,11 @@ class ModelRunner:
             batches = self._batches, self._builder()
             self._mixed = MixedSteps(model, cache, attention, row_sampler, batches, followers)
 
+    @property
+    def shares_answers(self) -> bool:
+        """``PagedModel.shares_answers``."""
+        return self._model.shares_answers
+
     def _builder(self) -> BatchBuilder:
         """A builder whose block tables are the sequence table's, where attention reads those."""
         groups, size = self._cache.groups, self._cache.block_size

@@ -200,15 +200,18 @@ class _PassWithoutAttention(CachedPass):
 
 
 def _states_of(model: PagedModel, lengths: list[int]) -> StateStep | None:
-    """Rows of these lengths, each of which continues from the same state and leaves it there."""
+    """Rows of these lengths, each of which continues from the same state of zeros and leaves
+    another one: as in a step that serves, nothing is read where a row writes. What comes out is
+    never read, so all rows have these two.
+    """
     layout = model.state_layout
     if layout is None:
         return None
-    unit = torch.zeros(1, layout.nbytes, dtype=torch.uint8, device=model.device)
-    place = torch.zeros(len(lengths), 1, dtype=torch.int64)
+    units = torch.zeros(2, layout.nbytes, dtype=torch.uint8, device=model.device)
+    source = torch.zeros(len(lengths), 1, dtype=torch.int64)
     generated, continue_ = (0,) * len(lengths), (False,) * len(lengths)
-    rows = StateRows(tuple(lengths), generated, continue_, place, place)
-    return step_of(rows, StateUnits(unit, layout), model.device)
+    rows = StateRows(tuple(lengths), generated, continue_, source, source + 1)
+    return step_of(rows, StateUnits(units, layout), model.device)
 
 
 def _dense_draw(scores: torch.Tensor) -> Callable[[], torch.Tensor]:
