@@ -729,8 +729,8 @@ BUGS = (
     PackageBug(
         "what a whole keeps of the inputs of layers is not planned",
         "fairlead_runtime.sizing.shape:_widths",
-        "if family.framed:",
-        "if False:",
+        "if family.framed else 0",
+        "if False else 0",
         ("functional/engine/test_planned_memory.py",),
     ),
     PackageBug(

@@ -64,8 +64,8 @@ class InspectedModel:
     @property
     def weight_bytes(self) -> int:
         """Bytes to read: those of the files, or what a model of several parts has for its text."""
-        beside = self.config_json.get("model_type") in text_model.BESIDE
-        if beside or has_parts(self.config_json):
+        text_alone = self.config_json.get("model_type") in text_model.BESIDE
+        if text_alone or has_parts(self.config_json):
             text = self.shape.parameters * self.dtype.itemsize
             return min(text, self.files.weight_bytes)
         return self.files.weight_bytes

@@ -134,16 +134,16 @@ def _only(mapping: Any, config: PretrainedConfig) -> Any:
 
 def class_to_load(config: PretrainedConfig) -> Any:
     """The class to load weights with: ``class_of``, which with parts builds the text alone."""
-    whole, beside = class_of(config), BESIDE.get(config.model_type)
-    if not has_parts(config) and beside is None:
+    whole, part = class_of(config), BESIDE.get(config.model_type)
+    if not has_parts(config) and part is None:
         return whole
 
     def init(self: PreTrainedModel, config: PretrainedConfig, *args: Any, **kwargs: Any) -> None:
         whole.__init__(self, config, *args, **kwargs)
-        if beside is None:
+        if part is None:
             drop_other_parts(self)
         else:
-            drop_beside(self, beside)
+            drop_beside(self, part)
 
     # transformers knows the mapping of names by the name of the class, and reads its module.
     names = {"__init__": init, "__module__": whole.__module__, "__qualname__": whole.__qualname__}

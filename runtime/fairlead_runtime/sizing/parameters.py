@@ -103,8 +103,8 @@ def count_layer(
         )
     if family.sinks or (family.windowed_sinks and windowed):
         attention += ParameterCount(rest=heads.query, wide=heads.query * family.wide_sinks)
-    own = ParameterCount(buffers=2 * (-(-heads.dim // 2)) * family.layer_rotary)
-    return attention + mlp + norms + own + _beside(s, family), width, inner
+    tables = ParameterCount(buffers=2 * (-(-heads.dim // 2)) * family.layer_rotary)
+    return attention + mlp + norms + tables + _beside(s, family), width, inner
 
 
 def layers_with_keys(s: ConfigReader, family: Family) -> int:

@@ -94,7 +94,7 @@ def _raw(s: ConfigReader, parameters: Any) -> dict[str, tuple[str, Mapping[str, 
     field = "rope_scaling" if s.says("rope_scaling") else "rope_parameters"
     if field == "rope_scaling":
         parameters = s.get(field)
-    elif parameters is None and _rotary(s).made:
+    elif parameters is None and _rotary(s).defaults:
         return {}
     nests = _mapping(field, {} if parameters is None else parameters)
     kinds = s.get("layer_types")
@@ -179,7 +179,7 @@ def _share(s: ConfigReader, kind: str, field: str, parameters: Mapping[str, Any]
         value /= s.head_dim
     _check_number(name, value)
     share = float(value)
-    whole = kind != "proportional" and (rotary.whole or not rotary.reads_share)
+    whole = kind != "proportional" and (rotary.whole_heads or not rotary.reads_share)
     if share > 1 or (whole and share != 1):
         problem = "must be 1: its layers rotate whole heads" if whole else "must be at most 1"
         raise ShapeError(name, f"{problem}, not {str(value)[:40]}")
@@ -209,7 +209,7 @@ def _check_original(
         if _rotary(s).strict:
             s.integer(_ORIGINAL)
         _check_number(_ORIGINAL, s.get(_ORIGINAL))
-    elif _ORIGINAL in parameters or (_rotary(s).by_type == "raw" and _rotary(s).made):
+    elif _ORIGINAL in parameters or (_rotary(s).by_type == "raw" and _rotary(s).defaults):
         _check_number(f"{field}.{_ORIGINAL}", parameters.get(_ORIGINAL))
     if name == "su" and _ORIGINAL not in parameters:
         raise ShapeError(f"{field}.{_ORIGINAL}", f"must be set beside rope_type {name!r}")

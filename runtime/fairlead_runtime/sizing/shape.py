@@ -408,11 +408,10 @@ def _widths(s: ConfigReader, family: Family, layers: int, keys: int) -> tuple[in
     hidden = s.integer("hidden_size")
     inputs = layer_input_width(s, family) * layers
     streams = s.integer(family.streams) if family.streams else 0
+    frame = FRAME + (inputs and inputs + hidden) if family.framed else 0
     # Of all streams: those of the embedding, of the layer's input and as it predicts them.
-    beside = keys + inputs + (3 * streams + 4) * hidden * bool(streams) + streams**2
-    beside += family.more_hidden * hidden
-    if family.framed:
-        beside += FRAME + (inputs and inputs + hidden)
+    of_streams = (3 * streams + 4) * hidden * bool(streams) + streams**2
+    beside = keys + inputs + of_streams + family.more_hidden * hidden + frame
     # All of them corrected, with the change of each. The inputs of layers are made before them, and
     # normalized in float32.
     return beside, max((2 * streams + 2) * hidden * bool(streams), 6 * inputs + hidden - beside)

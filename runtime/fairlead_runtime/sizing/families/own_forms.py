@@ -24,9 +24,9 @@ def _of_dbrx(family: Family, settings: Settings) -> Meant:
         "moe_num_experts": "num_local_experts",
         "moe_top_k": "num_experts_per_tok",
     }
-    own = {key: settings[key] for key in settings.keys() - {*names.values(), *more.values()}}
+    rest = {key: settings[key] for key in settings.keys() - {*names.values(), *more.values()}}
     named = _renamed(attention, names, "attn_config") | _renamed(experts, more, "ffn_config")
-    return family, own | named
+    return family, rest | named
 
 
 def _renamed(part: object, names: Mapping[str, str], field: str) -> dict[str, Any]:
@@ -49,8 +49,8 @@ def _of_jetmoe(family: Family, settings: Settings) -> Meant:
         for key in ("num_key_value_heads", "num_experts_per_tok")
     )
     counts = all(isinstance(x, int) and 0 < x < 1 << 14 for x in (heads, chosen))
-    every = heads * chosen if counts else heads
-    return family, {**settings, "num_attention_heads": every, "num_key_value_heads": every}
+    total = heads * chosen if counts else heads
+    return family, {**settings, "num_attention_heads": total, "num_key_value_heads": total}
 
 
 def _of_laguna(family: Family, settings: Settings) -> Meant:
@@ -79,12 +79,12 @@ def _of_minimax_m3(family: Family, settings: Settings) -> Meant:
 def _of_moshi(family: Family, settings: Settings) -> Meant:
     """Its first matrix gives both halves of the MLP."""
     both = settings.get("ffn_dim", family.defaults["intermediate_size"] * 2)
-    whole = isinstance(both, int) and both % 2 == 0
+    even = isinstance(both, int) and both % 2 == 0
     audio = settings.get("audio_encoder_config")
     count = audio.get("num_quantizers", 32) if isinstance(audio, Mapping) else 32
     return family, {
         **settings,
-        "ffn_dim": both // 2 if whole else {"ffn_dim": both},
+        "ffn_dim": both // 2 if even else {"ffn_dim": both},
         "audio_encoder_config.num_quantizers": count,
     }
 

@@ -13,14 +13,14 @@ class Rotary:
     """What one class reads. ``by_type``: settings stand under the names of types of layers; "each":
     that of each type, "raw": the same as they stand, with all that each needs, or ``rope_scaling``
     in their place, "added": ``rope_scaling`` is added to those of full attention, "both": to those
-    of either type, "never": its class has no tables for them, "": the names mean nothing. ``made``:
-    of "raw", its class has some where nothing says any, and adds nothing to those that are said;
-    ``nulls``: a type may have none. ``theta``: the model's setting, "" for none. ``share``: what of
-    a head is rotated where nothing says it, ``share_name`` the setting that does, "" for none,
-    ``width_name`` one that says its elements; ``needs_share``: null is none. ``reads_share``:
-    unscaled embeddings have a share, which must be all of it where its layers rotate ``whole``
-    heads. ``strict``: its class checks what others take. ``scaled``: they are scaled where nothing
-    says it.
+    of either type, "never": its class has no tables for them, "": the names mean nothing.
+    ``defaults``: of "raw", its class has some where nothing says any, and adds nothing to those
+    that are said; ``nulls``: a type may have none. ``theta``: the model's setting, "" for none.
+    ``share``: what of a head is rotated where nothing says it, ``share_name`` the setting that
+    does, "" for none, ``width_name`` one that says its elements; ``needs_share``: null is none.
+    ``reads_share``: unscaled embeddings have a share, which must be all of it where its layers
+    rotate ``whole_heads``. ``strict``: its class checks what others take. ``scaled``: they are
+    scaled where nothing says it.
     """
 
     by_type: str = ""
@@ -31,9 +31,9 @@ class Rotary:
     reads_share: bool = False
     strict: bool = False
     scaled: bool = False
-    made: bool = True
+    defaults: bool = True
     nulls: bool = False
-    whole: bool = False
+    whole_heads: bool = False
     width_name: str = ""
     needs_share: bool = False
 
@@ -55,8 +55,8 @@ ROTARIES: Mapping[str, Rotary] = {
     **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), _RAW),
     **dict.fromkeys(("laguna", "mimo_v2_flash"), replace(_RAW, reads_share=True)),
     "beam": replace(_RAW, nulls=True),
-    "mellum": replace(_RAW, reads_share=True, whole=True),
-    "cohere_compass_text": replace(_RAW, made=False, nulls=True),
+    "mellum": replace(_RAW, reads_share=True, whole_heads=True),
+    "cohere_compass_text": replace(_RAW, defaults=False, nulls=True),
     **dict.fromkeys(
         ("gemma3_text", "gemma3n_text"), replace(_ADDED, sliding_theta="rope_local_base_freq")
     ),
