@@ -15,7 +15,7 @@ from fairlead_kernels.cpu.cpu_states import CpuStates
 from fairlead_kernels.interface.not_available import NotAvailableError
 from fairlead_kernels.interface.states import StateRows
 from fairlead_kernels.plain.torch_attention import TorchAttention
-from fairlead_runtime.device.conversion.pack_states import PackedStates, pack_states
+from fairlead_runtime.device.conversion.pack_states import PackedStates, _prove, pack_states
 from fairlead_runtime.device.model.state_layers import StateMixer
 from fairlead_runtime.device.proof import selftest
 from fairlead_runtime.models import loading
@@ -101,10 +101,19 @@ def test_a_mixer_that_no_operation_takes_keeps_its_way(
     check_logits(model, seed=0, generated=True)
 
 
-def test_of_mixers_that_are_alike_one_is_proven(states: CpuStates) -> None:
+def test_of_mixers_that_are_alike_one_is_proven(
+    states: CpuStates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proofs: list[StateMixer] = []
+
+    def counted(mixer: StateMixer, *arguments: Any) -> None:
+        proofs.append(mixer)
+        _prove(mixer, *arguments)
+
+    monkeypatch.setattr("fairlead_runtime.device.conversion.pack_states._prove", counted)
     model = paged("qwen3_5_text")
     found = pack_states(model, states)
-    assert (found.packed, found.proven) == (3, 1)
+    assert (found.packed, found.proven) == (3, len(proofs)) == (3, 1)
     assert str(found) == ", states in C++ in 3/3 layers, proven in 1 of those that are alike"
     check_logits(model, seed=0, generated=True)
 

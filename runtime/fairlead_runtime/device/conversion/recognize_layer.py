@@ -342,10 +342,10 @@ def matrix_of(call: ModuleCall, x: Tensor) -> Matrix | None:
 
 def _is_linear(module: nn.Module) -> bool:
     """Whether a module is torch's linear layer, or ours, and nothing changes what it gives."""
-    # torch has no public names for them.
-    hooks = module._forward_hooks, module._forward_pre_hooks  # noqa: SLF001
+    after = module._forward_hooks  # noqa: SLF001 - torch has no public name for it
+    before = module._forward_pre_hooks  # noqa: SLF001 - nor for this
     plain = type(module) in (nn.Linear, QuantizedLinear) and "forward" not in vars(module)
-    return plain and not any(hooks)
+    return plain and not (before or after)
 
 
 def _product(weight: Tensor | Quantized, bias: Tensor | None, x: Tensor) -> Tensor:
