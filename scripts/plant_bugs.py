@@ -156,8 +156,8 @@ BUGS = (
     Bug(
         "partial blocks are registered",
         "fairlead_runtime.cache.paged:PagedCache.finish_forward",
-        "full = computed // self.block_size\n        if self.sharing",
-        "full = self.blocks(computed)\n        if self.sharing",
+        "full = min(computed, self._shared_end(sequence)) // self.block_size",
+        "full = self.blocks(min(computed, self._shared_end(sequence)))",
     ),
     Bug(
         "a fork copies another block as its tail",

@@ -25,7 +25,7 @@ BUGS = (
         "rows of a profile read what others of them write",
         "fairlead_runtime.device.warmup.profiling:_states_of",
         "continue_, source, source + 1)",
-        "continue_, source + 1, source + 1)",
+        "continue_, source, source)",
         ("unit/device/test_profiling.py",),
     ),
     PackageBug(

@@ -159,7 +159,8 @@ class PagedCache:
             return Hit(0, [[] for _ in self.groups], self.pool.version)
         # Extending the hash chain here does not change a decision: the hashes of tokens never
         # change. The last token is left out: its keys are written only when the next is predicted.
-        until = min(len(sequence.tokens) - 1, self._shared_end(sequence))
+        until = len(sequence.tokens) - 1
+        until = min(until, self._shared_end(sequence))
         last, pool = self._hits.get(sequence.id), self.pool
         if last is not None and last.version == pool.version:
             return last
