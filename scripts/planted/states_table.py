@@ -64,6 +64,20 @@ BUGS = (
         _ORDER,
     ),
     PackageBug(
+        "sums over rows pass as moves where the order is fixed",
+        f"{_MODEL}.fixed_order:FixedOrder.__torch_dispatch__",
+        "args[3:] == (True,)",
+        "False",
+        _ORDER,
+    ),
+    PackageBug(
+        "a tensor without dimensions widens the type of others",
+        f"{_MODEL}.fixed_order:_in_vectors",
+        " or tensors_at",
+        " and tensors_at",
+        _ORDER,
+    ),
+    PackageBug(
         "functions of single elements are torch's whole ones",
         f"{_MODEL}.fixed_order:FixedOrder.__torch_dispatch__",
         "return _in_vectors(func, name, args, named)",

@@ -94,6 +94,10 @@ def test_a_piece_is_what_one_thread_computes_in_whole_vectors() -> None:
         (lambda x: x.sum(), "sum over another dimension than the last"),
         (lambda x: x.view(1, 1, -1).repeat(1, 1, 3).mean(-1), "mean of 37149 elements"),
         (lambda x: x.cumsum(1), "aten::cumsum"),
+        (
+            lambda x: x[0].index_put_((torch.zeros(1).long(),), x[0, :1], accumulate=True),
+            "aten::index_put_ that adds up",
+        ),
         (lambda x: F.conv1d(x, WEIGHT[:1, None, :1].expand(61, 61, 1)), "aten::convolution"),
         (
             lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None]),
@@ -107,3 +111,16 @@ def test_what_may_have_another_order_is_refused_by_name(
     x = torch.randn(1, ROWS, WIDTH)
     with torch.inference_mode(), FixedOrder([WEIGHT]), pytest.raises(OtherOrderError, match=name):
         compute(x)
+
+
+def test_a_tensor_without_dimensions_does_not_change_the_type_of_others() -> None:
+    x = torch.linspace(0.1, 3.0, 37).bfloat16()
+    with torch.inference_mode():
+        power = torch.tensor(1.5)
+        want = torch.pow(x, power)
+        with FixedOrder([]):
+            out = torch.pow(x, power)
+            alone = torch.pow(power, power)
+    assert out.dtype == want.dtype == torch.bfloat16
+    assert torch.equal(out, want)
+    assert alone.shape == ()

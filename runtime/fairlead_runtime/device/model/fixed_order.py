@@ -75,6 +75,8 @@ class FixedOrder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch d
         base = name.removesuffix("_") if name not in _MOVES else name
         if func.namespace != "aten":
             raise OtherOrderError(f"{func.namespace}::{name}")
+        if name == "index_put_" and (named.get("accumulate") or args[3:] == (True,)):
+            raise OtherOrderError("aten::index_put_ that adds up")
         if func.is_view or base in _MOVES:
             return func(*args, **named)
         exact = base in _EXACT or (name == "pow" and isinstance(args[1], int) and args[1] == 2)
@@ -149,7 +151,9 @@ def _sum(func: Any, name: str, args: tuple[Any, ...], named: dict[str, Any]) -> 
 
 def _in_vectors(func: Any, name: str, args: tuple[Any, ...], named: dict[str, Any]) -> Tensor:
     """A function of single elements, a piece of whole vectors after the other."""
-    places = [i for i, x in enumerate(args) if isinstance(x, Tensor)]
+    tensors_at = [i for i, x in enumerate(args) if isinstance(x, Tensor)]
+    # A tensor without dimensions does not widen the type of others: it stays one.
+    places = [i for i in tensors_at if args[i].dim()] or tensors_at
     if any(isinstance(x, Tensor) for x in named.values()):
         raise OtherOrderError(f"aten::{name} of several tensors by name")
     tensors = (args[i] for i in places)
