@@ -457,6 +457,13 @@ BUGS = (
         _PACKED,
     ),
     PackageBug(
+        "mixers with other functions are taken for alike",
+        f"{_PROOF}:_kind",
+        "else id(value)",
+        "else type(value).__qualname__",
+        _PACKED,
+    ),
+    PackageBug(
         "each mixer is proven though it is like another",
         f"{_PROOF}:pack_states",
         "if kind not in proven:",

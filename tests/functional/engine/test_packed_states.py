@@ -118,13 +118,17 @@ def test_of_mixers_that_are_alike_one_is_proven(
     check_logits(model, seed=0, generated=True)
 
 
+@pytest.mark.parametrize("setting", [2e-6, max])
 def test_a_mixer_that_differs_in_a_setting_is_proven_by_itself(
-    states: CpuStates, monkeypatch: pytest.MonkeyPatch
+    states: CpuStates, monkeypatch: pytest.MonkeyPatch, setting: object
 ) -> None:
     right = CpuStates.gated_delta_rule
     model = paged("qwen3_5_text")
-    last = [*model.mixers.values()][-1].module
-    last.layer_norm_epsilon *= 2  # of which nothing follows here
+    modules = [mixer.module for mixer in model.mixers.values()]
+    last = modules[-1]
+    for module in modules:  # of which nothing follows here
+        module.setting = 1e-6 if isinstance(setting, float) else min
+    last.setting = setting
 
     def wrong(self: CpuStates, *arguments: Any, **settings: Any) -> Tensor:
         out: Tensor = right(self, *arguments, **settings)

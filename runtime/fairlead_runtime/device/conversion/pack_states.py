@@ -85,14 +85,17 @@ def pack_states(model: PagedModel, operations: StateOperations | None) -> Packed
 
 
 def _kind(mixer: nn.Module) -> object:
-    """What mixers that differ in nothing but their weights and their place have in common."""
+    """What mixers that differ in nothing but their weights and their place have in common. Functions
+    and other objects must be the same, but for a mixer's own ``forward``, which runs its states.
+    """
 
-    def settings(module: nn.Module) -> tuple[tuple[str, str], ...]:
+    def settings(module: nn.Module) -> tuple[tuple[str, str | int], ...]:
         plain = (bool, int, float, str, tuple, list, type(None))
         return tuple(
-            (name, repr(value) if isinstance(value, plain) else type(value).__qualname__)
+            (name, repr(value) if isinstance(value, plain) else id(value))
             for name, value in sorted(vars(module).items())
             if name != "layer_idx" and not name.startswith("_")
+            if name != "forward" or module is not mixer
         )
 
     return tuple(
