@@ -5,6 +5,7 @@ is read. Downloads nothing and runs no forward pass; ``device`` sets the attenti
 """
 
 import errno
+import functools
 import logging
 import math
 import time
@@ -153,6 +154,7 @@ def load(
         tokenizer = load_tokenizer(folder) if tokenizer is None else tokenizer
         facts = text_facts(tokenizer)
 
+    @functools.cache
     def read_tokenizer() -> PreTrainedTokenizerBase:
         return load_tokenizer(folder) if tokenizer is None else tokenizer
 
