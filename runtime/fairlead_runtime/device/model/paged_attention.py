@@ -195,8 +195,8 @@ class GroupedPass(CachedPass):
 
 class PagedPass(GroupedPass):
     """The step of a batch on the host, which is planned here. ``stands_for``: tokens of the larger
-    step whose memory is measured by this one; ``measures``: nothing else is wanted of it, so of
-    layers that have their buffers in common the first one runs.
+    step whose memory is measured by this one; ``measures``: only its memory counts, so of layers
+    that have their buffers in common the first one runs.
     """
 
     def __init__(

@@ -262,14 +262,13 @@ def prepare_and_test(
         _check_fused(loaded, quantized, fusion)
         report("self_test")
         fp8, length = quantized == "fp8", loaded.max_model_len
-        if not deterministic:
-            result = _check(model, choice, reference, length, fp8=fp8)
-        else:
+        if deterministic:
             determinism.check(model, fusion)
-            with determinism.refusing(model):
-                result = _check(model, choice, reference, length, fp8=fp8)
+        with determinism.refusing(model):
+            result = _check(model, choice, reference, length, fp8=fp8)
+            if deterministic:
                 canary = determinism.canary(model, choice.attention, length)
-            result = replace(result, canary=canary)
+                result = replace(result, canary=canary)
         return ServedModel(model, choice, fusion), result
 
 
@@ -564,8 +563,8 @@ def _fused(
     kinds, (int4_product, int4_reason) = model.kinds, products
     repack = None if int4_product is None else int4_product.repack
     states = pack_states(model, choice.states)
-    packs = bool(settings.get("deterministic"))
-    fusion = fuse(model, choice.operations, ranks, repack, report, every_product=packs)
+    deterministic = bool(settings.get("deterministic"))
+    fusion = fuse(model, choice.operations, ranks, repack, report, every_product=deterministic)
     fusion = replace(fusion, states=states)
     if model.kinds != kinds:  # the operations are those that fused layers have
         choice = replace(_pick(model, kernels, **settings), operations=choice.operations)
