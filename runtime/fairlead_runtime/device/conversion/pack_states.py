@@ -85,8 +85,8 @@ def pack_states(model: PagedModel, operations: StateOperations | None) -> Packed
 
 
 def _kind(mixer: nn.Module) -> object:
-    """What mixers that differ in nothing but their weights and their place have in common. Functions
-    and other objects must be the same, but for a mixer's own ``forward``, which runs its states.
+    """What mixers have in common that differ in their weights and their place alone. Functions and
+    other objects must be the same, but for a mixer's own ``forward``, which runs its states.
     """
 
     def settings(module: nn.Module) -> tuple[tuple[str, str | int], ...]:
