@@ -4797,6 +4797,13 @@ BUGS = (
         ("unit/device/test_replacement.py",),
     ),
     PackageBug(
+        "a mixer's matrix of a number for each head is left to torch",
+        "fairlead_runtime.device.conversion.packed_linears:pack_products",
+        "PANEL // 2 if module in mixers else PANEL",
+        "PANEL",
+        PRODUCT_TESTS,
+    ),
+    PackageBug(
         "an MLP in one call is not compared with its matrices",
         "fairlead_runtime.device.conversion.packed_blocks:replacements",
         "if _gives_the_same(mlp, structure.activation, calls[module].input, operations):",

@@ -267,6 +267,22 @@ def test_norms_mlps_and_products_of_one_input_are_one_call_each() -> None:
     assert selftest.check(model, attention, expected).delta < 1e-4
 
 
+def test_a_mixers_matrix_of_half_a_panel_of_rows_is_packed_too() -> None:
+    model = paged("qwen3_5_text", hidden_size=128, linear_num_value_heads=16)
+    attention, operations = kernels_of(model)
+    expected = selftest.Expected.of(model, 512)
+    narrow = [x for name, x in large(model).items() if name.endswith(("in_proj_a", "in_proj_b"))]
+    assert len(narrow) == 2 * len(model.mixers)
+    assert all(len(x.weight) == 16 for x in narrow)  # type: ignore[arg-type]
+    count, size = len(large(model)), model.weight_bytes
+    fused = fuse(model, operations)
+    assert fused.products.matrices == count - 1
+    # One product for all that a mixer's input is multiplied by, one for its result.
+    assert all(x.forward.__qualname__.startswith("_Together") for x in narrow)
+    assert model.weight_bytes - size <= 4 * 128 * (31 + 2 * 31 * len(model.mixers))
+    assert selftest.check(model, attention, expected).delta < 1e-4
+
+
 @pytest.mark.parametrize("kind", ["mlp", "norm"])
 def test_a_block_that_does_more_stays_as_it_is(kind: str) -> None:
     model = paged("olmo2")

@@ -139,6 +139,8 @@ def pack_products(
     rounding = operations.int8_rounding if quantized else 0.0
     noise = None if half else recognize_ends.noise(model, [], step, expected, rounding)
     products: list[_Product] = []
+    # Of mixers the plan counts the rows that fill a panel, also of a number for each head.
+    mixers = {part for mixer in model.mixers.values() for part in mixer.module.modules()}
     for module, call in calls.items():
         if not call.input.is_floating_point() or not _has_matrix(module):
             continue
@@ -150,7 +152,8 @@ def pack_products(
         shares = max(owners[id(parameter)] for parameter in module.parameters(recurse=False))
         try:
             if shares == 1:
-                product = _packed(call, operations, dtype, widens=module is head)
+                least = PANEL // 2 if module in mixers else PANEL
+                product = _packed(call, operations, dtype, widens=module is head, least=least)
             elif shares == 2 and module is head and embedding in calls:
                 product = _packed(call, operations, dtype, calls[embedding], widens=True)
             else:
@@ -221,9 +224,11 @@ def _packed(
     embedded: ModuleCall | None = None,
     *,
     widens: bool,
+    least: int = PANEL,
 ) -> _Product:
     """The module's product, and the embedding's rows where ``embedded`` is the call of one that
-    shares its matrix, proven on these calls. Raises DoesNotFitError.
+    shares its matrix, proven on these calls. Raises DoesNotFitError, also for fewer rows than
+    ``least``.
     """
     module = call.module
     parameters = dict(module.named_parameters(recurse=False))
@@ -238,7 +243,7 @@ def _packed(
         stored, factor, transposed, rounding = matrix.stored, 1.0, False, 0.0
         if isinstance(stored, Quantized):
             rounding = operations.int8_rounding
-        elif len(stored) < PANEL:
+        elif len(stored) < least:
             raise DoesNotFitError("most of its packed rows would be padding")
         else:
             transposed = stored.stride() != parameter.stride()
