@@ -35,7 +35,7 @@ class CpuProducts:
         first = self.parts[0].weight
         if any(not alike(first, part.weight) for part in self.parts):
             raise ValueError("parts: matrices of several widths or types")
-        structs = [weight_struct(part.weight, part.bias, "bias") for part in self.parts]
+        structs = [_struct(part) for part in self.parts]
         self._structs = (WeightStruct * len(structs))(*structs)
         self._rows = [part.weight.rows for part in self.parts]
         self._columns = first.columns
@@ -81,9 +81,8 @@ class CpuMlp:
         self.gate, self.up, self.down = gate, up, down
         self._library = library
         self._activation = ACTIVATIONS[activation]
-        self._gate, self._up, self._down = (
-            None if x is None else weight_struct(x.weight, x.bias, "bias") for x in (gate, up, down)
-        )
+        self._gate = None if gate is None else _struct(gate)
+        self._up, self._down = _struct(up), _struct(down)
         self._digits = [digits_bytes(library, x.weight) for x in (up, down)]
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -107,6 +106,10 @@ class CpuMlp:
             torch.get_num_threads(),
         )
         return out
+
+
+def _struct(part: BiasedWeight) -> WeightStruct:
+    return weight_struct(part.weight, part.bias, "bias")
 
 
 def alike(one: Packed, other: Packed) -> bool:

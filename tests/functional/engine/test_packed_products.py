@@ -287,7 +287,7 @@ def test_a_mixers_matrix_of_half_a_panel_of_rows_is_packed_too() -> None:
 def test_a_block_that_does_more_stays_as_it_is(kind: str) -> None:
     model = paged("olmo2")
     attention, operations = kernels_of(model)
-    layer = model.model.model.layers[1]  # type: ignore[index,union-attr]
+    layer = model.model.model.layers[1]
     changed: Any = layer.mlp if kind == "mlp" else layer.post_attention_layernorm
     changed.register_forward_hook(lambda _m, _i, out: out + out.sin())
     expected = selftest.Expected.of(model, 512)
@@ -315,7 +315,7 @@ def test_a_block_that_gives_other_results_stays_as_it_is(monkeypatch: pytest.Mon
 def test_blocks_go_when_the_model_gives_other_logits_with_them() -> None:
     model = paged("olmo2")
     attention, operations = kernels_of(model)
-    layer: Any = model.model.model.layers[1]  # type: ignore[index,union-attr]
+    layer: Any = model.model.model.layers[1]
     forward = layer.self_attn.forward
     layer.self_attn.forward = lambda *x, **settings: (
         forward(*x, **settings)[0] + 0 * layer.mlp.up_proj.weight[0, 0],
