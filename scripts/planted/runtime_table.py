@@ -617,7 +617,7 @@ BUGS = (
     PackageBug(
         "a small matrix is packed with more rows of padding than of its own",
         "fairlead_runtime.device.conversion.packed_linears:_packed",
-        "elif len(stored) < PANEL:",
+        "elif len(stored) < least:",
         "elif False:",
         SHARED_KEYS,
     ),

@@ -1,6 +1,7 @@
 """Matrices of a model's own code on packed weights: which are, what they give, and what is not."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -296,6 +297,15 @@ def test_a_block_that_does_more_stays_as_it_is(kind: str) -> None:
     assert fused.products.blocks == 6 * len(model.windows) + (1 if kind == "mlp" else 0)
     assert "forward" not in vars(changed)
     assert selftest.check(model, attention, expected).delta < 1e-4
+
+
+def test_a_module_with_a_forward_pass_of_its_own_keeps_it() -> None:
+    model = paged("olmo2")
+    _, operations = kernels_of(model)
+    mlp: Any = model.model.model.layers[1].mlp
+    own = mlp.forward = partial(mlp.forward)
+    fuse(model, operations)
+    assert vars(mlp)["forward"] is own
 
 
 def test_a_block_that_gives_other_results_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
