@@ -337,7 +337,10 @@ ON_SHAPES = (Part(ON_EVERY_MODEL, FLOAT32), Part(IN_INT8, INT8))
 # By model: what runs on it, and the slots.
 PARTS: Mapping[str, tuple[Sequence[Part], int]] = {
     **dict.fromkeys(models.SHAPES, (ON_SHAPES, SLOTS)),
-    **dict.fromkeys(models.STATES, ((Part(ON_STATES, FLOAT32), Part(IN_BFLOAT16, BFLOAT16)), 32)),
+    **dict.fromkeys(
+        models.STATES_BESIDE_PEERS,
+        ((Part(ON_STATES, FLOAT32), Part(IN_BFLOAT16, BFLOAT16)), 32),
+    ),
     models.GPT2: ([Part(ON_GPT2, FLOAT32)], TUTORIAL_SLOTS),
     models.SMOLLM2: ([Part(ON_REAL_WEIGHTS, REAL)], SLOTS),
 }

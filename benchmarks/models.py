@@ -32,21 +32,23 @@ SHAPES: dict[str, dict[str, int]] = {
         "vocab_size": 151936,
     },
 }
-# Layers that keep a state, and one with keys among four or fourteen.
+# Layers that keep a state, and some with keys. The first two are beside other engines
+# (``cpu_peers.py``), the others alone (``state_steps.py``): Qwen3.5's is its smallest but for the
+# vocabulary, Nemotron-H's layers are half MLPs.
+_QWEN3_5: dict[str, Any] = {
+    "model_type": "qwen3_5_text",
+    "hidden_size": 1024,
+    "intermediate_size": 3584,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
 STATES: dict[str, dict[str, Any]] = {
-    "Qwen3.5, 0.5 B": {
-        "model_type": "qwen3_5_text",
-        "hidden_size": 1024,
-        "intermediate_size": 3584,
-        "num_hidden_layers": 20,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "head_dim": 256,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 16,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-    },
+    "Qwen3.5, 0.5 B": _QWEN3_5 | {"num_hidden_layers": 20},
     "Nemotron-H, 0.5 B": {
         "model_type": "nemotron_h",
         "hidden_size": 1024,
@@ -61,9 +63,35 @@ STATES: dict[str, dict[str, Any]] = {
         "ssm_state_size": 128,
         "n_groups": 8,
     },
+    "Qwen3.5, 24 layers": _QWEN3_5 | {"num_hidden_layers": 24},
+    "Nemotron-H, wide": {
+        "model_type": "nemotron_h",
+        "hidden_size": 1536,
+        "intermediate_size": 6144,
+        "layers_block_type": [*["linear_attention", "mlp"] * 5, "full_attention", "mlp"] * 2,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "mamba_num_heads": 48,
+        "n_groups": 8,
+    },
 }
+STATES_ALONE = {"qwen3_5_text": "Qwen3.5, 24 layers", "nemotron_h": "Nemotron-H, wide"}
+STATES_BESIDE_PEERS = tuple(name for name in STATES if name not in STATES_ALONE.values())
 GPT2 = "GPT-2"  # at full size: 124 million parameters
 SMOLLM2 = "SmolLM2"  # 135 million parameters that somebody trained
+
+
+def with_states(family: str, layers: int) -> dict[str, Any]:
+    """The settings of a family's shape of ``STATES_ALONE``, of the first of its layers, in a
+    configuration of transformers.
+    """
+    limits = {"vocab_size": VOCABULARY, "tie_word_embeddings": True, "pad_token_id": 0}
+    shape = limits | STATES[STATES_ALONE[family]]
+    del shape["model_type"]
+    if "layers_block_type" in shape:
+        return shape | {"layers_block_type": shape["layers_block_type"][:layers]}
+    return shape | {"num_hidden_layers": min(layers, shape["num_hidden_layers"])}
 
 
 class Size(NamedTuple):

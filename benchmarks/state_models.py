@@ -23,7 +23,6 @@ from typing import Any
 
 from benchmarks import models
 from benchmarks.cpu_engine import Request
-from benchmarks.state_steps import SHAPES, shape_of
 from benchmarks.turns import OURS, Terms, take_turns
 
 ROOT = Path(__file__).parents[1]
@@ -40,7 +39,7 @@ def save(family: str, folder: Path, layers: int) -> float:
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig
 
     torch.manual_seed(0)
-    settings = shape_of(family, layers) | {"bos_token_id": None, "eos_token_id": None}
+    settings = models.with_states(family, layers) | {"bos_token_id": None, "eos_token_id": None}
     factory: Any = AutoModelForCausalLM  # transformers' classes are untyped
     model = factory.from_config(CONFIG_MAPPING[family](**settings))
     model.generation_config = GenerationConfig(do_sample=False)
@@ -126,7 +125,7 @@ def compare(engines: dict[str, Engine], rounds: int, requests: int, part: int) -
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("family", choices=tuple(SHAPES))
+    parser.add_argument("family", choices=tuple(models.STATES_ALONE))
     parser.add_argument("--layers", type=int, default=24, help="the first of the model's, instead")
     parser.add_argument("--before", type=Path, help="a checkout of an earlier version, built")
     parser.add_argument("--rounds", type=int, default=2)

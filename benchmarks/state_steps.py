@@ -5,7 +5,7 @@ C++ and in torch, are compared instead, the operations on states being in C++ in
 Times are those that one thread computes, so that what else the machine does counts little: the
 least of all turns. A context is only counted, not computed: what its cache holds changes no time.
 
-    python benchmarks/state_steps.py [--family nemotron_h] [--dtype bfloat16] [--turns 5]
+    python -m benchmarks.state_steps [--family nemotron_h] [--dtype bfloat16] [--turns 5]
         [--products [--int8]]
 
 ``--products`` packs bfloat16 weights on every processor; ``ONEDNN_MAX_CPU_ISA=AVX512_CORE_VNNI``
@@ -15,9 +15,9 @@ makes torch's products those of one that does not multiply bfloat16.
 import argparse
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
+from benchmarks.models import STATES_ALONE, with_states
 from transformers import CONFIG_MAPPING
 
 from fairlead_kernels.cpu import cpu_operations, library
@@ -33,46 +33,6 @@ from fairlead_runtime.device.model.state_layers import StateMixer, StateStep
 from fairlead_runtime.models import families, text_model
 from fairlead_runtime.request.sequence import Request, SamplingParams, Sequence
 from fairlead_runtime.scheduling.plan import Row
-
-# About 0.5 B parameters each. Qwen3.5's is its smallest but for the vocabulary; Nemotron-H's layers
-# are half MLPs.
-_COMMON: dict[str, Any] = {"vocab_size": 49152, "tie_word_embeddings": True, "pad_token_id": 0}
-SHAPES: dict[str, dict[str, Any]] = {
-    "qwen3_5_text": {
-        **_COMMON,
-        "hidden_size": 1024,
-        "intermediate_size": 3584,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "head_dim": 256,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 16,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-    },
-    "nemotron_h": {
-        **_COMMON,
-        "hidden_size": 1536,
-        "layers_block_type": [*["linear_attention", "mlp"] * 5, "full_attention", "mlp"] * 2,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "intermediate_size": 6144,
-        "mamba_num_heads": 48,
-        "n_groups": 8,
-    },
-}
-
-
-def shape_of(family: str, layers: int) -> dict[str, Any]:
-    """Of the first of its layers."""
-    shape = dict(SHAPES[family])
-    if "layers_block_type" in shape:
-        shape["layers_block_type"] = shape["layers_block_type"][:layers]
-        return shape
-    return shape | {"num_hidden_layers": min(layers, shape["num_hidden_layers"])}
-
 
 BLOCK, UNITS = 256, 400
 
@@ -137,7 +97,7 @@ def timed(run: Callable[[], object]) -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Steps of a model whose layers keep states.")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--family", choices=tuple(SHAPES), default="qwen3_5_text")
+    parser.add_argument("--family", choices=tuple(STATES_ALONE), default="qwen3_5_text")
     parser.add_argument("--layers", type=int, default=24, help="the first of its layers")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--products", action="store_true", help="compare products")
@@ -148,7 +108,7 @@ def main() -> None:
 
     def prepared(*, products: bool) -> Steps:
         torch.manual_seed(0)
-        config = CONFIG_MAPPING[options.family](**shape_of(options.family, options.layers))
+        config = CONFIG_MAPPING[options.family](**with_states(options.family, options.layers))
         plain = text_model.class_of(config)._from_config(  # noqa: SLF001 - transformers' only way
             config, dtype=getattr(torch, options.dtype), attn_implementation="eager"
         )

@@ -34,9 +34,52 @@ ON_TRITON = ("unit/kernels/test_triton_attention.py",)
 ON_EXPERTS = ("unit/kernels/test_experts.py",)
 ON_HUMMING = ("unit/kernels/test_humming_products.py",)
 ON_CUTS = ("unit/kernels/test_triton_cuts.py",)
+MLP_H, ON_PRODUCTS = f"{KERNELS}/csrc/mlp.h", ("unit/kernels/test_cpu_products.py",)
 ON_COMPARISON = ("unit/kernels/test_comparison.py",)
 
 BUGS = (
+    PackageBug(
+        "the gate's bias is added to both halves of an MLP",
+        MLP_H,
+        "up.bias, first, width);",
+        "gate.bias, first, width);",
+        ON_PRODUCTS,
+    ),
+    PackageBug(
+        "an MLP in one call knows no activation but SiLU",
+        f"{KERNELS}/csrc/mlp.cpp",
+        "share_gated(team, *gate, *up, activation, in",
+        "share_gated(team, *gate, *up, SILU, in",
+        ON_PRODUCTS,
+    ),
+    PackageBug(
+        "of products of one input all are those of the first matrix",
+        f"{KERNELS}/csrc/linear.h",
+        "multiply_panel(weight, panel, in, row, some, tile, panel + 1",
+        "multiply_panel(weights[0], panel % weights[0].panels(), in, row, some, tile, panel + 1",
+        ON_PRODUCTS,
+    ),
+    PackageBug(
+        "the panels of a product are stored the other way round",
+        f"{KERNELS}/csrc/linear.h",
+        "finish(place, panel, row, some, tile);",
+        "finish(place, weight.panels() - 1 - panel, row, some, tile);",
+        ON_PRODUCTS,
+    ),
+    PackageBug(
+        "the second half of a gated matrix begins in its first",
+        f"{KERNELS}/csrc/linear.h",
+        "part.data = static_cast<const char*>(data) + first * numbers * size;",
+        "part.data = static_cast<const char*>(data) + first * numbers;",
+        C_LAYERS,
+    ),
+    PackageBug(
+        "an MLP is made of a gate and of another half that are not alike",
+        "fairlead_kernels.cpu.cpu_products:CpuMlp.__init__",
+        "alike(gate.weight, up.weight) and gate.weight.rows == up.weight.rows",
+        "gate.weight.rows == up.weight.rows",
+        ON_PRODUCTS,
+    ),
     PackageBug(
         "plain torch takes every layer's heads to be the widest layer's",
         "fairlead_kernels.plain.torch_attention:TorchAttention._run_decodes",
@@ -564,9 +607,9 @@ BUGS = (
     ),
     PackageBug(
         "the gate of a multi-layer step is multiplied with itself",
-        LAYERS_C,
-        "multiply_panel(weight, panels + panel, step",
-        "multiply_panel(weight, panel, step",
+        MLP_H,
+        "multiply_panel(up, panel, in",
+        "multiply_panel(gate, panel, in",
         C_LAYERS,
     ),
     PackageBug(
@@ -599,9 +642,9 @@ BUGS = (
     ),
     PackageBug(
         "an MLP without a gate activates only the first rows of a panel's results",
-        LAYERS_C,
-        "float* y = step.gated + (row + i) * weight.rows + first;",
-        "float* y = step.gated + i * weight.rows + first;",
+        MLP_H,
+        "float* y = gated + (row + i) * up.rows + first;",
+        "float* y = gated + i * up.rows + first;",
         C_LAYERS,
     ),
     PackageBug(

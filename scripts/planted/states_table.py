@@ -375,8 +375,36 @@ BUGS = (
     PackageBug(
         "the last row of an odd head is left out of what a state knows",
         _DELTA_C,
-        "kept[0][n] += load(state + row * stride + n * W) * k[row];",
-        "kept[0][n] += load(state + row * stride + n * W) * k[0];",
+        "kept[0][n] += load(from + row * stride + n * W) * k[row];",
+        "kept[0][n] += load(from + row * stride + n * W) * k[0];",
+        _KERNELS,
+    ),
+    PackageBug(
+        "a single token's state is written where it was read",
+        _DELTA_C,
+        "uint8_t* to = in_one_unit(place, target, head",
+        "uint8_t* to = in_one_unit(place, source, head",
+        _KERNELS,
+    ),
+    PackageBug(
+        "a single token's last columns are written over the first",
+        _DELTA_C,
+        "(from + column + at, to + column + at, d.value_dim",
+        "(from + column + at, to + at, d.value_dim",
+        _KERNELS,
+    ),
+    PackageBug(
+        "a sequence of one token that begins goes on from what lies in its units",
+        _DELTA_C,
+        " == 1 && !rows.begins[row];",
+        " == 1;",
+        _KERNELS,
+    ),
+    PackageBug(
+        "the state behind a chunk of a convolution has the last channel's inputs everywhere",
+        _CONVOLUTION_C,
+        "state[i * n + j] = newer[i];",
+        "state[i * n + j] = newer[count - 1];",
         _KERNELS,
     ),
     PackageBug(

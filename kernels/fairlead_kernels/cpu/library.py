@@ -274,6 +274,17 @@ _FUNCTIONS: dict[str, tuple[tuple[type, ...], type | None]] = {
     "pack_int8_fours": ((Pointer, Pointer, Long, Long, Long, Long, Int), None),
     "digits_bytes": ((Long,), Long),
     "linear": ((Pointer, Long, Pointer, ctypes.POINTER(WeightStruct), Pointer, Int), None),
+    "linears": (
+        (Pointer, Long, Pointer, ctypes.POINTER(WeightStruct), ctypes.POINTER(Pointer), Int, Int),
+        None,
+    ),
+    "mlp": (
+        (
+            *(Pointer, Long, Pointer, *(ctypes.POINTER(WeightStruct),) * 2, Int),
+            *(ctypes.POINTER(WeightStruct), Pointer, Pointer, Pointer, Int),
+        ),
+        None,
+    ),
     "angles": ((Pointer, Long, Pointer, Int, Float, Pointer, Pointer, Int), None),
     "embed": (
         (

@@ -47,6 +47,28 @@ FL_INLINE void store_some(float* p, Vec v, int64_t count) {
   }
 }
 
+// Calls `work` with the constant 1 to 4 that `taps` is, so that its loops over them become a few
+// instructions for many channels, or with `taps` itself.
+template <class Work>
+FL_INLINE void with_taps(int taps, Work work) {
+  if (taps == 1) return work(std::integral_constant<int, 1>());
+  if (taps == 2) return work(std::integral_constant<int, 2>());
+  if (taps == 3) return work(std::integral_constant<int, 3>());
+  if (taps == 4) return work(std::integral_constant<int, 4>());
+  work(taps);
+}
+
+// to [taps, BLOCK] = from [count, taps], the other way round.
+template <class T>
+void by_tap(const T* __restrict from, int64_t count, int taps, float* __restrict to) {
+  with_taps(taps, [&](auto constant) __attribute__((always_inline)) {
+    const int n = constant;
+    for (int64_t i = 0; i < count; i++) {
+      for (int j = 0; j < n; j++) to[j * BLOCK + i] = to_float(from[i * n + j]);
+    }
+  });
+}
+
 // One block of channels: `weights` [taps + 1, BLOCK] are those of each tap, then the bias.
 template <class T>
 struct Block {
@@ -61,12 +83,9 @@ struct Block {
     const T* weight = static_cast<const T*>(c.weight) + first * c.taps;
     const T* bias = static_cast<const T*>(c.bias);
     std::fill(weights, weights + (c.taps + 1) * BLOCK, 0.0f);
-    for (int64_t i = 0; i < count; i++) {
-      for (int tap = 0; tap < c.taps; tap++) {
-        weights[tap * BLOCK + i] = to_float(weight[i * c.taps + tap]);
-      }
-      if (bias != nullptr) weights[c.taps * BLOCK + i] = to_float(bias[first + i]);
-    }
+    by_tap(weight, count, c.taps, weights);
+    if (bias == nullptr) return;
+    for (int64_t i = 0; i < count; i++) weights[c.taps * BLOCK + i] = to_float(bias[first + i]);
   }
 
   void run(const StateRows& rows, const StatePlace& place, int64_t row) {
@@ -78,9 +97,7 @@ struct Block {
     std::fill(kept, kept + before * BLOCK, 0.0f);
     if (!rows.begins[row]) {
       read_state(place, rows.source + row * rows.units, at, nbytes, state);
-      for (int64_t i = 0; i < count; i++) {
-        for (int j = 0; j < before; j++) kept[j * BLOCK + i] = to_float(state[i * before + j]);
-      }
+      by_tap(state, count, before, kept);
     }
     for (int64_t t = 0; t < tokens; t++) {
       for (int v = 0; v < VECTORS && v * W < count; v++) {
@@ -97,17 +114,30 @@ struct Block {
         store_some(out + t * c.channels + at_channel, total, some);
       }
     }
-    for (int64_t i = 0; i < count; i++) {
-      for (int j = 0; j < before; j++) {
+    with_taps(before, [&](auto constant) __attribute__((always_inline)) {
+      const int n = constant;
+      for (int j = 0; j < n; j++) {
         const int64_t input = tokens + j - before;
+        const float* older = kept + (input + before) * BLOCK;
+        const T* newer = x + input * c.channels;
         if (input < 0) {
-          from_float(kept[(input + before) * BLOCK + i], state + i * before + j);
+          for (int64_t i = 0; i < count; i++) from_float(older[i], state + i * n + j);
         } else {
-          state[i * before + j] = x[input * c.channels + i];
+          for (int64_t i = 0; i < count; i++) state[i * n + j] = newer[i];
         }
       }
-    }
+    });
     write_state(place, rows.target + row * rows.units, at, nbytes, state);
+  }
+
+  // Fetches the state of a row from memory, and makes room for the one behind it.
+  void fetch(const StateRows& rows, const StatePlace& place, int64_t row) const {
+    const int64_t channel = (c.taps - 1) * int64_t(sizeof(T));
+    const auto lines = [](uint8_t* from, int64_t, int64_t part) {
+      for (int64_t i = 0; i < part; i += 64) __builtin_prefetch(from + i, 1);
+    };
+    each_unit(place, rows.source + row * rows.units, first * channel, count * channel, lines);
+    each_unit(place, rows.target + row * rows.units, first * channel, count * channel, lines);
   }
 };
 
@@ -131,6 +161,9 @@ void convolve(const Convolution& c, const StateRows& rows, const StatePlace& pla
                        reinterpret_cast<T*>(memory + 2 * c.taps * BLOCK)};
         if (index != last) block.read_weights();
         last = index;
+        if (item + 1 < end && item % rows.count + 1 < rows.count) {
+          block.fetch(rows, place, item % rows.count + 1);
+        }
         block.run(rows, place, item % rows.count);
       }
     });

@@ -9,10 +9,9 @@
 // are in the order of tokens, so a slab's queries find the keys before them in the layer's cache.
 #include <algorithm>
 
-#include "activation.h"
 #include "attention.h"
 #include "export.h"
-#include "linear.h"
+#include "mlp.h"
 #include "rope.h"
 
 using namespace fairlead;
@@ -133,38 +132,17 @@ void rope_write(Team& team, const Step& step, const Layer& layer) {
   team.barrier();
 }
 
-// gated = activation(up), without a gate.
-void activated(Team& team, const Step& step, const Layer& layer) {
-  const Weight& weight = layer.gate_up;
-  share_product(team, weight, step.input(), int(step.count),
-                [&](int panel, int row, int rows, const float* tile) {
-                  store_tile(weight, panel, row, rows, tile, step.gated, false);
-                  const int64_t first = int64_t(panel) * P;
-                  const int width = int(weight.rows - first < P ? weight.rows - first : P);
-                  for (int i = 0; i < rows; i++) {
-                    float* y = step.gated + (row + i) * weight.rows + first;
-                    activate_row(y, width, layer.activation, y);
-                  }
-                });
-  team.barrier();
-}
-
-// gated = activation(gate) * up. Where no panel holds both, a thread multiplies a panel of the gate
-// and the same panel of the other half, and combines them while they are in its cache.
+// gated = the first half of the MLP. Where a panel holds rows of the gate and of the other half they
+// are combined afterwards.
 void gate_up(Team& team, const Step& step, const Layer& layer) {
   const Weight& weight = layer.gate_up;
   const int64_t width = weight.rows / 2;
   const int count = int(step.count);
-  const auto combine = [&](const float* gate, const float* up, float* out, int n) {
-    int i = 0;
-    for (; i + W <= n; i += W) {
-      store(out + i, activate(load(gate + i), layer.activation) * load(up + i));
-    }
-    if (i < n) {
-      const Vec value = activate(load_part(gate + i, n - i), layer.activation);
-      store_part(out + i, value * load_part(up + i, n - i), n - i);
-    }
-  };
+  if (weight.rows == layer.down.columns) {
+    share_activated(team, weight, layer.activation, step.input(), count, step.gated);
+    team.barrier();
+    return;
+  }
   if (width % P != 0) {
     share_product(team, weight, step.input(), count,
                   [&](int panel, int row, int rows, const float* tile) {
@@ -174,28 +152,14 @@ void gate_up(Team& team, const Step& step, const Layer& layer) {
     team.share(count, 1, [&](int begin, int end) {
       for (int64_t t = begin; t < end; t++) {
         const float* gate = step.gate_up + t * weight.rows;
-        combine(gate, gate + width, step.gated + t * width, int(width));
+        combine(gate, gate + width, int(width), layer.activation, step.gated + t * width);
       }
     });
     team.barrier();
     return;
   }
-  prepare(team, weight, step.input(), count);
-  alignas(64) float gate[TILE_ROWS * P], up[TILE_ROWS * P];
-  const int panels = int(width / P);
-  share_tiles(team, weight, panels, count, [&](int panel, int row, int rows, bool last) {
-    multiply_panel(weight, panel, step.input(), row, rows, gate, last);
-    multiply_panel(weight, panels + panel, step.input(), row, rows, up, last);
-    const int64_t column = int64_t(panel) * P;
-    for (int i = 0; i < rows; i++) {
-      float *g = gate + i * P, *u = up + i * P;
-      if (weight.bias != nullptr) {
-        add_row(g, weight.bias + column, P);
-        add_row(u, weight.bias + width + column, P);
-      }
-      combine(g, u, step.gated + (row + i) * width + column, P);
-    }
-  });
+  share_gated(team, weight.from(0, width), weight.from(width, width), layer.activation,
+              step.input(), count, step.gated);
   team.barrier();
 }
 
@@ -252,11 +216,7 @@ void run_layer(Team& team, const Step& step, const Layer& layer, const Norm& nex
   if (layer.parallel) settle(team, left, Norm{}, layer.mlp_norm);
   project(team, left, layer.out, left.attended, layer.after_attention);
   if (!layer.parallel) settle(team, left, layer.after_attention, layer.mlp_norm);
-  if (layer.gate_up.rows == layer.down.columns) {
-    activated(team, left, layer);
-  } else {
-    gate_up(team, left, layer);
-  }
+  gate_up(team, left, layer);
   project(team, left, layer.down, left.gated, layer.after_mlp);
   settle(team, left, layer.after_mlp, next);
 }

@@ -133,3 +133,15 @@ FL_EXPORT void fairlead_linear(const float* x, int64_t count, char* digits, cons
                   });
   });
 }
+
+// The same of `weights` weights, which have equally many columns and are stored alike: each one's
+// result in its own y.
+FL_EXPORT void fairlead_linears(const float* x, int64_t count, char* digits, const Weight* packed,
+                                 float* const* y, int weights, int threads) {
+  run(threads, [&](Team& team) {
+    share_products(team, packed, weights, Input{x, digits}, int(count),
+                   [&](int place, int panel, int row, int rows, const float* tile) {
+                     store_tile(packed[place], panel, row, rows, tile, y[place], false);
+                   });
+  });
+}

@@ -37,6 +37,18 @@ struct Weight {
 
   int panels() const { return int((rows + P - 1) / P); }
   bool in_fours() const { return stored == INT8_FOURS || stored == INT8_TILES; }
+
+  // Its rows from `first` on, the first of a panel, as a weight.
+  Weight from(int64_t first, int64_t count) const {
+    const int64_t numbers = in_fours() ? (columns + 3) / 4 * 4 : columns;
+    const int64_t size = stored == FLOAT32 ? 4 : stored == BFLOAT16 ? 2 : 1;
+    Weight part = *this;
+    part.data = static_cast<const char*>(data) + first * numbers * size;
+    part.rows = count;
+    if (bias != nullptr) part.bias = bias + first;
+    if (scales != nullptr) part.scales = scales + first;
+    return part;
+  }
 };
 
 // What weights are multiplied by: x [rows, columns], and memory for its digits, digits_bytes of
@@ -152,18 +164,32 @@ void share_tiles(Team& team, const Weight& weight, int panels, int rows, Work wo
   });
 }
 
-// Calls `finish(panel, first row, rows, tile)` for each piece of an input of `rows` rows times
-// weight; the tile [rows, P] has no bias yet. All threads of the team call it; a barrier must
-// follow.
+// Calls `finish(place, panel, first row, rows, tile)` for each piece of an input of `rows` rows times
+// each of `count` weights, which have equally many columns and are stored alike; the tile [rows, P]
+// has no bias yet. All threads of the team call it; a barrier must follow.
+template <class Finish>
+void share_products(Team& team, const Weight* weights, int count, const Input& in, int rows,
+                    Finish finish) {
+  prepare(team, weights[0], in, rows);
+  int panels = 0;
+  for (int i = 0; i < count; i++) panels += weights[i].panels();
+  alignas(64) float tile[TILE_ROWS * P];
+  share_tiles(team, weights[0], panels, rows, [&](int panel, int row, int some, bool) {
+    int place = 0;
+    for (; panel >= weights[place].panels(); place++) panel -= weights[place].panels();
+    const Weight& weight = weights[place];
+    multiply_panel(weight, panel, in, row, some, tile, panel + 1 == weight.panels());
+    finish(place, panel, row, some, tile);
+  });
+}
+
+// The same of one weight: `finish(panel, first row, rows, tile)`.
 template <class Finish>
 void share_product(Team& team, const Weight& weight, const Input& in, int rows, Finish finish) {
-  prepare(team, weight, in, rows);
-  alignas(64) float tile[TILE_ROWS * P];
-  share_tiles(team, weight, weight.panels(), rows,
-              [&](int panel, int row, int count, bool last) {
-                multiply_panel(weight, panel, in, row, count, tile, last);
-                finish(panel, row, count, tile);
-              });
+  share_products(team, &weight, 1, in, rows,
+                 [&](int, int panel, int row, int some, const float* tile) {
+                   finish(panel, row, some, tile);
+                 });
 }
 
 // y [rows, weight.rows] (+)= the tile and the bias: `add` for a residual.

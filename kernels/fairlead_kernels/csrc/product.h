@@ -14,6 +14,15 @@ constexpr int P = 2 * W;
 // Rows in registers: 2 vectors of results each, of 32 registers or of 16.
 constexpr int MAX_ROWS = W == 16 ? 14 : 6;
 
+// Rows that a block has at most, where x has so many columns: the numbers of all rows for one k are
+// read together, and lines a multiple of 4096 bytes apart have one place in a first-level cache, of
+// which the smallest keep eight.
+inline int most_rows(int64_t x_stride) {
+  int64_t places = 1;
+  for (int64_t step = x_stride * 4; places < 64 && step * places % 4096 != 0;) places *= 2;
+  return places > 1 || MAX_ROWS < 8 ? MAX_ROWS : 7;
+}
+
 // How many bytes before its use a weight is fetched from memory when it is multiplied by so few
 // rows that registers hold all their results. As measured (benchmarks/README.md): with fewer bytes
 // memory answers too late, with more the lines push others out of the cache.
@@ -80,7 +89,7 @@ constexpr Block<T> block_of(int rows, std::integer_sequence<int, I...>) {
 template <class T>
 inline void product(int rows, const float* x, int64_t x_stride, const T* panel, int k_count,
                     float* y, int64_t y_stride, bool accumulate, const T* next = nullptr) {
-  const int blocks = (rows + MAX_ROWS - 1) / MAX_ROWS;
+  const int most = most_rows(x_stride), blocks = (rows + most - 1) / most;
   const int lines_of_4 = (4 * P * int(sizeof(T)) + 63) / 64;
   Fetch fetch;
   if (next != nullptr) {

@@ -6,6 +6,12 @@
 #include <cstdint>
 #include <cstring>
 
+#include "simd.h"
+
+#if defined(__SSE2__)
+#include <immintrin.h>
+#endif
+
 namespace fairlead {
 
 struct StatePlace {
@@ -59,6 +65,26 @@ inline void write_state(const StatePlace& place, const int64_t* units, int64_t a
   each_unit(place, units, at, nbytes, [&](uint8_t* to, int64_t done, int64_t part) {
     memcpy(to, static_cast<const uint8_t*>(from) + done, size_t(part));
   });
+}
+
+// Stores a vector at a multiple of its size without reading the line that it is in, or keeping it.
+FL_INLINE void store_past_caches(float* p, Vec v) {
+#if defined(__AVX512F__)
+  _mm512_stream_ps(p, reinterpret_cast<__m512>(v));
+#elif defined(__AVX__)
+  _mm256_stream_ps(p, reinterpret_cast<__m256>(v));
+#elif defined(__SSE2__)
+  _mm_stream_ps(p, reinterpret_cast<__m128>(v));
+#else
+  store(p, v);
+#endif
+}
+
+// Lets other threads see what was written past the caches.
+inline void end_streams() {
+#if defined(__SSE2__)
+  _mm_sfence();
+#endif
 }
 
 // A matrix float [rows, width] of a state, from byte `at` of its tensor on: its columns from

@@ -1,6 +1,7 @@
 """Matrices of a model's own code on packed weights: which are, what they give, and what is not."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,10 +11,12 @@ from torch.multiprocessing import reductions
 
 from fairlead_kernels.choice.backend import pick
 from fairlead_kernels.cpu.cpu_operations import CpuOperations
+from fairlead_kernels.cpu.cpu_products import BiasedWeight, CpuMlp, CpuProducts
 from fairlead_kernels.interface.layer import Packed
 from fairlead_kernels.interface.not_available import NotAvailableError
 from fairlead_runtime.device.conversion import fusion, packed_linears
 from fairlead_runtime.device.conversion.fusion import fuse
+from fairlead_runtime.device.conversion.packed_blocks import _Together
 from fairlead_runtime.device.conversion.packed_linears import SMALLEST
 from fairlead_runtime.device.model.paged_model import PagedModel
 from fairlead_runtime.device.proof import selftest
@@ -78,7 +81,8 @@ def test_linear_layers_and_the_head_are_packed_and_replace_the_loaded_ones(
     ]
     fused = fuse(model, operations)
     assert fused.products.matrices == len(modules) - 1
-    assert str(fused).endswith(f"), {len(modules) - 1} other matrices packed, float32 head")
+    packed = f"{len(modules) - 1} other matrices packed in {fused.products.blocks} blocks"
+    assert str(fused).endswith(f"), {packed}, float32 head")
     for name, module in modules.items():
         assert all(p.numel() == 0 for p in module.parameters(recurse=False) if p.dim() != 1), name
     embedding: Any = model.model.get_input_embeddings()
@@ -237,3 +241,129 @@ def test_one_matrix_at_a_time_is_held_twice(monkeypatch: pytest.MonkeyPatch) -> 
     fuse(model, operations)
     assert made
     assert 0 < max(peaks) <= largest + 4 * 31 * 64
+
+
+def blocks_of(model: PagedModel) -> dict[str, Any]:
+    """By name the modules of a fused model that the kernels compute in one call."""
+    return {
+        name: vars(module)["forward"]
+        for name, module in model.model.named_modules()
+        if "forward" in vars(module)
+    }
+
+
+def test_norms_mlps_and_products_of_one_input_are_one_call_each() -> None:
+    model = paged("olmo2")
+    attention, operations = kernels_of(model)
+    layers = len(model.windows)
+    expected = selftest.Expected.of(model, 512)
+    fused = fuse(model, operations)
+    # In a layer two norms after, two of heads, one MLP, one product for queries, keys and values.
+    assert fused.products.blocks == 6 * layers + 1
+    blocks = blocks_of(model)
+    assert {name for name in blocks if name.endswith(".mlp")} == {
+        f"model.layers.{i}.mlp" for i in range(layers)
+    }
+    assert sum(name.endswith("norm") for name in blocks) == 4 * layers + 1
+    assert selftest.check(model, attention, expected).delta < 1e-4
+
+
+def test_a_mixers_matrix_of_half_a_panel_of_rows_is_packed_too() -> None:
+    model = paged("qwen3_5_text", hidden_size=128, linear_num_value_heads=16)
+    attention, operations = kernels_of(model)
+    expected = selftest.Expected.of(model, 512)
+    narrow = [x for name, x in large(model).items() if name.endswith(("in_proj_a", "in_proj_b"))]
+    assert len(narrow) == 2 * len(model.mixers)
+    assert all(len(x.weight) == 16 for x in narrow)  # type: ignore[arg-type]
+    count, size = len(large(model)), model.weight_bytes
+    fused = fuse(model, operations)
+    assert fused.products.matrices == count - 1
+    # One product for all that a mixer's input is multiplied by, one for its result.
+    assert all(x.forward.__qualname__.startswith("_Together") for x in narrow)
+    assert model.weight_bytes - size <= 4 * 128 * (31 + 2 * 31 * len(model.mixers))
+    assert selftest.check(model, attention, expected).delta < 1e-4
+
+
+@pytest.mark.parametrize("kind", ["mlp", "norm"])
+def test_a_block_that_does_more_stays_as_it_is(kind: str) -> None:
+    model = paged("olmo2")
+    attention, operations = kernels_of(model)
+    layer = model.model.model.layers[1]
+    changed: Any = layer.mlp if kind == "mlp" else layer.post_attention_layernorm
+    changed.register_forward_hook(lambda _m, _i, out: out + out.sin())
+    expected = selftest.Expected.of(model, 512)
+    fused = fuse(model, operations)
+    # Products of the gate and of the other half, which have one input, take the MLP's place.
+    assert fused.products.blocks == 6 * len(model.windows) + (1 if kind == "mlp" else 0)
+    assert "forward" not in vars(changed)
+    assert selftest.check(model, attention, expected).delta < 1e-4
+
+
+def test_a_module_with_a_forward_pass_of_its_own_keeps_it() -> None:
+    model = paged("olmo2")
+    _, operations = kernels_of(model)
+    mlp: Any = model.model.model.layers[1].mlp
+    own = mlp.forward = partial(mlp.forward)
+    fuse(model, operations)
+    assert vars(mlp)["forward"] is own
+
+
+def test_a_block_that_gives_other_results_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = paged("olmo2")
+    attention, operations = kernels_of(model)
+    call, joined, norm = CpuMlp.__call__, CpuProducts.__call__, CpuOperations.norm
+    monkeypatch.setattr(CpuMlp, "__call__", lambda self, x: call(self, x) * 1.01)
+    monkeypatch.setattr(CpuProducts, "__call__", lambda self, x: [y + 1 for y in joined(self, x)])
+    monkeypatch.setattr(CpuOperations, "norm", lambda self, *x: (norm(self, *x)[0] * 1.01, x[0]))
+    expected = selftest.Expected.of(model, 512)
+    fused = fuse(model, operations)
+    assert fused.products.blocks == 0
+    assert fused.products.matrices > 0
+    assert selftest.check(model, attention, expected).delta < 1e-4
+
+
+def test_blocks_go_when_the_model_gives_other_logits_with_them() -> None:
+    model = paged("olmo2")
+    attention, operations = kernels_of(model)
+    layer: Any = model.model.model.layers[1]
+    forward = layer.self_attn.forward
+    layer.self_attn.forward = lambda *x, **settings: (
+        forward(*x, **settings)[0] + 0 * layer.mlp.up_proj.weight[0, 0],
+        None,
+    )
+    expected = selftest.Expected.of(model, 512)
+    fused = fuse(model, operations)
+    assert "its code reads weights itself" in fused.products.reason
+    assert set(blocks_of(model)) == {"model.layers.1.self_attn"}
+    assert selftest.check(model, attention, expected).delta < 1e-5
+
+
+def test_modules_that_get_other_tensors_compute_their_own_products() -> None:
+    _, operations = kernels_of(paged("olmo2"))
+    parts = [BiasedWeight(operations.pack([torch.randn(n, 40)])) for n in (40, 64)]
+    together = _Together(CpuProducts(operations.library, parts))
+    first, second = (together.forward_of(place) for place in (0, 1))
+    x, y = torch.randn(2, 1, 3, 40)
+    want = [operations.linear(z[0], part.weight)[None] for part in parts for z in (x, y)]
+    for _ in range(2):  # a step after the other
+        assert torch.equal(first(x), want[0])
+        assert torch.equal(second(x), want[2])
+    # What the first has computed of another tensor is not taken.
+    assert torch.equal(first(x), want[0])
+    assert torch.equal(second(y), want[3])
+    assert torch.equal(first(y), want[1])
+    assert torch.equal(second(y), want[3])
+    assert first(x[:, :0]).shape == (1, 0, 40)
+
+
+def test_products_of_one_input_hold_nothing_when_all_are_taken() -> None:
+    _, operations = kernels_of(paged("olmo2"))
+    parts = [BiasedWeight(operations.pack([torch.randn(n, 40)])) for n in (40, 64)]
+    together = _Together(CpuProducts(operations.library, parts))
+    x = torch.randn(1, 3, 40)
+    held = weak_storage(x.untyped_storage())
+    outs = [together.forward_of(place)(x) for place in (0, 1)]
+    made = [weak_storage(out.untyped_storage()) for out in outs]
+    del x, outs
+    assert held.expired()
+    assert all(storage.expired() for storage in made)

@@ -158,10 +158,8 @@ def test_packed_weights_of_layers_that_do_not_fuse_are_planned_and_measured_alik
     with caplog.at_level("INFO"):
         measured = pod.start(model, idep.engine, 2 * GIB).plan
     name = str(dtype).removeprefix("torch.")
-    assert re.search(
-        rf"kernels: .*fused 0/3 layers \(.*\).*, \d+ other matrices packed, {name} head",
-        caplog.text,
-    )
+    packed = rf"\d+ other matrices packed( in \d+ blocks)?, {name} head"
+    assert re.search(rf"kernels: .*fused 0/3 layers \(.*\).*, {packed}", caplog.text)
     padding = rows_beyond_the_plan(1000) * built.config.hidden_size * dtype.itemsize
     weights = planned.terms["weights"] - padding
     assert abs(measured.terms["weights"] - weights) <= 0.001 * weights

@@ -1,5 +1,6 @@
 """Where a layer's keys are stored, and that copies follow the order that the scheduler expects."""
 
+import mmap
 from dataclasses import replace
 
 import pytest
@@ -36,6 +37,14 @@ def unit_contents(cache: CacheStorage) -> list[float]:
     assert (first == first[0]).all()
     assert torch.equal(cache.tensors[1], -cache.tensors[0])
     return [float(x) for x in first[0]]
+
+
+def test_a_cache_begins_with_a_page() -> None:
+    # numpy's zeros begin so, too, or 16 bytes behind it, by their size.
+    for units in (1, 30, 3000):
+        for tensor in storage([None, 8], units=units).tensors:
+            assert tensor.data_ptr() % mmap.PAGESIZE == 0
+            assert not tensor.any()
 
 
 def test_layers_of_one_group_share_a_unit_and_never_its_bytes() -> None:

@@ -203,6 +203,9 @@ shapes = st.tuples(
 @example(lengths=[], shape=((1, 1), (8, 8)), dtype=torch.float32, seed=0)
 @example(lengths=[1, 1, 1], shape=((2, 4), (33, 65)), dtype=torch.bfloat16, seed=1)
 @example(lengths=[70], shape=((2, 4), (16, 128)), dtype=torch.float32, seed=2)
+# Single tokens whose states are whole vectors, of which units cut some.
+@example(lengths=[1, 2, 1, 1, 1], shape=((2, 4), (33, 160)), dtype=torch.float32, seed=3)
+@example(lengths=[1, 1, 1, 1], shape=((2, 4), (20, 32)), dtype=torch.bfloat16, seed=4)
 @examples
 def test_the_gated_delta_rule_is_its_reference(
     instruction_set: str,

@@ -21,11 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from fairlead_kernels.cpu.cpu_operations import CpuOperations
+from fairlead_kernels.cpu.cpu_products import BiasedWeight
 from fairlead_kernels.formats.quantize import Quantized
 from fairlead_kernels.interface.layer import Packed
 from fairlead_runtime.device.conversion import recognize_ends
 from fairlead_runtime.device.conversion.float32_view import widened_to_float32
 from fairlead_runtime.device.conversion.module_calls import ModuleCall, record_calls
+from fairlead_runtime.device.conversion.packed_blocks import Blocks, find_blocks, replacements
 from fairlead_runtime.device.conversion.recognize_layer import (
     DoesNotFitError,
     factor_of,
@@ -44,17 +46,20 @@ SMALLEST = 2048  # weights; the call of a smaller product costs more than it gai
 @dataclass(frozen=True, slots=True)
 class PackedProducts:
     """How many matrices of a model's own code are packed, its head apart; ``head``: the type of the
-    packed head, "" without one; ``reason``: why none is, where some could be.
+    packed head, "" without one; ``reason``: why none is, where some could be; ``blocks``: how many
+    calls around them are one of the kernels'.
     """
 
     matrices: int = 0
     head: str = ""
     reason: str = ""
+    blocks: int = 0
 
     def __str__(self) -> str:
         if self.reason:
             return f", no other matrices packed ({self.reason})"
-        return f", {self.matrices} other matrices packed" if self.matrices else ""
+        around = f" in {self.blocks} blocks" if self.blocks else ""
+        return f", {self.matrices} other matrices packed{around}" if self.matrices else ""
 
 
 @dataclass(slots=True, eq=False)
@@ -92,6 +97,11 @@ class _Product:
         return embedded.view(*ids.shape, self.weight.columns).to(self.parameter.dtype)
 
     @property
+    def biased(self) -> BiasedWeight:
+        """The matrix and its bias in a model in float32."""
+        return BiasedWeight(self.weight, None if self.bias is None else self.bias.data)
+
+    @property
     def replacement(self) -> Replacement:
         forwards = {self.module: by_rows(self.multiply)}
         if self.embedding is not None:
@@ -120,7 +130,9 @@ def pack_products(
     dtype, owners = model.heads.dtype, owners_of(model.model)
     half = dtype is not torch.float32
     leaves = half and multiplies_bfloat16() and not every
-    calls = _record(model, step, 1 if every else SMALLEST)
+    smallest = 1 if every else SMALLEST
+    calls = _record(model, step)
+    blocks = Blocks({}, {}) if half else find_blocks(calls)
     expected = recognize_ends.other_logits(model, step)
     # In half precision rounding may send a token to other experts, so there only the self-test
     # judges the logits.
@@ -128,9 +140,10 @@ def pack_products(
     rounding = operations.int8_rounding if quantized else 0.0
     noise = None if half else recognize_ends.noise(model, [], step, expected, rounding)
     products: list[_Product] = []
-    least = 1 if every else PANEL
+    # Of mixers the plan counts the rows that fill a panel, also of a number for each head.
+    mixers = {part for mixer in model.mixers.values() for part in mixer.module.modules()}
     for module, call in calls.items():
-        if not call.input.is_floating_point():
+        if not call.input.is_floating_point() or not _has_matrix(module, smallest):
             continue
         if isinstance(module, QuantizedLinear):
             if module is head:  # embeddings may share its numbers
@@ -140,23 +153,33 @@ def pack_products(
         shares = max(owners[id(parameter)] for parameter in module.parameters(recurse=False))
         try:
             if shares == 1:
-                product = _packed(call, operations, dtype, least, widens=module is head)
+                least = 1 if every else PANEL // 2 if module in mixers else PANEL
+                product = _packed(call, operations, dtype, widens=module is head, least=least)
             elif shares == 2 and module is head and embedding in calls:
-                product = _packed(call, operations, dtype, least, calls[embedding], widens=True)
+                least = 1 if every else PANEL
+                product = _packed(
+                    call, operations, dtype, calls[embedding], widens=True, least=least
+                )
             else:
                 continue
         except DoesNotFitError:
             continue
         product.replacement.apply()
         products.append(product)
+    around: list[Replacement] = []
+    if not half:
+        biased = {x.module: x.biased for x in products if x.module is not head}
+        for replacement in replacements(blocks, calls, biased, operations):
+            replacement.apply()
+            around.append(replacement)
 
     def same() -> bool:
         logits = recognize_ends.other_logits(model, step)
         return noise is None or noise.explains(logits, expected)
 
     def undo() -> None:
-        for product in products:
-            product.replacement.undo()
+        for replacement in (*around, *(product.replacement for product in products)):
+            replacement.undo()
 
     try:
         Replacement(restore=undo).prove(same, "its code gives other logits with them")
@@ -167,7 +190,7 @@ def pack_products(
     model.packed += [tensor for product in products for tensor in product.weight.tensors]
     heads = [product for product in products if product.module is head]
     stored = str(dtype).removeprefix("torch.") if heads else ""
-    return PackedProducts(len(products) - len(heads), stored)
+    return PackedProducts(len(products) - len(heads), stored, blocks=len(around))
 
 
 def multiplies_bfloat16() -> bool:
@@ -180,14 +203,10 @@ def owners_of(model: nn.Module) -> Counter[int]:
     return Counter(id(x) for module in model.modules() for x in module.parameters(recurse=False))
 
 
-def _record(model: PagedModel, step: ForwardPass, smallest: int) -> dict[nn.Module, ModuleCall]:
-    """The first call of each module that has a matrix of so many weights, one tensor in and out."""
-    matrices = (
-        module
-        for module in model.model.modules()
-        if any(p.dim() == 2 and p.numel() >= smallest for p in module.parameters(recurse=False))
-    )
-    with record_calls(matrices) as calls:
+def _record(model: PagedModel, step: ForwardPass) -> dict[nn.Module, ModuleCall]:
+    """The first call of each module that has weights somewhere inside, one tensor in and out."""
+    modules = (x for x in model.model.modules() if any(True for _ in x.parameters()))
+    with record_calls(modules) as calls:
         model.run(*recognize_ends.random_tokens(model, seed=0), step)
     first: dict[nn.Module, ModuleCall] = {}
     for call in calls:
@@ -196,17 +215,24 @@ def _record(model: PagedModel, step: ForwardPass, smallest: int) -> dict[nn.Modu
     return first
 
 
+def _has_matrix(module: nn.Module, smallest: int) -> bool:
+    """Whether it has a matrix of its own, of ``smallest`` weights or more."""
+    parameters = module.parameters(recurse=False)
+    return any(p.dim() == 2 and p.numel() >= smallest for p in parameters)
+
+
 def _packed(
     call: ModuleCall,
     operations: CpuOperations,
     dtype: torch.dtype,
-    least: int,
     embedded: ModuleCall | None = None,
     *,
     widens: bool,
+    least: int = PANEL,
 ) -> _Product:
-    """The module's product of at ``least`` so many rows, and the embedding's where ``embedded`` is
-    the call of one that shares its matrix, proven on these calls. Raises DoesNotFitError.
+    """The module's product, and the embedding's rows where ``embedded`` is the call of one that
+    shares its matrix, proven on these calls. Raises DoesNotFitError, also for fewer rows than
+    ``least``.
     """
     module = call.module
     parameters = dict(module.named_parameters(recurse=False))

@@ -530,6 +530,18 @@ def _added(
     return None if norm is None else norm[0], factor
 
 
+def mlp_of(block: ModuleCall, inside: Sequence[ModuleCall]) -> MlpStructure:
+    """The MLP that a module computes with these modules inside it. Raises DoesNotFitError where it
+    is none or does more.
+    """
+    calls = _Calls(list(inside))
+    structure, branch = _mlp(calls, block.input.reshape(-1, block.input.shape[-1]))
+    calls.check_empty()
+    if not close(branch, block.output.reshape(branch.shape)):
+        raise DoesNotFitError("it does more than its MLP")
+    return structure
+
+
 def _mlp(calls: _Calls, normed: Tensor) -> tuple[MlpStructure, Tensor]:
     """The MLP, and what it gives [T, hidden]."""
     products = calls.matrices(normed)

@@ -185,7 +185,8 @@ class StateMixer:
         if "hidden_states" not in parameters or len(names) != 1:
             raise ValueError(f"{type(module).__name__} takes its states in a way of its own")
         self._cache = names[0]
-        self.signature = inspect.signature(self._forward)
+        # Of what may be given by its place: to bind a signature takes as long as an operation.
+        self._names = tuple(parameters)
         # A mixer that uses one of these raises, and the model is refused.
         self._others = {
             name: None
@@ -306,7 +307,7 @@ class StateMixer:
         """The hidden states [1, T, hidden] of a packed call. Raises RuntimeError for a call that
         is not of packed rows.
         """
-        arguments = self.signature.bind(*args, **kwargs).arguments
+        arguments = dict(zip(self._names, args, strict=False)) | kwargs
         hidden: Tensor = arguments["hidden_states"]
         if (
             hidden.shape[0] != 1

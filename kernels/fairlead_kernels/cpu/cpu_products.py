@@ -1,0 +1,132 @@
+"""Products on packed weights whose arguments are made once: several of one input, and an MLP.
+
+Owns what a model's own code calls in every step in the place of a few of its modules. The functions
+are in ``csrc``; ``reference`` has them in torch. Both keep their weights alive.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fairlead_kernels.cpu.cpu_arguments import ACTIVATIONS, dense, in_fours, weight_struct
+from fairlead_kernels.cpu.library import Library, Pointer, WeightStruct
+from fairlead_kernels.interface.layer import Activation, Packed
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BiasedWeight:
+    """A packed matrix and the bias float32 [rows] that is added to its products."""
+
+    weight: Packed
+    bias: Tensor | None = None
+
+
+class CpuProducts:
+    """``linear`` of several weights with one input: the same bits as of each by itself. Raises
+    ValueError unless they have equally many columns and are stored alike.
+    """
+
+    def __init__(self, library: Library, parts: Sequence[BiasedWeight]) -> None:
+        self.parts = tuple(parts)
+        self.library = library
+        first = self.parts[0].weight
+        if any(not alike(first, part.weight) for part in self.parts):
+            raise ValueError("parts: matrices of several widths or types")
+        structs = [_struct(part) for part in self.parts]
+        self._structs = (WeightStruct * len(structs))(*structs)
+        self._rows = [part.weight.rows for part in self.parts]
+        self._columns = first.columns
+        self._digits = digits_bytes(library, first)
+
+    def __call__(self, x: Tensor) -> list[Tensor]:
+        """Give [T, rows] of each for x [T, columns]."""
+        x = dense(x, "x", self._columns)
+        count = len(x)
+        outs = [torch.empty(count, rows) for rows in self._rows]
+        digits = digits_of(count, self._digits)
+        self.library.linears(
+            x.data_ptr(),
+            count,
+            None if digits is None else digits.data_ptr(),
+            self._structs,
+            (Pointer * len(outs))(*(out.data_ptr() for out in outs)),
+            len(outs),
+            torch.get_num_threads(),
+        )
+        return outs
+
+
+class CpuMlp:
+    """An MLP of ``down(activation(gate(x)) * up(x))``, or of ``down(activation(up(x)))`` without a
+    gate. Raises ValueError unless the sizes fit, and gate and up are stored alike.
+    """
+
+    def __init__(
+        self,
+        library: Library,
+        gate: BiasedWeight | None,
+        up: BiasedWeight,
+        activation: Activation,
+        down: BiasedWeight,
+    ) -> None:
+        if gate is not None and not (
+            alike(gate.weight, up.weight) and gate.weight.rows == up.weight.rows
+        ):
+            raise ValueError("gate: another size or type than up")
+        if down.weight.columns != up.weight.rows:
+            raise ValueError(f"down: {down.weight.columns} columns for {up.weight.rows} numbers")
+        self.gate, self.up, self.down = gate, up, down
+        self._library = library
+        self._activation = ACTIVATIONS[activation]
+        self._gate = None if gate is None else _struct(gate)
+        self._up, self._down = _struct(up), _struct(down)
+        self._digits = [digits_bytes(library, x.weight) for x in (up, down)]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Give [T, rows of down] for x [T, columns]."""
+        x = dense(x, "x", self.up.weight.columns)
+        count = len(x)
+        gated = torch.empty(count, self.up.weight.rows)
+        out = torch.empty(count, self.down.weight.rows)
+        digits, gated_digits = (digits_of(count, size) for size in self._digits)
+        self._library.mlp(
+            x.data_ptr(),
+            count,
+            None if digits is None else digits.data_ptr(),
+            None if self._gate is None else ctypes.byref(self._gate),
+            ctypes.byref(self._up),
+            self._activation,
+            ctypes.byref(self._down),
+            gated.data_ptr(),
+            None if gated_digits is None else gated_digits.data_ptr(),
+            out.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return out
+
+
+def _struct(part: BiasedWeight) -> WeightStruct:
+    return weight_struct(part.weight, part.bias, "bias")
+
+
+def alike(one: Packed, other: Packed) -> bool:
+    """Whether products of one input may be made together: equally many columns, stored alike."""
+    return (one.columns, one.data.dtype, one.data.dim()) == (
+        other.columns,
+        other.data.dtype,
+        other.data.dim(),
+    )
+
+
+def digits_bytes(library: Library, weight: Packed) -> int:
+    """Bytes of a row's digits, if the weight is multiplied by them."""
+    size: int = library.digits_bytes(weight.columns) if in_fours(weight) else 0
+    return size
+
+
+def digits_of(count: int, size: int) -> Tensor | None:
+    """Memory for the digits of so many rows, if there are some."""
+    return torch.empty(count, size, dtype=torch.int8) if size else None

@@ -1,0 +1,186 @@
+"""Blocks of a model's own code in one call of the C++ kernels each: norms, MLPs, products of one
+input.
+
+Owns their recognition, before matrices are packed, their proof and their replacement, for layers
+that do not fuse as a whole: those that keep a state, for one. As with products alone
+(``packed_linears``) transformers' code goes on calling the modules. An MLP must give what its
+packed matrices give one after the other; products of one input are the same bits as of each alone.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fairlead_kernels.cpu.cpu_operations import CpuOperations
+from fairlead_kernels.cpu.cpu_products import BiasedWeight, CpuMlp, CpuProducts, alike
+from fairlead_kernels.interface import reference
+from fairlead_kernels.interface.layer import Activation, Norm
+from fairlead_runtime.device.conversion.module_calls import ModuleCall
+from fairlead_runtime.device.conversion.recognize_layer import (
+    DoesNotFitError,
+    MlpStructure,
+    close,
+    mlp_of,
+    norm_of,
+)
+from fairlead_runtime.device.conversion.replacement import Replacement, by_rows
+
+Calls = Mapping[nn.Module, ModuleCall]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Blocks:
+    """The norms and MLPs of a pass, by their module."""
+
+    norms: Mapping[nn.Module, Norm]
+    mlps: Mapping[nn.Module, MlpStructure]
+
+
+def find_blocks(calls: Calls) -> Blocks:
+    """The blocks among these calls in float32, of modules whose weights are there yet."""
+    norms: dict[nn.Module, Norm] = {}
+    mlps: dict[nn.Module, MlpStructure] = {}
+    for module, call in calls.items():
+        if "forward" in vars(module) or not call.input.is_floating_point():
+            continue
+        inside = [part for part in module.modules() if any(True for _ in part.parameters(False))]
+        with suppress(DoesNotFitError):
+            if inside == [module] and all(p.dim() == 1 for p in module.parameters()):
+                norms[module] = norm_of(call)
+            elif module not in inside and all(part in calls for part in inside):
+                mlps[module] = mlp_of(call, [calls[part] for part in inside])
+    return Blocks(norms, mlps)
+
+
+def replacements(
+    blocks: Blocks,
+    calls: Calls,
+    products: Mapping[nn.Module, BiasedWeight],
+    operations: CpuOperations,
+) -> Iterator[Replacement]:
+    """What takes the place of each block that is proven, with these packed ``products`` by module:
+    MLPs, products of one input, norms.
+    """
+    inside: set[nn.Module] = set()
+    for module, structure in blocks.mlps.items():
+        with suppress(KeyError, ValueError):
+            mlp = _mlp(structure, products, operations)
+            if _gives_the_same(mlp, structure.activation, calls[module].input, operations):
+                inside |= _modules_of(structure)
+                yield Replacement({module: by_rows(mlp)})
+    rest = {module: part for module, part in products.items() if module not in inside}
+    for together in _of_one_input(rest, calls):
+        joined = CpuProducts(operations.library, [rest[module] for module in together])
+        x = calls[together[0]].input
+        if _same_bits(joined, x.reshape(-1, x.shape[-1]), operations):
+            shared = _Together(joined)
+            forwards = {module: shared.forward_of(i) for i, module in enumerate(together)}
+            yield Replacement(forwards)
+    for module, norm in blocks.norms.items():
+        normalize = _normalizing(norm, operations)
+        call = calls[module]
+        if close(normalize(call.input), call.output):
+            yield Replacement({module: normalize})
+
+
+def _modules_of(structure: MlpStructure) -> set[nn.Module]:
+    return {matrix.module for matrix in (*structure.gate_up, structure.down)}
+
+
+def _normalizing(norm: Norm, operations: CpuOperations) -> Callable[[Tensor], Tensor]:
+    return by_rows(lambda x: operations.norm(x, norm)[0])
+
+
+def _mlp(
+    structure: MlpStructure, products: Mapping[nn.Module, BiasedWeight], operations: CpuOperations
+) -> CpuMlp:
+    """The MLP on its packed matrices. Raises KeyError where one is not, ValueError where they are
+    stored in different ways.
+    """
+    *gate, up = (products[matrix.module] for matrix in structure.gate_up)
+    down = products[structure.down.module]
+    return CpuMlp(operations.library, gate[0] if gate else None, up, structure.activation, down)
+
+
+def _gives_the_same(
+    mlp: CpuMlp, activation: Activation, x: Tensor, operations: CpuOperations
+) -> bool:
+    """Whether an MLP gives what its matrices do one after the other."""
+    rows = x.reshape(-1, x.shape[-1])
+
+    def product(part: BiasedWeight, of: Tensor) -> Tensor:
+        return operations.linear(of, part.weight, part.bias)
+
+    up = product(mlp.up, rows)
+    if mlp.gate is None:
+        gated = reference.activate(up, activation)
+    else:
+        both = torch.cat([product(mlp.gate, rows), up], dim=1)
+        gated = reference.gated(both, activation)
+    return close(mlp(rows), product(mlp.down, gated))
+
+
+def _of_one_input(
+    products: Mapping[nn.Module, BiasedWeight], calls: Calls
+) -> Iterator[list[nn.Module]]:
+    """Modules, in the order in which they were called, that got the same numbers and whose matrices
+    are stored alike: two or more.
+    """
+    rest = [module for module in calls if module in products]
+    while rest:
+        first, *others = rest
+        together = [first] + [
+            module
+            for module in others
+            if alike(products[first].weight, products[module].weight)
+            and torch.equal(calls[first].input, calls[module].input)
+        ]
+        rest = [module for module in others if module not in together]
+        if len(together) > 1:
+            yield together
+
+
+def _same_bits(joined: CpuProducts, x: Tensor, operations: CpuOperations) -> bool:
+    return all(
+        torch.equal(out, operations.linear(x, part.weight, part.bias))
+        for out, part in zip(joined(x), joined.parts, strict=True)
+    )
+
+
+class _Together:
+    """Modules that are called with one tensor, one after the other: the first one's call computes
+    the products of all. Where another one gets another tensor each computes its own from then on.
+    """
+
+    def __init__(self, joined: CpuProducts) -> None:
+        self._joined = joined
+        self._alone = [CpuProducts(joined.library, [part]) for part in joined.parts]
+        self._input: Tensor | None = None
+        self._rest: dict[int, Tensor] = {}
+        self._gets_one = True
+
+    def forward_of(self, place: int) -> Callable[[Tensor], Tensor]:
+        """What takes the place of a module's ``forward``."""
+
+        def forward(x: Tensor) -> Tensor:
+            out = self._product(place, x)
+            return out.view(*x.shape[:-1], out.shape[-1])
+
+        return forward
+
+    def _product(self, place: int, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        if place == 0 and self._gets_one:
+            self._input, outs = x, self._joined(rows)
+            self._rest = dict(enumerate(outs))
+        if self._input is x and place in self._rest:
+            out = self._rest.pop(place)
+            if not self._rest:
+                self._input = None
+            return out
+        self._gets_one, self._input, self._rest = False, None, {}
+        (out,) = self._alone[place](rows)
+        return out
