@@ -28,8 +28,7 @@ def compile_missing(
     the folder ``installed`` has libraries.
 
     ``begun`` is called before anything is compiled, by so many ``compilers`` at a time. A failure
-    is logged, and is then the reason
-    that ``find`` gives.
+    is logged, and is then the reason that ``find`` gives.
     """
     _attempt["failure"] = ""
     if _has_libraries(installed) or why_not_here() or _forbidden():
