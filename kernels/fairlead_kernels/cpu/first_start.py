@@ -53,7 +53,9 @@ def compile_missing(
         log.info("compiled the C++ kernels in %.1f s", time.monotonic() - began)
     except NotBuiltError as error:
         _attempt["failure"] = str(error)
-        log.warning("the C++ kernels are not compiled, plain torch serves, slower: %s", error)
+        log.warning(
+            "the C++ kernels are not compiled; without them plain torch serves, slower: %s", error
+        )
 
 
 def find(name: str, installed: Path) -> Path:
