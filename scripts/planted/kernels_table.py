@@ -2075,9 +2075,9 @@ BUGS = (
     ),
     PackageBug(
         "after a compiler's failure the other files are compiled",
-        "fairlead_kernels.cpu.compilation:_pool",
-        "cancel_futures=True",
-        "cancel_futures=False",
+        "fairlead_kernels.cpu.compilation:compile_libraries",
+        "        if process.returncode:\n",
+        "        if process.returncode and '-c' not in arguments:\n",
         FIRST_START,
     ),
     PackageBug(

@@ -10,9 +10,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 from fairlead_kernels.cpu.sources import hash_sources, why_not_here
@@ -108,22 +107,13 @@ def compile_libraries(
         # The longest first, so that no core has much more left at the end than another.
         jobs = [(source, name) for name in names for source in files[name]]
         jobs.sort(key=lambda job: job[0].stat().st_size, reverse=True)
-        with _pool(compilers or len(os.sched_getaffinity(0))) as pool:
-            list(pool.map(compile_file, jobs))
+        with ThreadPoolExecutor(compilers or len(os.sched_getaffinity(0))) as pool:
+            list(pool.map(compile_file, jobs))  # after a failure what has not begun does not begin
             return list(pool.map(link, names))
 
 
 def _files(name: str) -> list[Path]:
     return sorted(SOURCES.glob(f"{PROBE}.cpp" if name == PROBE else "*.cpp"))
-
-
-@contextmanager
-def _pool(size: int) -> Iterator[ThreadPoolExecutor]:
-    pool = ThreadPoolExecutor(size)
-    try:
-        yield pool
-    finally:  # after a failure what has not begun does not begin
-        pool.shutdown(cancel_futures=True)
 
 
 def _reason(stderr: str) -> str:

@@ -101,7 +101,7 @@ def _supports(installed: Path) -> Callable[[bytes], int]:
         fix = "install again" if own else "set XDG_CACHE_HOME to a folder that may hold programs"
         raise NotBuiltError(f"it cannot be loaded: {error}: {fix}") from error
     supports.argtypes, supports.restype = (ctypes.c_char_p,), ctypes.c_int32
-    return supports  # type: ignore[no-any-return]
+    return supports
 
 
 def _has_libraries(installed: Path) -> bool:

@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 
-from fairlead_kernels.cpu import first_start
-from fairlead_kernels.cpu.compilation import SOURCES, NotBuiltError
+from fairlead_kernels.cpu import compilation, first_start
+from fairlead_kernels.cpu.compilation import NotBuiltError
 from fairlead_kernels.cpu.sources import hash_sources
 from fairlead_kernels.interface.not_available import NotAvailableError
 
 FOLDER = Path(__file__).parents[1] / "native"  # of what was installed
+SOURCES = compilation.SOURCES
 # The fastest first: the name of a library, and after "+" what more the processor has that the
 # products of some weights use.
 INSTRUCTION_SETS = ("avx512+amx", "avx512+vnni", "avx512", "avx2", "baseline")

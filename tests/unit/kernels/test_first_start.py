@@ -19,6 +19,7 @@ import pytest
 
 from fairlead_kernels.cpu import compilation, first_start, library, user_cache
 from fairlead_kernels.cpu.compilation import INSTRUCTION_SETS, PROBE, NotBuiltError
+from fairlead_kernels.cpu.sources import hash_sources
 from fairlead_kernels.interface.not_available import NotAvailableError
 from support.copying_compiler import NATIVE, CopyingCompiler
 from support.kernel_sets import SETS
@@ -88,16 +89,16 @@ def test_two_starts_at_once_compile_once(machine: Machine, monkeypatch: pytest.M
     waits_or_compiles = threading.Event()
     compiled: list[str] = []
     second = threading.Thread(target=user_cache.provide, args=([BEST],))
-    compile_really, lock_really = user_cache.compile_libraries, fcntl.flock
+    compile_really, lock_really = compilation.compile_libraries, fcntl.flock
 
-    def compile_libraries(out: Path, names: list[str], **settings: int) -> list[Path]:
+    def compile_libraries(out: Path, names: list[str], *, compilers: int | None) -> list[Path]:
         compiled.extend(names)
         if threading.current_thread() is second:
             waits_or_compiles.set()
         else:
             second.start()
             assert waits_or_compiles.wait(60)
-        return compile_really(out, names, **settings)
+        return compile_really(out, names, compilers=compilers)
 
     def flock(file: int, how: int) -> None:
         if threading.current_thread() is second:
@@ -127,7 +128,7 @@ def flip(file: Path) -> None:
 
 
 def of_other_sources(file: Path) -> None:
-    sources = compilation.hash_sources(library.SOURCES).encode()
+    sources = hash_sources(library.SOURCES).encode()
     file.write_bytes(file.read_bytes().rpartition(user_cache._SEAL)[0].replace(sources, b"0" * 16))
     user_cache._seal(file)
 
@@ -236,7 +237,7 @@ def test_a_folder_that_holds_no_programs_is_noticed_before_the_long_compilation(
 ) -> None:
     user_cache.provide([PROBE])
     probe = user_cache.folder() / f"{PROBE}.so"
-    probe.write_bytes(f"no ELF, {compilation.hash_sources(library.SOURCES)}".encode())
+    probe.write_bytes(f"no ELF, {hash_sources(library.SOURCES)}".encode())
     user_cache._seal(probe)
     machine.start()
     assert caplog.messages[-1].endswith("set XDG_CACHE_HOME to a folder that may hold programs")
