@@ -2116,13 +2116,6 @@ BUGS = (
         WHEEL,
     ),
     PackageBug(
-        "a wheel lacks the sources that a first start compiles",
-        "pyproject.toml",
-        'exclude = ["kernels/fairlead_kernels/native"]',
-        'exclude = ["kernels/fairlead_kernels/csrc", "kernels/fairlead_kernels/native"]',
-        WHEEL,
-    ),
-    PackageBug(
         "each clone compiles the kernels",
         "hatch_build:fill_source_tree",
         "    if not anew:\n",
