@@ -7,7 +7,8 @@ BIN := $(VENV)/bin
 TORCH ?= registry
 
 # Compiled into the source tree by the build hook; without a compiler plain torch serves.
-KERNELS := kernels/hatch_build.py $(wildcard kernels/fairlead_kernels/csrc/*)
+KERNELS := kernels/hatch_build.py kernels/fairlead_kernels/cpu/compilation.py \
+  $(wildcard kernels/fairlead_kernels/csrc/*)
 
 # Where `make images` writes operator.tar and runtime.tar, and where the tests look for them.
 IMAGES_OUT ?= build/images

@@ -33,13 +33,12 @@ RUN --mount=type=secret,id=ca.pem --mount=type=secret,id=pip.conf \
 RUN apt-get update --quiet=2 \
     && apt-get install --quiet=2 --yes --no-install-recommends g++ > /dev/null
 # Two minutes of a processor, again only where the sources or their build change.
-COPY kernels/hatch_build.py /build/kernels/
 COPY kernels/fairlead_kernels/__init__.py /build/kernels/fairlead_kernels/
 COPY kernels/fairlead_kernels/cpu/__init__.py kernels/fairlead_kernels/cpu/sources.py \
-    /build/kernels/fairlead_kernels/cpu/
+    kernels/fairlead_kernels/cpu/compilation.py /build/kernels/fairlead_kernels/cpu/
 COPY kernels/fairlead_kernels/csrc /build/kernels/fairlead_kernels/csrc
 RUN if [ "$(uname -m)" = x86_64 ]; then \
-        /tmp/hatch/bin/python -B /build/kernels/hatch_build.py /build/native; \
+        PYTHONPATH=/build/kernels python3 -B -m fairlead_kernels.cpu.compilation /build/native; \
     fi
 COPY README.md LICENSE /build/
 COPY operator /build/operator
@@ -55,6 +54,8 @@ COPY --from=root / /
 COPY --from=packages /opt/fairlead /opt/fairlead
 COPY --from=kernels /kernels /
 COPY --from=app /app /
+# What it has of the C++ kernels was compiled above: no pod compiles any.
+ENV FAIRLEAD_BUILD_KERNELS=0
 # Of flashinfer's modules only those of the stage `kernels` count: no pod compiles one.
 ENV FLASHINFER_DISABLE_JIT=1
 # Where some clusters, Google's among them, put the driver without telling the loader.

@@ -1,91 +1,39 @@
-"""Hatchling's hook: compiles the C++ kernels while a wheel or an editable install is made.
+"""Hatchling's hook: puts the C++ kernels into an editable install, and into a wheel where that is
+asked for.
 
-Owns the compiler's flags and where the libraries go. There is one library per instruction set; the
-loader (``fairlead_kernels/cpu/library.py``) picks one when a process starts. Without a compiler the
-wheel is pure Python and plain torch does the work.
-
-FAIRLEAD_BUILD_KERNELS=0 leaves them out, 1 makes a build without them an error. FAIRLEAD_KERNELS
-names a folder in which ``python hatch_build.py FOLDER`` has compiled them: an image does that in a
-layer of its own.
+A wheel is pure Python: who plans needs no kernels, and who serves compiles those of its processor
+at the first start (``fairlead_kernels/cpu/first_start.py``). FAIRLEAD_BUILD_KERNELS=1 compiles them
+into the wheel, and makes a build without them an error; 0 leaves them out of an editable install,
+too. FAIRLEAD_KERNELS names a folder in which ``fairlead_kernels/cpu/compilation.py`` has compiled
+them: an image does that in a layer of its own.
 """
 
 import os
 import shutil
-import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 sys.path.insert(0, str(Path(__file__).parent))
-from fairlead_kernels.cpu.sources import hash_sources, why_not_here
-
-PACKAGE = Path(__file__).parent / "fairlead_kernels"
-SOURCES = PACKAGE / "csrc"
-FLAGS = (
-    "-std=c++20",
-    "-O3",
-    "-ffp-contract=fast",  # a * b + c becomes one instruction
-    "-fno-math-errno",
-    "-fPIC",
-    "-shared",
-    "-fvisibility=hidden",
-    "-pthread",
-    # Images need not have a C++ runtime, and an older one must do.
-    "-static-libstdc++",
-    "-static-libgcc",
-    "-Wl,-s",
+from fairlead_kernels.cpu.compilation import (
+    INSTRUCTION_SETS,
+    SOURCES,
+    NotBuiltError,
+    compile_libraries,
 )
-# Instruction set → the compiler's name of it.
-INSTRUCTION_SETS = {"baseline": "x86-64", "avx2": "x86-64-v3", "avx512": "x86-64-v4"}
+from fairlead_kernels.cpu.sources import hash_sources
 
-
-class NotBuiltError(RuntimeError):
-    """The kernels cannot be built here; the message says why."""
-
-
-def compiler() -> str:
-    """The C++ compiler. Raises NotBuiltError without one, or on another kind of machine."""
-    if elsewhere := why_not_here():
-        raise NotBuiltError(elsewhere)
-    for name in (os.environ.get("CXX"), "c++", "g++", "clang++"):
-        if name and (path := shutil.which(name)):
-            return path
-    raise NotBuiltError("no C++ compiler found (c++, g++, clang++ or the one that CXX names)")
-
-
-def compile_all(out: Path, extra: Sequence[str] = ()) -> list[Path]:
-    """Compile the library of each instruction set into ``out``. Raises NotBuiltError."""
-    program = compiler()
-    out.mkdir(parents=True, exist_ok=True)
-    define = f'-DFAIRLEAD_SOURCES="{hash_sources(SOURCES)}"'
-    files = sorted(map(str, SOURCES.glob("*.cpp")))
-
-    def build(name: str) -> Path:
-        library = out / f"{name}.so"
-        # A process may have the present file mapped: the new one takes its place at once.
-        partial = out / f"{name}.so.{os.getpid()}"
-        flags = [*FLAGS, f"-march={INSTRUCTION_SETS[name]}", define, *extra]
-        command = [program, *flags, *files, "-o", str(partial)]
-        process = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - the compiler
-        if process.returncode:
-            lines = [line for line in process.stderr.splitlines() if "error" in line][:3]
-            raise NotBuiltError(f"{program} failed: {' '.join(lines) or process.stderr[-300:]}")
-        partial.replace(library)
-        return library
-
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        return list(pool.map(build, INSTRUCTION_SETS))
+NATIVE = Path(__file__).parent / "fairlead_kernels" / "native"
 
 
 def compiled_in(folder: Path) -> list[Path]:
-    """The libraries that ``compile_all`` has put there. Raises NotBuiltError where one is missing,
-    or of other sources.
+    """The libraries that ``compile_libraries`` has put there. Raises NotBuiltError where one is
+    missing, or of other sources.
     """
     libraries = [folder / f"{name}.so" for name in INSTRUCTION_SETS]
     sources = hash_sources(SOURCES).encode()
@@ -93,6 +41,27 @@ def compiled_in(folder: Path) -> list[Path]:
         if not library.is_file() or sources not in library.read_bytes():
             raise NotBuiltError(f"{library} is missing, or of other sources")
     return libraries
+
+
+def fill_source_tree(say: Callable[[str], None], *, anew: bool) -> None:
+    """Put the libraries beside the sources: what was compiled before for another clone, unless they
+    are to be compiled ``anew``; ``say`` hears where that cannot be. Raises NotBuiltError.
+    """
+    if not anew:
+        from fairlead_kernels.cpu import user_cache  # which Windows lacks the modules for
+
+        try:
+            libraries = user_cache.provide(tuple(INSTRUCTION_SETS))
+        except user_cache.UnusableCacheError as error:
+            say(f"the C++ kernels are compiled for this clone alone: {error}")
+        else:
+            NATIVE.mkdir(exist_ok=True)
+            for library in libraries:
+                partial = NATIVE / f"{library.name}.{os.getpid()}"
+                shutil.copyfile(library, partial)
+                partial.replace(NATIVE / library.name)  # a process may have the old one mapped
+            return
+    compile_libraries(NATIVE)
 
 
 class KernelsBuildHook(BuildHookInterface[Any]):
@@ -103,17 +72,20 @@ class KernelsBuildHook(BuildHookInterface[Any]):
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         setting = os.environ.get("FAIRLEAD_BUILD_KERNELS", "")
-        if setting == "0":
+        compiled = os.environ.get("FAIRLEAD_KERNELS")
+        editable = version == "editable"
+        if setting == "0" or not (editable or setting == "1" or compiled):
             return
         try:
-            if version == "editable":
-                compile_all(PACKAGE / "native")
+            if editable:
+                anew = setting == "1" or bool(os.environ.get("CXX"))
+                fill_source_tree(self.app.display_warning, anew=anew)
                 return
-            if compiled := os.environ.get("FAIRLEAD_KERNELS"):
+            if compiled:
                 libraries = compiled_in(Path(compiled))
             else:
                 self._temporary = tempfile.TemporaryDirectory()
-                libraries = compile_all(Path(self._temporary.name))
+                libraries = compile_libraries(Path(self._temporary.name))
         except NotBuiltError as error:
             if setting == "1":
                 raise
@@ -130,7 +102,3 @@ class KernelsBuildHook(BuildHookInterface[Any]):
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:  # noqa: ARG002 - hatchling's signature
         if self._temporary is not None:
             self._temporary.cleanup()
-
-
-if __name__ == "__main__":
-    compile_all(Path(sys.argv[1]))

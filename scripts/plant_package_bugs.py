@@ -52,7 +52,7 @@ from planted.hunting import (
 )
 from planted.native import BASELINE, DIGITS, SUFFIXES, Build
 
-import hatch_build
+from fairlead_kernels.cpu import compilation
 
 ROOT = Path(__file__).resolve().parents[1]
 CATCHING = Path(__file__).parent / "planted" / "catching_tests.json"
@@ -156,7 +156,7 @@ class Hunter:
             else:
                 seconds = sum(self._seconds_of_file(test, copy) for test in bug.tests)
                 outcome, how = judge(bug, copy, self._runs, HANGS * seconds)
-        except hatch_build.NotBuiltError as error:
+        except compilation.NotBuiltError as error:
             outcome, how = Outcome.BROKE, str(error)
         package = anchor.file_of(bug.place, copy.folder).partition("/")[0]
         return Verdict(bug.name, package, outcome, how, time.monotonic() - began)

@@ -34,26 +34,10 @@ fi
 install --require-hashes --no-deps -r requirements-gpu.lock
 # As in the images: hundreds of processes of the tests import transformers.
 "$venv/bin/python" -B docker/keep_names.py
-# The kernels take two minutes of a processor to compile: once for each state of their sources, the
-# flags and the compiler, not once for each clone.
-native=kernels/fairlead_kernels/native
-made="${XDG_CACHE_HOME:-$HOME/.cache}/fairlead/kernels-$(
-    { cat kernels/hatch_build.py kernels/fairlead_kernels/cpu/sources.py kernels/fairlead_kernels/csrc/*
-      "${CXX:-c++}" --version || true; uname -m; } 2>/dev/null | sha256sum | cut -c1-16)"
-if [ -z "${FAIRLEAD_BUILD_KERNELS:-}" ] && [ -d "$made" ]; then
-    say "Fairlead, with the C++ kernels that were compiled before"
-    mkdir -p "$native"
-    cp "$made"/*.so "$native"
-    FAIRLEAD_BUILD_KERNELS=0 install --no-deps -e .
-else
-    say "Fairlead, whose C++ kernels a compiler takes up to two minutes for; without one, PyTorch serves"
-    install --no-deps -e .
-    if [ -e "$native/baseline.so" ]; then
-        part=$(mktemp -d -p "$(mkdir -p "${made%/*}" && echo "${made%/*}")")
-        cp "$native"/*.so "$part"
-        mv -T "$part" "$made" 2>/dev/null || rm -r "$part"  # another setup was first
-    fi
-fi
+# kernels/hatch_build.py takes the C++ kernels from ~/.cache/fairlead, once they are compiled: not
+# where CXX names the compiler, or FAIRLEAD_BUILD_KERNELS=1 asks for it.
+say "Fairlead; its C++ kernels take a compiler up to two minutes, once; without one, PyTorch serves"
+install --no-deps -e .
 # What a server imports is compiled here, not at its first start, and not at each start where the
 # environment forbids Python to keep byte code. Only that: it is a tenth of the files.
 say "byte code of what a server imports"

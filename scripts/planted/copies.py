@@ -32,7 +32,7 @@ class Copy:
 
     def __enter__(self) -> Self:
         """Copy the files, with their byte code and no other cache, and start what is forked.
-        Raises ``hatch_build.NotBuiltError``.
+        Raises ``compilation.NotBuiltError``.
         """
         ignored = shutil.ignore_patterns(".*")
         for name in FOLDERS:
@@ -56,7 +56,7 @@ class Copy:
 
     @contextmanager
     def planted(self, bug: PackageBug) -> Iterator[None]:
-        """The copy with the bug. Raises AnchorError, and ``hatch_build.NotBuiltError``."""
+        """The copy with the bug. Raises AnchorError, and ``compilation.NotBuiltError``."""
         planted = anchor.plant(bug.place, bug.old, bug.new, self.folder)
         target = self.folder / planted.file
         source = target.read_text()

@@ -13,7 +13,7 @@ from itertools import repeat
 from pathlib import Path
 from typing import NamedTuple
 
-import hatch_build
+from fairlead_kernels.cpu import compilation
 from fairlead_kernels.cpu.sources import hash_sources
 
 EMULATED = Path(__file__).with_name("emulated")
@@ -33,7 +33,7 @@ class Build(NamedTuple):
     choice: tuple[str, ...]
 
 
-_MARCH = f"-march={hatch_build.INSTRUCTION_SETS['baseline']}"
+_MARCH = compilation.architecture("baseline")
 # One instruction set is enough to find most bugs.
 BASELINE = Build((("baseline", (_MARCH,)),), ("baseline",))
 # What VNNI and AMX compute has tests of its own. Here both are emulated, on every processor: the
@@ -58,20 +58,20 @@ def choose(copy: Path, build: Build) -> None:
 
 def compile_copy(copy: Path, build: Build, objects: Path) -> None:
     """Compile the copy's libraries; ``objects`` keeps what its files were compiled to. Raises
-    ``hatch_build.NotBuiltError``.
+    ``compilation.NotBuiltError``.
     """
     sources = copy / PACKAGE / "csrc"
-    program = hatch_build.compiler()
+    program = compilation.compiler()
     define = f'-DFAIRLEAD_SOURCES="{hash_sources(sources)}"'
 
     def run(*arguments: str) -> None:
         process = subprocess.run([program, *arguments], capture_output=True, text=True, check=False)
         if process.returncode:
-            raise hatch_build.NotBuiltError(process.stderr[-2000:])
+            raise compilation.NotBuiltError(process.stderr[-2000:])
 
     def compile_file(source: Path, more: Sequence[str]) -> str:
         text = "".join(path.read_text() for path in _closure(source))
-        flags = [*hatch_build.FLAGS, *more]
+        flags = [*compilation.FLAGS, *more]
         if "FAIRLEAD_SOURCES" in text:
             flags.append(define)
         key = hashlib.sha256("\0".join([source.name, *flags, text]).encode()).hexdigest()
@@ -88,7 +88,7 @@ def compile_copy(copy: Path, build: Build, objects: Path) -> None:
             compiled = list(pool.map(compile_file, files, repeat(flags)))
             library = copy / PACKAGE / "native" / f"{name}.so"
             partial = library.with_suffix(".partial")
-            run(*hatch_build.FLAGS, *compiled, "-o", str(partial))
+            run(*compilation.LINK_FLAGS, *compiled, "-o", str(partial))
             partial.replace(library)
 
 

@@ -235,6 +235,7 @@ def test_the_runtime_has_the_kernels_of_each_instruction_set_and_the_operator_no
 ) -> None:
     found = [Path(path).name for path in under(runtime, f"{PACKAGES}/fairlead_kernels/native/*")]
     assert sorted(found) == ["avx2.so", "avx512.so", "baseline.so"]
+    assert runtime.environment["FAIRLEAD_BUILD_KERNELS"] == "0"
     assert not under(operator, f"{PACKAGES}/fairlead_kernels/native/*")
 
 

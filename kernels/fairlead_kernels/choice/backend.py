@@ -4,11 +4,13 @@ Owns the choice and its reason. A faster backend is one more entry in ``pick``; 
 by device type.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from fairlead_kernels.cpu import cpu_operations as cpu
+from fairlead_kernels.cpu import first_start, library
 from fairlead_kernels.cpu.cpu_attention import CpuAttention
 from fairlead_kernels.cpu.cpu_operations import CpuOperations
 from fairlead_kernels.cpu.cpu_states import CpuStates
@@ -202,6 +204,33 @@ def cpu_operations(device: str, dtype: torch.dtype, *, fp8_cache: bool = False) 
     """The C++ kernels for a model of this type on a device of this kind. Raises NotAvailableError
     with the reason where they cannot serve it.
     """
+    _check_cpu(device, dtype, fp8_cache=fp8_cache)
+    return cpu.load()
+
+
+def compile_cpu(
+    kernels: str,
+    device: str,
+    dtype: torch.dtype,
+    *,
+    fp8_cache: bool,
+    compilers: int,
+    begun: Callable[[], None],
+) -> None:
+    """Compile the C++ kernels if they are those of a model of this type, and neither installed nor
+    compiled by an earlier start, by so many ``compilers`` at a time; ``begun`` is called first. A
+    failure is logged.
+    """
+    if kernels not in ("auto", "cpu"):
+        return
+    try:
+        _check_cpu(device, dtype, fp8_cache=fp8_cache)
+    except NotAvailableError:
+        return
+    first_start.compile_missing(library.FOLDER, begun, compilers)
+
+
+def _check_cpu(device: str, dtype: torch.dtype, *, fp8_cache: bool) -> None:
     if device != "cpu":
         raise NotAvailableError(f"the model runs on {device}")
     if dtype not in (torch.float32, torch.bfloat16):
@@ -209,7 +238,6 @@ def cpu_operations(device: str, dtype: torch.dtype, *, fp8_cache: bool = False) 
         raise NotAvailableError(f"they have weights in float32 or bfloat16, the model in {name}")
     if fp8_cache:
         raise NotAvailableError("their cache is in float32 or bfloat16, not in fp8")
-    return cpu.load()
 
 
 def cpu_states(heads: Heads) -> CpuStates | None:

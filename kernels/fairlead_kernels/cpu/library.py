@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 
-from fairlead_kernels.cpu.sources import hash_sources, why_not_here
+from fairlead_kernels.cpu import compilation, first_start
+from fairlead_kernels.cpu.compilation import NotBuiltError
+from fairlead_kernels.cpu.sources import hash_sources
 from fairlead_kernels.interface.not_available import NotAvailableError
 
-PACKAGE = Path(__file__).parents[1]
-FOLDER = PACKAGE / "native"
-SOURCES = PACKAGE / "csrc"
+FOLDER = Path(__file__).parents[1] / "native"  # of what was installed
+SOURCES = compilation.SOURCES
 # The fastest first: the name of a library, and after "+" what more the processor has that the
 # products of some weights use.
 INSTRUCTION_SETS = ("avx512+amx", "avx512+vnni", "avx512", "avx2", "baseline")
@@ -375,10 +376,10 @@ class Library:
     """The loaded C functions of one instruction set, as attributes."""
 
     def __init__(self, instruction_set: str) -> None:
-        path = FOLDER / f"{instruction_set.partition('+')[0]}.so"
-        if not path.exists():
-            reason = why_not_here() or "no C++ compiler when it was installed"
-            raise NotAvailableError(f"they are not built ({reason})")
+        try:
+            path = first_start.find(instruction_set.partition("+")[0], FOLDER)
+        except NotBuiltError as error:
+            raise NotAvailableError(f"they are not built ({error})") from error
         try:
             loaded = ctypes.CDLL(str(path))
         except OSError as error:
@@ -420,8 +421,10 @@ def share_threads(use_openmp: Callable[..., Any]) -> None:
 
 def supported() -> list[str]:
     """The instruction sets that this machine has, the fastest first. Raises NotAvailableError."""
-    baseline = load("baseline")
-    names = [name for name in INSTRUCTION_SETS if baseline.supports(name.encode())]
+    try:
+        names = first_start.supported(INSTRUCTION_SETS, FOLDER)
+    except NotBuiltError as error:
+        raise NotAvailableError(f"they are not built ({error})") from error
     # No product of ours has run on a processor with AMX yet: it is compared once, here.
     if names[0] == "avx512+amx" and not Library(names[0]).tiles_agree():
         del names[0]

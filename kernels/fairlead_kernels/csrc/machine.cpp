@@ -1,4 +1,5 @@
-// What the machine's processor can run. Of the libraries, the one for the baseline is asked.
+// What the machine's processor can run. The library for the baseline is asked, or one of this file
+// alone.
 
 #include "export.h"
 
@@ -12,7 +13,7 @@
 #define FAIRLEAD_SOURCES ""
 #endif
 
-// A hash of the sources that this library was built from, given by hatch_build.py.
+// A hash of the sources that this library was built from, given by compilation.py.
 FL_EXPORT const char* fairlead_sources() { return FAIRLEAD_SOURCES; }
 
 #if defined(__x86_64__)

@@ -1,7 +1,7 @@
 // Vectors of floats, as wide as the instruction set that this library is compiled for.
 //
 // Only the compiler's vector types are used, no intrinsics: the same source gives SSE2, AVX2 and
-// AVX-512 code. Each instruction set is a library of its own (see hatch_build.py), so no function
+// AVX-512 code. Each instruction set is a library of its own (see compilation.py), so no function
 // compiled for one can be linked into another.
 #pragma once
 

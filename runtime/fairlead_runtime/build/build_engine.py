@@ -107,7 +107,7 @@ def build(
     report("weights")
     device = device_facts(config.device, config.tensor_parallel)
     process_bytes = resident_bytes() + (http_process_bytes or 0)
-    inspected = check(path, config, device, reads_tokenizer=text is None)
+    inspected = check(path, config, device, report, reads_tokenizer=text is None)
     threads = _limit_threads(
         has_http_process=http_process_bytes is not None,
         cached=inspected.weight_bytes <= CACHED,

@@ -8,16 +8,23 @@ from pathlib import Path
 
 import torch
 
-from fairlead_kernels.choice.backend import check_fixed, cpu_operations, flashinfer_for
+from fairlead_kernels.choice.backend import (
+    check_fixed,
+    compile_cpu,
+    cpu_operations,
+    flashinfer_for,
+)
 from fairlead_kernels.interface.attention import Heads
 from fairlead_kernels.interface.not_available import NotAvailableError
-from fairlead_runtime.build.host import has_nvidia_device, memory_limit
+from fairlead_runtime.build.host import cpu_limit, has_nvidia_device, memory_limit
+from fairlead_runtime.build.load_rank import compilers_of
 from fairlead_runtime.build.resolve import resolve
 from fairlead_runtime.models import loading
 from fairlead_runtime.models.loading import InspectedModel
 from fairlead_runtime.models.model_error import ModelError
 from fairlead_runtime.settings.engine_config import ConfigError, Device, EngineConfig
 from fairlead_runtime.settings.preflight import check_record
+from fairlead_runtime.settings.startup_parts import Report, unreported
 from fairlead_runtime.settings.supported import check_supported
 from fairlead_runtime.sizing.arithmetic import ceil_div
 from fairlead_runtime.sizing.checkpoint_formats import as_stored
@@ -62,15 +69,33 @@ def _no_accelerator(*, built_for_cpus: bool) -> ModelError:
 
 
 def check(
-    path: Path | str, config: EngineConfig, device: DeviceFacts, *, reads_tokenizer: bool = True
+    path: Path | str,
+    config: EngineConfig,
+    device: DeviceFacts,
+    report: Report = unreported,
+    *,
+    reads_tokenizer: bool = True,
 ) -> InspectedModel:
     """Make every check that needs no weights. ``reads_tokenizer``: as ``loading.inspect`` takes it.
     Raises ConfigError or ModelError.
+
+    Kernels of CPUs that have to be compiled first are compiled here: some checks depend on them.
     """
     check_supported(config)
     check_record(config)
     inspected = loading.inspect(path, config, reads_tokenizer=reads_tokenizer)
     resolve(config, inspected.shape, device, dtype=dtype_name(inspected.dtype))
+    # States are in C++ whatever the type of the cache of keys is.
+    fp8_cache = config.fp8_cache and not inspected.shape.states
+    compile_cpu(
+        config.kernels,
+        device.kind,
+        inspected.dtype,
+        fp8_cache=fp8_cache,
+        compilers=compilers_of(cpu_limit(), memory_limit()),
+        begun=lambda: report("kernels"),
+    )
+    report("weights")
     _check_kernels(as_stored(config, inspected.shape.quantized), device, inspected)
     return inspected
 

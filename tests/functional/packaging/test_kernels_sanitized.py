@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-import hatch_build
+from fairlead_kernels.cpu import compilation
 from support.kernel_sets import PRODUCT_SETS, SETS, every_set
 
 ROOT = Path(__file__).parents[3]
@@ -55,7 +55,7 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sanitized")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CXX", str(COMPILER))
-        hatch_build.compile_all(folder, FLAGS)
+        compilation.compile_libraries(folder, extra=FLAGS)
     return folder
 
 
@@ -98,10 +98,8 @@ def test_one_element_too_far_is_noticed(libraries: Path, instruction_set: str) -
 def test_products_in_tiles_are_right_where_amx_is_emulated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = {name: hatch_build.INSTRUCTION_SETS[name] for name in ("baseline", "avx512")}
-    monkeypatch.setattr(hatch_build, "INSTRUCTION_SETS", names)
     monkeypatch.setenv("CXX", str(COMPILER))
-    hatch_build.compile_all(tmp_path, ["-DFAIRLEAD_AMX_EMULATED"])
+    compilation.compile_libraries(tmp_path, ("baseline", "avx512"), ["-DFAIRLEAD_AMX_EMULATED"])
     tests = (str(ROOT / "tests" / "unit" / "kernels" / name) for name in TESTS)
     done = subprocess.run(
         [sys.executable, "-c", ALL_TESTS, str(tmp_path), "-k", "amx", *tests],

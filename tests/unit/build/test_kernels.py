@@ -1,5 +1,6 @@
 """Which kernels a start takes, and what it refuses."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from fairlead_kernels.choice.backend import pick
-from fairlead_kernels.cpu import cpu_operations
+from fairlead_kernels.cpu import cpu_operations, first_start
 from fairlead_kernels.interface.attention import Heads, LayerKind
 from fairlead_kernels.interface.not_available import NotAvailableError
 from fairlead_kernels.packages import flashinfer_package
@@ -132,6 +133,33 @@ def test_torch_is_taken_without_a_look_at_the_others(monkeypatch: pytest.MonkeyP
     monkeypatch.delattr(cpu_operations, "load")
     choice = pick(HEADS, KINDS, torch.device("cpu"), "torch")
     assert (choice.operations, choice.attention.name) == (None, "torch")
+
+
+@pytest.mark.parametrize(
+    ("config", "device", "compiles"),
+    [
+        (EngineConfig(), CPU, True),
+        (EngineConfig(dtype="bfloat16"), CPU, True),
+        (EngineConfig(kernels="torch"), CPU, False),
+        (EngineConfig(dtype="float16"), CPU, False),
+        (EngineConfig(cache_dtype="fp8"), CPU, False),
+        (EngineConfig(), GPU, False),
+    ],
+)
+def test_a_start_compiles_the_kernels_where_they_can_serve_the_model(
+    config: EngineConfig, device: DeviceFacts, compiles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told, asked = list[str](), list[int]()
+
+    def compile_missing(_installed: Path, begun: Callable[[], None], compilers: int) -> None:
+        asked.append(compilers)
+        begun()
+
+    monkeypatch.setattr(first_start, "compile_missing", compile_missing)
+    checks.check(DEMO, config, device, lambda part, *_: told.append(part))
+    assert told == ([*["kernels"] * compiles, "weights"])
+    assert len(asked) == compiles
+    assert all(compilers >= 1 for compilers in asked)
 
 
 def test_the_fastest_kernels_are_named_by_their_instruction_set() -> None:

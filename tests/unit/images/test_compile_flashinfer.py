@@ -327,6 +327,7 @@ def test_the_final_stage_takes_the_kernels_and_forbids_to_compile() -> None:
     assert 'compile_flashinfer.sh /opt/fairlead "${DEVICE}" /kernels' in kernels
     assert "COPY --from=kernels /kernels /\n" in stages[-1]
     assert "ENV FLASHINFER_DISABLE_JIT=1\n" in stages[-1]
+    assert "ENV FAIRLEAD_BUILD_KERNELS=0\n" in stages[-1]
 
 
 def test_the_stage_of_the_packages_has_what_prepares_triton() -> None:

@@ -105,6 +105,7 @@ def test_without_the_libraries_the_error_says_that_they_are_not_built(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(library, "FOLDER", tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(NotAvailableError, match="not built"):
         library.Library("baseline")
 

@@ -17,7 +17,7 @@ from planted.copies import Copy
 from planted.forked import Answer, Selection
 from planted.hunting import Outcome, Run, Runs, Verdict
 
-import hatch_build
+from fairlead_kernels.cpu import compilation
 
 FILE = "unit/test_module.py"
 BUG = PackageBug("name", "pkg.module:", "one", "two", (FILE,))
@@ -153,7 +153,7 @@ def test_a_file_is_compiled_again_only_when_it_or_what_it_includes_has_changed(
         'while [ "$1" != -o ]; do shift; done; touch "$2"\n'
     )
     compiler.chmod(0o755)
-    monkeypatch.setattr(hatch_build, "compiler", lambda: str(compiler))
+    monkeypatch.setattr(compilation, "compiler", lambda: str(compiler))
 
     def compiled() -> list[str]:
         (tmp_path / "log").write_text("")
