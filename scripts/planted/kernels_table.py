@@ -1900,6 +1900,20 @@ BUGS = (
         ON_EXPERTS,
     ),
     PackageBug(
+        "the product of one expert after the other: the first one's bias is left out",
+        "fairlead_kernels.choice.experts:looped_product",
+        "if bias is not None:",
+        "if bias is not None and begin:",
+        ON_EXPERTS,
+    ),
+    PackageBug(
+        "torch's grouped product is said to take experts of any width",
+        "fairlead_kernels.choice.experts:groups_in_torch",
+        "return False",
+        "return True",
+        ON_EXPERTS,
+    ),
+    PackageBug(
         "torch's product of experts is taken where it waits",
         "fairlead_kernels.choice.experts:_waits_raise",
         'torch.cuda.set_sync_debug_mode("error")',

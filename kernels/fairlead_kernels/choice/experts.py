@@ -46,8 +46,8 @@ class Matrices(NamedTuple):
 def choose(
     samples: Sequence[Matrices], device: torch.device, kernels: str = "auto"
 ) -> tuple[ExpertProduct | None, str]:
-    """The product for a model with matrices like these, and the choice in words. None: torch's,
-    which the model's own code calls. Ours on GPUs where torch's waits for the device or fails, and
+    """The product for a model with matrices like these, and the choice in words. None: the one that
+    its code calls, torch's or ``looped_product``. Ours on GPUs where torch's waits for the device or fails, and
     ours does not; ``kernels`` as in ``backend.pick``.
     """
     if not samples or device.type != "cuda" or kernels == "torch":
@@ -80,6 +80,36 @@ def torch_product(
         places = torch.arange(len(x), device=x.device, dtype=expert_ends.dtype)
         out += bias[torch.searchsorted(expert_ends, places, right=True)]
     return out
+
+
+def looped_product(
+    x: Tensor, weights: Tensor, expert_ends: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """``ExpertProduct`` of one expert after the other, of any widths. It reads ``expert_ends`` on
+    the host.
+    """
+    out = x.new_empty(len(x), weights.shape[2])
+    begin = 0
+    for expert, end in enumerate(expert_ends.tolist()):
+        if end > begin:
+            torch.mm(x[begin:end], weights[expert], out=out[begin:end])
+            if bias is not None:
+                out[begin:end] += bias[expert]
+        begin = end
+    return out
+
+
+def groups_in_torch(sample: Matrices, device: torch.device) -> bool:
+    """Whether torch's grouped product takes matrices like these on this device: it refuses rows
+    that are no multiple of 16 bytes. Tried on the first expert alone.
+    """
+    weights = sample.weights[:1].to(device)
+    x, expert_ends = _tokens(weights)
+    try:
+        torch_product(x, weights, expert_ends)
+    except RuntimeError:
+        return False
+    return True
 
 
 def prove_product(product: ExpertProduct, sample: Matrices, name: str) -> None:

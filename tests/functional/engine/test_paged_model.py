@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fairlead_kernels.choice.backend import pick
 from fairlead_kernels.interface.attention import LayerKind
-from fairlead_runtime.device.model import paged_attention
+from fairlead_runtime.device.model import experts, paged_attention
 from fairlead_runtime.device.model.paged_attention import AttentionCall, PagedPass
 from fairlead_runtime.device.model.paged_model import PagedModel
 from fairlead_runtime.device.proof import selftest
@@ -21,7 +21,7 @@ from fairlead_runtime.models.model_error import ModelError, SelfTestError
 from fairlead_runtime.request.sequence import Request, SamplingParams, Sequence
 from fairlead_runtime.scheduling.plan import Row, Work
 from support import flashinfer_standin, tiny
-from support.engine_rig import Rig, Setting, greedy, prompts, rig
+from support.engine_rig import Rig, Setting, check_greedy_texts, greedy, prompts, rig
 from support.layer_faults import change_the_base, hide_each_token_from_itself, scale_a_head
 
 EVERY = (*tiny.FAMILIES, *tiny.VARIANTS)
@@ -252,6 +252,32 @@ def test_experts_run_grouped_in_the_paged_model_and_eagerly_in_the_plain_one(fam
     with model.plain() as plain:
         assert plain.config._experts_implementation == "eager"
     assert model.model.config._experts_implementation == "grouped_mm"
+
+
+# Of rows that are no multiple of 16 bytes torch has no grouped product.
+ODD: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("gpt_oss", {"intermediate_size": 97}),
+    ("mixtral", {"intermediate_size": 30}),
+    ("qwen3_moe", {"moe_intermediate_size": 5, "hidden_size": 66}),
+)
+
+
+@pytest.mark.parametrize(("family", "sizes"), ODD)
+def test_experts_of_any_width_give_transformers_text(family: str, sizes: dict[str, Any]) -> None:
+    engine = rig(family, **sizes)
+    assert engine.model.model.config._experts_implementation == experts.LOOPED
+    check_greedy_texts(engine, 3)
+
+
+@pytest.mark.parametrize(("family", "sizes"), [*ODD, ("mixtral", {"intermediate_size": 100})])
+def test_experts_of_any_width_are_judged_in_16_bits(
+    family: str, sizes: dict[str, Any]
+) -> None:
+    """100 numbers are such a multiple in float32 alone."""
+    model = paged(family, torch.bfloat16, **sizes)
+    assert model.model.config._experts_implementation == experts.LOOPED
+    result = self_test(model)
+    assert result.delta < result.tolerance
 
 
 def test_windows_for_another_number_of_layers_are_refused() -> None:

@@ -74,8 +74,9 @@ def test_a_product_is_the_references_however_tokens_are_divided(
     x, expert_ends = torch.randn(sum(counts), columns).to(dtype), ends_of(counts)
     bias = torch.randn(len(counts), rows).to(dtype) if biased else None
     want = reference.expert_product(x, weights, expert_ends, bias)
-    for interpreted in (False, True):
-        got = triton_standin.experts(interpreted=interpreted)(x, weights, expert_ends, bias)
+    products = [triton_standin.experts(interpreted=interpreted) for interpreted in (False, True)]
+    for product in (*products, experts.looped_product):
+        got = product(x, weights, expert_ends, bias)
         assert got.dtype is dtype
         limit = 2 * ROUNDING[dtype] * (float(want.abs().max()) if len(x) else 0) + 1e-5
         torch.testing.assert_close(got, want, rtol=0, atol=limit)
@@ -149,6 +150,24 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
 
 
 # -- the choice at start
+
+
+@pytest.mark.parametrize(
+    ("columns", "rows", "dtype", "grouped"),
+    [
+        (64, 100, torch.float32, True),
+        (64, 97, torch.float32, False),
+        (97, 64, torch.float32, False),
+        (64, 104, torch.bfloat16, True),
+        (64, 100, torch.bfloat16, False),
+        (100, 64, torch.bfloat16, False),
+    ],
+)
+def test_torch_groups_rows_of_whole_16_bytes_alone(
+    columns: int, rows: int, dtype: torch.dtype, *, grouped: bool
+) -> None:
+    sample = Matrices(torch.randn(3, columns, rows).to(dtype), None)
+    assert experts.groups_in_torch(sample, CPU) is grouped
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])

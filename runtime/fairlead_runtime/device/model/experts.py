@@ -12,14 +12,30 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from fairlead_kernels.choice.experts import ExpertProduct, Matrices
+from fairlead_kernels.choice.experts import (
+    ExpertProduct,
+    Matrices,
+    groups_in_torch,
+    looped_product,
+)
 
 NAME = "fairlead_experts"
+LOOPED = "fairlead_looped_experts"
 
 
 def register(product: ExpertProduct) -> None:
     """Register the experts function with transformers as NAME, on this product from now on."""
     ALL_EXPERTS_FUNCTIONS.register(NAME, partial(_experts, product))
+
+
+def groupable(model: nn.Module, device: torch.device) -> bool:
+    """Whether torch's grouped product takes all of the model's experts on this device. Where it
+    does not, LOOPED is registered, on one product for each expert.
+    """
+    if all(groups_in_torch(sample, device) for sample in samples_of(model)):
+        return True
+    ALL_EXPERTS_FUNCTIONS.register(LOOPED, partial(_experts, looped_product))
+    return False
 
 
 def samples_of(model: nn.Module) -> list[Matrices]:

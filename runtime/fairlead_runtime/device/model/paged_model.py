@@ -5,7 +5,7 @@ the attention function is in ``attention``.
 
 Experts of MoE models run as transformers' ``grouped_mm``: equal to its eager loop except for
 rounding, and each token's result independent of the others'. Where torch's grouped product waits
-for the device, they run on ours (``experts``).
+for the device, or does not take their widths, they run on ours (``experts``).
 """
 
 import inspect
@@ -190,6 +190,10 @@ class PagedModel:
     @torch.inference_mode()
     def _probe(self) -> Heads:
         """The heads that the layers actually use, from a pass of two tokens."""
+        grouped = self._fast_experts == "grouped_mm"
+        if grouped and not experts.groupable(self.model, self.device):
+            self._fast_experts = self._experts = experts.LOOPED
+            self._set_experts(experts.LOOPED)
         probe = ProbePass(torch.tensor([1], device=self.device))
         self.model.set_attn_implementation(paged_attention.PROBE_NAME)
         try:
