@@ -30,7 +30,7 @@ from fairlead_runtime.device.proof import selftest
 from fairlead_runtime.device.ranks import shards
 from fairlead_runtime.models import families, loading, rope
 from fairlead_runtime.settings.engine_config import EngineConfig
-from fairlead_runtime.sizing.terms import weights
+from fairlead_runtime.sizing.terms import held_weights
 from support import tiny
 from support.gpu_device import DEVICE
 from support.operation_cases import (
@@ -159,8 +159,7 @@ def test_published_weights_of_four_bits_are_served_within_their_tolerance(
     said = f"; 4-bit products by humming {version('humming-kernels')}"
     assert served.choice.reason.endswith(said) == wide, served.choice.reason
     engine = EngineConfig(quantization="int4")
-    rotary = sum(x.nbytes for x in loaded.model.buffers())
-    assert served.model.weight_bytes - rotary == weights(loaded.shape, engine, 1, "cuda")
+    assert served.model.weight_bytes == held_weights(loaded.shape, engine, 1, "cuda")
     print(f"{dtype}: {result}")
 
 

@@ -47,8 +47,8 @@ def choose(
     samples: Sequence[Matrices], device: torch.device, kernels: str = "auto"
 ) -> tuple[ExpertProduct | None, str]:
     """The product for a model with matrices like these, and the choice in words. None: the one that
-    its code calls, torch's or ``looped_product``. Ours on GPUs where torch's waits for the device or fails, and
-    ours does not; ``kernels`` as in ``backend.pick``.
+    its code calls, torch's or ``looped_product``. Triton's on GPUs where torch's waits for the
+    device or fails, and Triton's does not; ``kernels`` as in ``backend.pick``.
     """
     if not samples or device.type != "cuda" or kernels == "torch":
         return None, ""

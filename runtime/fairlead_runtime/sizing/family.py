@@ -119,6 +119,9 @@ class Family:
     head_bias: bool | str = False
     position_offset: int = 0  # rows of the learned positions before the first
     position_table: bool = False  # they are a buffer that its class makes, and nothing is learned
+    position_mask: bool = False  # its class keeps which of them sees which, a byte for each pair
+    # Numbers that its class multiplies embeddings by, and further ones where layers have inputs.
+    scales: tuple[int, int] = (0, 0)
     embedding_rows: int = 0  # of the embedding, beside those of the vocabulary
     # The setting for the bias of a matrix that hidden states take before the head, with a norm.
     before_head: str = ""

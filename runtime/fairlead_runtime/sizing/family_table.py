@@ -79,6 +79,9 @@ _GEMMA4 = Family(
     wide_readers="use_double_wide_mlp",
     layer_inputs="hidden_size_per_layer_input",
     layer_buffers=1,
+    scales=(1, 1),
+    # Its configuration checks ``longrope`` by one width of all heads.
+    rope_types=("default", "proportional", "linear", "dynamic", "yarn", "llama3"),
 )
 
 # One entry per model_type: the defaults of transformers 5.23's configuration class and what its
@@ -154,6 +157,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "gemma": Family(
         defaults(256000, 3072, 24576, 28, 16, 8192, num_key_value_heads=16) | _GEMMA,
+        scales=(1, 0),
         **ATTENTION_BIAS,
     ),
     "gemma2": Family(
@@ -161,6 +165,7 @@ FAMILIES: Mapping[str, Family] = {
         | _GEMMA
         | {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
         even_heads=True,
+        scales=(1, 0),
         norms=4,
         window="types",
         full_every=2,
@@ -169,6 +174,7 @@ FAMILIES: Mapping[str, Family] = {
     "gemma3_text": Family(
         defaults(262208, 2304, 9216, 26, 8, 131072, num_key_value_heads=4) | _GEMMA,
         even_heads=True,
+        scales=(1, 0),
         norms=4,
         qk_norm="head",
         window="types",
@@ -194,6 +200,8 @@ FAMILIES: Mapping[str, Family] = {
         layer_inputs="hidden_size_per_layer_input",
         streams="altup_num_inputs",
         laurel="laurel_rank",
+        layer_buffers=1,
+        scales=(1, 3),
         **ATTENTION_BIAS,
     ),
     "gemma4_text": _GEMMA4,

@@ -103,8 +103,7 @@ def count_layer(
         )
     if family.sinks or (family.windowed_sinks and windowed):
         attention += ParameterCount(rest=heads.query, wide=heads.query * family.wide_sinks)
-    tables = ParameterCount(buffers=2 * (-(-heads.dim // 2)) * family.layer_rotary)
-    return attention + mlp + norms + tables + _beside(s, family), width, inner
+    return attention + mlp + norms + _beside(s, family), width, inner
 
 
 def layers_with_keys(s: ConfigReader, family: Family) -> int:
@@ -197,11 +196,14 @@ def count_outside(s: ConfigReader, family: Family, *, tied: bool) -> int:
     return count + count_last_norm(s, family)
 
 
-def position_numbers(s: ConfigReader, family: Family) -> int:
-    """Numbers of the positions' table that its class makes, in the type of the model."""
-    if not family.position_table:
-        return 0
-    return s.integer("max_position_embeddings") * s.integer("hidden_size")
+def numbers_outside(s: ConfigReader, family: Family) -> int:
+    """Numbers outside the layers that its class makes, in the type of the model: the positions'
+    table, and by what embeddings are multiplied.
+    """
+    table = s.integer("max_position_embeddings") * s.integer("hidden_size")
+    scales, of_inputs = family.scales
+    scales += of_inputs * (layer_input_width(s, family) > 0)
+    return scales + table * family.position_table
 
 
 def count_last_norm(s: ConfigReader, family: Family) -> int:

@@ -3,7 +3,7 @@
 Owns the keys that each of transformers' types of them needs (``modeling_rope_utils.py``). Pure.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fairlead_runtime.sizing.config_json import LARGEST_OTHER, ConfigReader, ShapeError
@@ -30,6 +30,7 @@ def check_rope(s: ConfigReader) -> None:
     """Raise ShapeError for settings of rotary embeddings of which transformers builds none."""
     if s.family.positions:
         return
+    _thetas(s)
     for kind, (field, parameters) in _settings(s).items():
         _check(s, kind, field, parameters)
 
@@ -125,7 +126,7 @@ def _mapping(field: str, value: Any) -> Mapping[str, Any]:
 
 
 def _check(s: ConfigReader, layers: str, field: str, parameters: Mapping[str, Any]) -> None:
-    name = parameters.get("rope_type", parameters.get("type", "default"))
+    name = _name(parameters)
     kind = s.family.rope_names.get(str(name), name)
     types = s.family.rope_types or tuple(_NUMBERS)
     if kind not in types:
@@ -150,23 +151,36 @@ def _check(s: ConfigReader, layers: str, field: str, parameters: Mapping[str, An
         _check_original(s, layers, field, parameters, name)
 
 
+def _name(parameters: Mapping[str, Any]) -> Any:
+    return parameters.get("rope_type", parameters.get("type", "default"))
+
+
 def _check_theta(s: ConfigReader, layers: str, field: str, parameters: Mapping[str, Any]) -> None:
     """That of the settings, else the model's, as null where it says null."""
+    name, value = _theta(s, layers, field, parameters)
+    if name and (value is not None or not _rotary(s).null_theta):
+        _check_number(name, value)
+
+
+def _theta(
+    s: ConfigReader, layers: str, field: str, parameters: Mapping[str, Any]
+) -> tuple[str, Any]:
+    """The setting that says it, "" for none, and what it says."""
     rotary = _rotary(s)
     outer = rotary.sliding_theta if layers == _SLIDING else rotary.theta
     if "rope_theta" in parameters or rotary.by_type == "raw":
-        _check_number(f"{field}.rope_theta", parameters.get("rope_theta"))
-    elif outer and s.says(outer):
-        _check_number(outer, s.get(outer))
+        return f"{field}.rope_theta", parameters.get("rope_theta")
+    return (outer, s.get(outer)) if outer and s.says(outer) else ("", None)
 
 
-def _share(s: ConfigReader, kind: str, field: str, parameters: Mapping[str, Any]) -> float | None:
-    """The share of a head that is rotated, where it is read; None where it is not known."""
+def _share(s: ConfigReader, kind: str, field: str, parameters: Mapping[str, Any]) -> float:
+    """The share of a head that is rotated, where it is read."""
     rotary = _rotary(s)
     scaled = kind != "default" or (rotary.scaled and not parameters)
     if not scaled and not rotary.reads_share:
         return 1.0
-    name, value = rotary.share_name, rotary.share
+    completed = kind == "default" or rotary.by_type != "raw"
+    name, value = rotary.share_name, rotary.share if completed else 1.0
     if _PARTIAL in parameters:
         name, value = f"{field}.{_PARTIAL}", parameters[_PARTIAL]
     elif name and s.says(name):
@@ -222,20 +236,62 @@ def _check_number(field: str, value: object, low: float = 0) -> None:
         raise ShapeError(field, f"must be a number{above}, not {str(value)[:40]}")
 
 
-def _check_list(s: ConfigReader, field: str, value: object, share: float | None) -> None:
+def _check_list(s: ConfigReader, field: str, value: object, share: float) -> None:
     """A factor for each pair of a head's rotated elements."""
     if not isinstance(value, list | tuple):
         raise ShapeError(field, f"must be a list of numbers, not {str(value)[:40]}")
     for factor in value:
         _check_number(field, factor)
-    if share is None:
-        return
     hidden = s.integer("hidden_size") // s.heads
     widths = {s.head_dim, hidden} if _rotary(s).strict else {s.head_dim}
     pairs = {int(width * share) // 2 for width in widths}
     if pairs != {len(value)}:
         counts = " and ".join(str(count) for count in sorted(pairs))
         raise ShapeError(field, f"must have {counts} numbers, one per pair, not {len(value)}")
+
+
+def count_frequencies(s: ConfigReader, dims: Mapping[str, int]) -> int:
+    """Numbers in float32 that rotary embeddings keep beside a model's parameters: a frequency for
+    each pair of a head's rotated elements, twice, since some change them. ``dims``: elements of a
+    head, by the types of its layers.
+    """
+    rotary = _rotary(s)
+    name, value = rotary.switch
+    if s.family.positions or rotary.absent or (name and s.get(name) != value):
+        return 0
+    tables = s.integer("num_hidden_layers") if s.family.layer_rotary else 1 + len(_thetas(s))
+    return tables * sum(2 * -(-width // 2) for width in _rotated(s, rotary, dims))
+
+
+def _thetas(s: ConfigReader) -> set[float]:
+    """Those that layers have by a list of their own, but of layers without: 0."""
+    name, layers = _rotary(s).thetas, s.integer("num_hidden_layers")
+    thetas = s.get(name) if name else []
+    if thetas is None:
+        return {1.0}  # one for all
+    if not isinstance(thetas, list | tuple) or (name and len(thetas) < layers):
+        raise ShapeError(name, f"must be a list of {layers} numbers, one per layer")
+    for theta in thetas:
+        if theta != 0 or isinstance(theta, bool):
+            _check_number(name, theta)
+    return {float(theta) for theta in thetas if theta}
+
+
+def _rotated(s: ConfigReader, rotary: Rotary, dims: Mapping[str, int]) -> Iterator[int]:
+    """The elements of a head that have a frequency, of each type of layers."""
+    said = s.get("rope_parameters") or s.get("rope_scaling")
+    if rotary.by_type in ("each", "raw") and not said:
+        for kind, share in zip((_FULL, _SLIDING), rotary.shares, strict=True):
+            yield int(dims.get(kind, 0) * share)
+        return
+    for kind, (field, parameters) in _settings(s).items():
+        setting, theta = _theta(s, kind, field, parameters)
+        if rotary.null_theta and setting and theta is None:
+            continue
+        name = str(_name(parameters))
+        scaled = s.family.rope_names.get(name, name)
+        share = 1.0 if scaled == "proportional" else _share(s, scaled, field, parameters)
+        yield int((dims.get(kind, 0) if kind else s.head_dim) * share)
 
 
 def longest_text(s: ConfigReader, *, rotary: bool = True) -> int:

@@ -33,7 +33,7 @@ from fairlead_runtime.sizing.layer_heads import (
     is_mixed,
     widest,
 )
-from fairlead_runtime.sizing.layer_kinds import FULL, attends, kinds_of, mixes
+from fairlead_runtime.sizing.layer_kinds import FULL, SLIDING, attends, kinds_of, mixes
 from fairlead_runtime.sizing.layer_windows import sources_of, windows_by_kind, windows_of
 from fairlead_runtime.sizing.mixers import MIXERS
 from fairlead_runtime.sizing.parameters import (
@@ -46,9 +46,9 @@ from fairlead_runtime.sizing.parameters import (
     has_flat_norm,
     layer_input_width,
     layers_with_keys,
-    position_numbers,
+    numbers_outside,
 )
-from fairlead_runtime.sizing.rotary import check_rope, longest_text
+from fairlead_runtime.sizing.rotary import check_rope, count_frequencies, longest_text
 from fairlead_runtime.sizing.states import StatePart
 from fairlead_runtime.sizing.stored import (
     KEY,
@@ -132,6 +132,7 @@ class ModelShape:
     wide_norms: int = 0
     buffers: int = 0
     typed_buffers: int = 0
+    mask_bytes: int = 0  # of a mask of positions that its class keeps
     states: Mapping[int, tuple[StatePart, ...]] = field(default_factory=dict)
     # Elements in float32 that a layer with a state keeps alive per token, of a row that is filled
     # up to a multiple of the chunk.
@@ -212,6 +213,7 @@ class ModelShape:
         ]
         body = sum((c for c, _, _ in counts), ParameterCount())
         attention = [heads[layer] for layer in attending]
+        dims = {SLIDING if windowed[layer] else FULL: heads[layer].dim for layer in attending}
         most, inners = widest(attention), [inner for _, _, inner in counts]
         parameters = body.matrices + body.rest + count_outside(s, family, tied=tied)
         if parameters > MOST_PARAMETERS:
@@ -284,8 +286,9 @@ class ModelShape:
             kv_parameters=body.kv,
             wide=body.wide,
             wide_norms=body.wide_norms + count_last_norm(s, family) * family.wide_norms,
-            buffers=body.buffers,
-            typed_buffers=body.typed + position_numbers(s, family),
+            buffers=body.buffers + count_frequencies(s, dims),
+            typed_buffers=body.typed + numbers_outside(s, family),
+            mask_bytes=s.integer("max_position_embeddings") ** 2 * family.position_mask,
             states=dict.fromkeys(mixing, mixer.state) if mixer else {},
             mixer_width=mixer.alive if mixer else 0,
             mixer_chunk=mixer.chunk if mixer else 1,

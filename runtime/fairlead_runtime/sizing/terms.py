@@ -376,7 +376,7 @@ def held_weights(shape: ModelShape, config: EngineConfig, tp: int, kind: str) ->
     wide = shape.wide + (shape.wide_norms if dtype == "float16" else 0)
     element = DTYPE_BYTES[dtype]
     more = wide * (FLOAT32 - element) + shape.buffers * FLOAT32 + shape.typed_buffers * element
-    return weights(shape, config, tp, kind) + more
+    return weights(shape, config, tp, kind) + more + shape.mask_bytes
 
 
 def weights(shape: ModelShape, config: EngineConfig, tp: int, kind: str) -> int:

@@ -166,10 +166,9 @@ def test_a_model_whose_layers_differ_in_their_heads_is_served_from_its_files_wit
     terms = {term["name"]: term for term in report["terms"]}
     for name in ("kv", "offload"):
         assert terms[name]["measuredBytes"] == terms[name]["plannedBytes"] > 0
-    # Tables of rotary embeddings and factors of layers are not parameters; rows that fill panels
-    # are planned for all matrices.
+    # Rows that fill panels are planned for all matrices.
     weights = terms["weights"]
-    assert -0.03 < weights["measuredBytes"] / weights["plannedBytes"] - 1 < 0.001
+    assert -0.03 < weights["measuredBytes"] / weights["plannedBytes"] - 1 <= 0
     loaded = loading.load(path)
     assert report["kvBytesPerToken"] == 4 * sum(
         loaded.shape.kv_widths[layer] for layer in {*loaded.shape.sources}

@@ -270,9 +270,7 @@ def test_experts_of_any_width_give_transformers_text(family: str, sizes: dict[st
 
 
 @pytest.mark.parametrize(("family", "sizes"), [*ODD, ("mixtral", {"intermediate_size": 100})])
-def test_experts_of_any_width_are_judged_in_16_bits(
-    family: str, sizes: dict[str, Any]
-) -> None:
+def test_experts_of_any_width_are_judged_in_16_bits(family: str, sizes: dict[str, Any]) -> None:
     """100 numbers are such a multiple in float32 alone."""
     model = paged(family, torch.bfloat16, **sizes)
     assert model.model.config._experts_implementation == experts.LOOPED

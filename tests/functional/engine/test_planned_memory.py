@@ -114,15 +114,10 @@ NOT_IN_GPT2 = (
 )
 
 
-def stored_bytes(model: torch.nn.Module) -> int:
-    """Bytes of the parameters and buffers that a checkpoint has; tied ones count once."""
-    return sum({x.data_ptr(): x.nbytes for x in model.state_dict().values()}.values())
-
-
-def made_bytes(model: torch.nn.Module) -> int:
-    """Bytes of the buffers that layers make themselves."""
-    made = {name for name, _ in model.named_buffers()} - {*model.state_dict()}
-    return sum(x.nbytes for name, x in model.named_buffers() if name in made and ".layers." in name)
+def held_bytes(model: torch.nn.Module) -> int:
+    """Bytes of all parameters and buffers; tied ones count once."""
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    return sum({x.data_ptr(): x.nbytes for x in tensors}.values())
 
 
 @pytest.mark.parametrize(
@@ -156,7 +151,7 @@ def test_planned_terms_are_within_a_fifth_of_measured_ones(
     plan = plan_memory(shape, limits, DeviceFacts("cpu", 8 * GIB))
     groups, planned = paged.groups, plan.terms
     assert plan.unit_bytes == CacheStorage.unit_bytes(groups, paged.cache_heads, plan.block_size)
-    assert planned["weights"] == stored_bytes(model)
+    assert planned["weights"] == held_bytes(model)
     for term in ("activations", "logits"):
         assert 1.0 <= planned[term] / measured[term] <= 1.2, term
     for term in ("attention", "sampling", "batch"):
@@ -375,7 +370,7 @@ def test_no_term_of_a_tiny_model_with_states_is_planned_too_low(
             if plan.terms[term] < size
         }
     assert not low
-    assert plan.terms["weights"] == stored_bytes(model) + made_bytes(model)
+    assert plan.terms["weights"] == held_bytes(model)
     layout = paged.state_layout
     assert layout is not None
     cache = CacheStorage(

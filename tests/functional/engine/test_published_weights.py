@@ -22,7 +22,7 @@ from fairlead_runtime.models import loading
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
 from fairlead_runtime.sizing import checkpoint_formats
 from fairlead_runtime.sizing.shape import ModelShape
-from fairlead_runtime.sizing.terms import GIB, weights
+from fairlead_runtime.sizing.terms import GIB, held_weights
 from functional.engine.test_plan_and_start import Pod
 from support import humming_standin, tiny
 from support.operation_cases import operations
@@ -145,8 +145,7 @@ def test_weights_of_four_bits_in_16_bit_models_are_judged_and_held_as_they_are_p
     assert result.delta < selftest.TOLERANCE[dtype] / 3
     assert result.rounding is None, "what it cost to publish them is not known"
     engine = EngineConfig(quantization="int4")
-    rotary = sum(x.nbytes for x in loaded.model.buffers())
-    assert served.model.weight_bytes - rotary == weights(loaded.shape, engine, 1, "cuda")
+    assert served.model.weight_bytes == held_weights(loaded.shape, engine, 1, "cuda")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -167,10 +166,9 @@ def test_a_package_holds_four_bits_as_they_are_planned_and_moves_no_logits_furth
         assert str(served.fusion) == "fused 3/3 layers, int4 weights"
         said = "; 4-bit products by humming stand-in"
         assert served.choice.reason.endswith(said) == package
-        planned = weights(loaded.shape, EngineConfig(quantization="int4"), 1, "cuda")
+        planned = held_weights(loaded.shape, EngineConfig(quantization="int4"), 1, "cuda")
         surplus = 0 if package else loaded.shape.int4_groups * (OWN_PAIR - PAIR) // 2
-        rotary = sum(x.nbytes for x in loaded.model.buffers())
-        assert served.model.weight_bytes - rotary == planned + surplus
+        assert served.model.weight_bytes == planned + surplus
         deltas.append(result.delta)
     assert deltas[1] < 1.3 * deltas[0]
 
@@ -227,8 +225,7 @@ def test_weights_rounded_at_load_are_held_on_a_gpu_as_they_are_planned(
     served, _ = selftest.prepare_and_test(loaded, "auto", quantization=quantization)
     assert re.fullmatch(rf"fused (\d)/\1 layers, {quantization} weights", str(served.fusion))
     engine = EngineConfig(quantization=quantization)
-    rotary = sum(x.nbytes for x in loaded.model.buffers())
-    assert served.model.weight_bytes - rotary == weights(loaded.shape, engine, 1, "cuda")
+    assert served.model.weight_bytes == held_weights(loaded.shape, engine, 1, "cuda")
 
 
 @pytest.mark.parametrize("made", [gptq, awq])
@@ -247,7 +244,8 @@ def test_four_bits_are_planned_for_gpus_and_refused_on_cpus_before_they_load(
     resources = {"accelerator": {"count": 1, "memory": "2Gi"}, "memory": "2Gi"}
     planned = plan_of(config, pod.resource("2Gi", resources=resources))
     shape = ModelShape.from_config(config)
-    assert planned.terms["weights"] == weights(shape, EngineConfig(quantization="int4"), 1, "cuda")
+    engine = EngineConfig(quantization="int4")
+    assert planned.terms["weights"] == held_weights(shape, engine, 1, "cuda")
     assert planned.loading <= planned.used
 
 

@@ -19,7 +19,7 @@ from fairlead_runtime.models.model_error import ModelError
 from fairlead_runtime.models.quantized import QuantizedLinear
 from fairlead_runtime.settings.engine_config import EngineConfig
 from fairlead_runtime.sizing.shape import ModelShape
-from fairlead_runtime.sizing.terms import weights
+from fairlead_runtime.sizing.terms import held_weights
 from functional.engine.test_models_of_parts import whole_text
 from functional.engine.test_plan_and_start import Pod
 from functional.engine.test_published_weights import on_a_gpu
@@ -112,9 +112,8 @@ def test_stored_weights_of_a_text_are_held_as_they_are_planned(
     served, result = selftest.prepare_and_test(loaded, "auto")
     assert str(served.fusion) == "fused 3/3 layers, int4 weights"
     assert result.rounding is None
-    rotary = sum(x.nbytes for x in loaded.model.buffers())
-    planned = weights(shape, EngineConfig(quantization="int4"), 1, "cuda")
-    assert served.model.weight_bytes - rotary == planned
+    planned = held_weights(shape, EngineConfig(quantization="int4"), 1, "cuda")
+    assert served.model.weight_bytes == planned
 
 
 @pytest.mark.parametrize("family", ["gemma3", "internvl", "qwen3_vl"])

@@ -4,6 +4,7 @@ with the matrices that the stored tensors stand for.
 
 import json
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from fairlead_runtime.models import loading
 from fairlead_runtime.scheduling.scheduler import Scheduler
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
 from fairlead_runtime.sizing.checkpoint_formats import as_stored
-from fairlead_runtime.sizing.terms import weights
+from fairlead_runtime.sizing.terms import held_weights
 from functional.engine.test_plan_and_start import Pod
 from support import humming_standin, rank_pair, tiny
 from support.engine_rig import Setting, cache_of, greedy, prompts, run_to_end
@@ -99,10 +100,9 @@ def test_two_ranks_give_the_text_of_transformers_on_the_matrices_that_are_stored
     assert str(served.fusion) == f"fused {count}/{count} layers, {stored} weights"
     assert result is not None
     assert result.rounding is None, "what it cost to publish them is not known"
-    planned = weights(loaded.shape, as_stored(EngineConfig(), stored), 2, "cuda")
-    rotary = sum(x.nbytes for x in loaded.model.buffers())
+    planned = held_weights(loaded.shape, as_stored(EngineConfig(), stored), 2, "cuda")
     for measured in (served.model.weight_bytes, pair.weight_bytes()):
-        assert measured - rotary == planned
+        assert measured == planned
     assert texts_of(served) == texts_of_transformers(plain)
 
 
@@ -187,10 +187,9 @@ def test_a_packages_products_of_four_bits_are_judged_and_held_by_two_ranks_as_th
     assert result is not None
     _, one = selftest.prepare_and_test(loading.load(quantized), "auto")
     assert result.delta < 1.5 * one.delta
-    planned = weights(loaded.shape, EngineConfig(quantization="int4"), 2, "cuda")
-    rotary = sum(x.nbytes for x in loaded.model.buffers())
+    planned = held_weights(loaded.shape, EngineConfig(quantization="int4"), 2, "cuda")
     for measured in (served.model.weight_bytes, pair.weight_bytes()):
-        assert measured - rotary == planned
+        assert measured == planned
     texts_of(served)
 
 
@@ -260,6 +259,7 @@ def test_the_plan_of_an_accelerator_counts_its_part(form: Any, tmp_path: Path, p
         found.append(plan_of(config, idep).terms["weights"])
     loaded = rank_pair.load(quantized)
     shards.shard(loaded.model, loaded.shape, RankGroup(1, 2, "", lambda: None), rank_pair.CPU)
-    held = {p.untyped_storage().data_ptr(): p.untyped_storage() for p in loaded.model.parameters()}
+    tensors = chain(loaded.model.parameters(), loaded.model.buffers())
+    held = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in tensors}
     assert found[1] == sum(storage.nbytes() for storage in held.values())
     assert found[1] < found[0]

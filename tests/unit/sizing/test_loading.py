@@ -36,7 +36,7 @@ def shape_of(dtype: str, **settings: Any) -> ModelShape:
 def beside(shape: ModelShape, element: int, **settings: Any) -> int:
     """Bytes beside the process, its tokenizer, the loaded weights and the self-test's logits."""
     found = loading_bytes(shape, EngineConfig(**settings), "cpu") - PROCESS - 1300 * shape.vocab
-    return found - shape.parameters * element - 4 * TESTED_ROWS * shape.vocab
+    return found - shape.parameters * element - 4 * (shape.buffers + TESTED_ROWS * shape.vocab)
 
 
 def test_a_layer_is_packed_beside_all_weights_and_the_head_is_not() -> None:
@@ -75,7 +75,7 @@ def test_an_accelerator_holds_plain_weights_until_they_are_rounded() -> None:
     shape = shape_of("bfloat16")
     assert loading_bytes(shape, EngineConfig(), "cuda") == 0
     int8 = EngineConfig(quantization="int8")
-    assert loading_bytes(shape, int8, "cuda") == 2 * shape.parameters
+    assert loading_bytes(shape, int8, "cuda") == 2 * shape.parameters + 4 * shape.buffers
     assert loading_bytes(replace(shape, quantized="int8"), int8, "cuda") == 0
 
 

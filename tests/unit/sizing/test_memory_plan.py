@@ -181,7 +181,7 @@ def test_full_length_sequences_hold_what_windows_leave(
 
 def test_the_memory_plan_of_a_dense_model_computed_by_hand() -> None:
     plan = plan_memory(LLAMA_8B, EngineConfig(), DeviceFacts("cuda", 80 * GIB))
-    assert plan.weights_bytes == plan.terms["weights"] == 8_030_261_248 * 2
+    assert plan.weights_bytes == plan.terms["weights"] == 8_030_261_248 * 2 + 4 * 128
     assert plan.kv_bytes_per_token == 2 * 32 * 8 * 128 * 2
     assert plan.block_bytes == 16 * plan.kv_bytes_per_token
     assert plan.budget == int(80 * GIB * 0.9)
@@ -281,7 +281,7 @@ def test_accelerators_share_the_matrices_and_the_cache_but_not_the_embeddings() 
     device = DeviceFacts("cuda", 80 * GIB)
     one, four = (plan_memory(LLAMA_8B, EngineConfig(tensor_parallel=n), device) for n in (1, 4))
     matrices = LLAMA_8B.layer_matrices + 128256 * 4096  # with the output matrix
-    outside = (LLAMA_8B.parameters - matrices) * 2
+    outside = (LLAMA_8B.parameters - matrices) * 2 + LLAMA_8B.buffers * 4
     assert four.terms["weights"] - outside == (one.terms["weights"] - outside) // 4
     assert four.block_bytes * 4 == one.block_bytes
     offload = EngineConfig(tensor_parallel=4, cpu_offload_space=2.0)

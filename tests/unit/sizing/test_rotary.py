@@ -57,6 +57,10 @@ OWN: dict[str, dict[str, Any]] = {
     "mimo_v2_flash": MIMO,
     "gemma4_text": {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0},
 }
+LINEAR_LAYERS: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+}
 TYPES = {"head_dim": 16, "layer_types": ["full_attention"], "sliding_window": 32}
 
 
@@ -193,6 +197,11 @@ CASES: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("gpt_oss", {**TYPES, "rope_parameters": NESTED}, "rope_parameters"),
     ("gemma3_text", {**TYPES, "rope_parameters": NESTED}, ""),
     ("gemma4_text", {**TYPES, "rope_parameters": DEFAULT}, "rope_parameters.full_attention"),
+    (
+        "gemma4_text",
+        {**TYPES, **OWN["gemma4_text"], "rope_parameters": {"full_attention": {**LONGROPE}}},
+        "rope_parameters",
+    ),
     ("llama", {"rope_parameters": {**DEFAULT, "extra": BANANA}}, ""),
     ("llama", {"rope_parameters": {**BANANA, "extra": {"a": 1}}}, "rope_parameters"),
     ("llama", {"rope_parameters": []}, "rope_parameters"),
@@ -243,6 +252,28 @@ CASES: tuple[tuple[str, dict[str, Any], str], ...] = (
         for family in ("phi", "nemotron", "persimmon")
     ),
     ("minimax_m2", {**TYPES, **EXPERTS, "rotary_dim": 8}, ""),
+    # Where nothing says it a third of a head is rotated, and all of it where it is scaled.
+    *(
+        ("mimo_v2_flash", {**TYPES, **MIMO, "rope_parameters": {"full_attention": nest}}, "")
+        for nest in (THETA, {**THETA, "rope_type": "linear", "factor": 2.0})
+    ),
+    # As OLMo Hybrid is published: nothing is rotated.
+    ("olmo_hybrid", {**LINEAR_LAYERS, "rope_theta": None}, ""),
+    ("olmo_hybrid", {**LINEAR_LAYERS, "rope_parameters": {**DEFAULT, "rope_theta": None}}, ""),
+    ("olmo_hybrid", {**LINEAR_LAYERS, "rope_theta": "x"}, "rope_theta"),
+    ("falcon_mamba", {"rope_theta": None}, ""),
+    *(
+        ("granite_swa", {**TYPES, "layer_rope_theta": thetas}, field)
+        for thetas, field in (
+            (None, ""),
+            ([0], ""),
+            ([1e5], ""),
+            ([], "layer_rope_theta"),
+            (1e5, "layer_rope_theta"),
+            (["x"], "layer_rope_theta"),
+            ([None, 1e4], "layer_rope_theta"),
+        )
+    ),
     *(("minimax_m2", {**TYPES, **EXPERTS, "rotary_dim": x}, "rotary_dim") for x in ("x", 32)),
 )
 
@@ -253,8 +284,10 @@ def test_what_the_plan_refuses_of_rotary_embeddings_is_what_transformers_cannot_
 ) -> None:
     config = {"model_type": family, **BASE, **more}
     if not field:
-        assert ModelShape.from_config(config).layers == 1
-        build(family, {**BASE, **more})
+        shape = ModelShape.from_config(config)
+        assert shape.layers == config["num_hidden_layers"]
+        held = sum(buffer.numel() for buffer in build(family, {**BASE, **more}).buffers())
+        assert shape.buffers + shape.typed_buffers == held
         return
     with pytest.raises(ModelError, match=rf"config\.json: {field}"):
         architecture.check(config)
@@ -263,13 +296,15 @@ def test_what_the_plan_refuses_of_rotary_embeddings_is_what_transformers_cannot_
         build(family, {**BASE, **more})
 
 
-def build(family: str, settings: dict[str, Any]) -> None:
-    """Build the model, and run it for one token."""
+def build(family: str, settings: dict[str, Any]) -> torch.nn.Module:
+    """The model, after one token."""
     copies = copy.deepcopy(settings)
-    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**copies))
+    factory: Any = AutoModelForCausalLM  # transformers' classes are untyped
+    model: torch.nn.Module = factory.from_config(CONFIG_MAPPING[family](**copies))
     rope.pin(model, 1024)
     with torch.no_grad():
         model(input_ids=torch.tensor([[3]]))
+    return model
 
 
 @pytest.mark.parametrize(

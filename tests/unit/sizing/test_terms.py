@@ -46,10 +46,10 @@ def planned(device: DeviceFacts, config: EngineConfig = CONFIG) -> dict[str, int
 
 def test_the_weights_of_a_gpu_split_their_matrices_only() -> None:
     one = planned(GPU)["weights"]
-    assert one == SHAPE.parameters * 2
+    assert one == SHAPE.parameters * 2 + SHAPE.buffers * 4
     half = planned(GPU, replace(CONFIG, tensor_parallel=2))["weights"]
     matrices = SHAPE.layer_matrices + 32000 * 1024  # with the output matrix
-    assert half == matrices * 2 // 2 + (SHAPE.parameters - matrices) * 2
+    assert half == matrices * 2 // 2 + (SHAPE.parameters - matrices) * 2 + SHAPE.buffers * 4
 
 
 def test_ranks_get_whole_groups_and_bytes_of_int4_columns() -> None:
@@ -76,7 +76,8 @@ def test_ranks_beyond_the_key_value_heads_share_one() -> None:
     four = planned(GPU, replace(CONFIG, tensor_parallel=4))["weights"]
     keys = 4 * 2 * 1024 * 2 * 128
     rest = SHAPE.parameters - SHAPE.layer_matrices - 32000 * 1024
-    assert four == 2 * (rest + (SHAPE.layer_matrices - keys + 32000 * 1024) // 4 + keys // 2)
+    shared = (SHAPE.layer_matrices - keys + 32000 * 1024) // 4 + keys // 2
+    assert four == 2 * (rest + shared) + 4 * SHAPE.buffers
 
 
 def test_ranks_on_a_cpu_share_what_the_pod_has_and_each_is_a_process() -> None:

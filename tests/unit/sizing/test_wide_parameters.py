@@ -29,6 +29,8 @@ KEPT = [
     for kind, row in ALONE.items()
     if row.wide_router or row.wide_sinks or row.wide_norms or row.choice_buffer
 ] + ["apertus", "minimax", "olmo_hybrid", "falcon_mamba", "falcon_h1"]
+KEPT += ["llama", "gemma3_text", "gemma3n_text", "gemma4_text", "gpt_bigcode", "granite_swa"]
+TABLES = ("transformer.pos_encoding",)
 
 
 def test_every_class_with_such_a_list_has_a_row_that_counts_it() -> None:
@@ -48,9 +50,11 @@ def test_every_class_with_such_a_list_has_a_row_that_counts_it() -> None:
         strict, more = strict | made, more | made
         assert count(tensors, strict) == shape.wide, kind
         assert count(tensors, more) == shape.wide + shape.wide_norms, kind
-        buffers = buffers_of(model)
-        # Of layers: a table of positions has the model's type after its first pass.
-        made = {n for n, x in buffers.items() if x.dtype is torch.float32 and ".layers." in n}
+        buffers = dict(model.named_buffers())
+        masks = [buffers.pop(n) for n, x in [*buffers.items()] if x.dtype is torch.bool]
+        assert sum(x.nbytes for x in masks) == shape.mask_bytes, kind
+        # A table of positions has the model's type after its first pass.
+        made = {n for n, x in buffers.items() if x.dtype is torch.float32 and n not in TABLES}
         assert count(buffers, strict | made) == shape.buffers, kind
         every = sum(x.numel() for x in buffers.values())
         assert every == shape.buffers + shape.typed_buffers, kind
@@ -58,15 +62,6 @@ def test_every_class_with_such_a_list_has_a_row_that_counts_it() -> None:
             assert shares_of(model, shape.hidden) is wide(row.wide_shares), kind
         if (tables := tables_of(model)) is not None:
             assert tables is wide(row.wide_rotary == "tables"), kind
-
-
-def buffers_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Those of files and of layers, and positions: not the frequencies that all layers share, less
-    than 1 KiB.
-    """
-    files = model.state_dict().keys()
-    own = (".layers.", "pos_encoding")
-    return {n: x for n, x in model.named_buffers() if n in files or any(w in n for w in own)}
 
 
 def wide(in_float32: bool) -> torch.dtype:
@@ -120,5 +115,5 @@ def test_the_planned_weights_are_the_held_bytes(kind: str, dtype: Any, tmp_path:
     settings = EngineConfig(dtype=dtype, kernels="torch")
     shape = loading.inspect(saved, settings).shape
     model = loading.load(saved, config=settings).model
-    tensors = {id(x): x.nbytes for x in [*model.parameters(), *buffers_of(model).values()]}
+    tensors = {id(x): x.nbytes for x in [*model.parameters(), *model.buffers()]}
     assert held_weights(shape, settings, 1, "cpu") == sum(tensors.values())

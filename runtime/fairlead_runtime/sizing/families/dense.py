@@ -259,6 +259,7 @@ DENSE: Mapping[str, Family] = {
             final_logit_softcapping=30.0,
             attn_logit_softcapping=50.0,
         ),
+        scales=(1, 0),
         window="types",
         full_every=2,
         **ATTENTION_BIAS,

@@ -151,6 +151,7 @@ LAYER_NORMS: Mapping[str, Family] = {
         out_bias=True,
         mlp_bias=True,
         gated=False,
+        position_mask=True,
         norm_bias=True,
         reads_kv_heads=False,
         one_kv_head_if="multi_query",

@@ -16,11 +16,15 @@ class Rotary:
     of either type, "never": its class has no tables for them, "": the names mean nothing.
     ``defaults``: of "raw", its class has some where nothing says any, and adds nothing to those
     that are said; ``nulls``: a type may have none. ``theta``: the model's setting, "" for none.
-    ``share``: what of a head is rotated where nothing says it, ``share_name`` the setting that
-    does, "" for none, ``width_name`` one that says its elements; ``needs_share``: null is none.
+    ``share``: what of a head is rotated where nothing says it (in scaled embeddings of "raw" all of
+    it), ``share_name`` the setting that does, "" for none, ``width_name`` one that says its
+    elements; ``needs_share``: null is none.
     ``reads_share``: unscaled embeddings have a share, which must be all of it where its layers
     rotate ``whole_heads``. ``strict``: its class checks what others take. ``scaled``: they are
-    scaled where nothing says it.
+    scaled where nothing says it. ``shares``: those of full and of sliding layers, where nothing
+    says any. ``thetas``: the setting that lists one for each layer, each with embeddings of its
+    own. ``absent``: it has no embeddings; ``switch``: none where this setting has another value;
+    ``null_theta``: none where theta is null.
     """
 
     by_type: str = ""
@@ -36,6 +40,11 @@ class Rotary:
     whole_heads: bool = False
     width_name: str = ""
     needs_share: bool = False
+    shares: tuple[float, float] = (1.0, 1.0)
+    thetas: str = ""
+    absent: bool = False
+    switch: tuple[str, str] = ("", "")
+    null_theta: bool = False
 
 
 _NEVER = Rotary(by_type="never")
@@ -44,17 +53,23 @@ _RAW = Rotary(by_type="raw", theta="", share_name="")
 _ADDED = Rotary(by_type="added")
 _PART = Rotary(reads_share=True)
 _HALF = replace(_PART, share=0.5)
+_ABSENT = Rotary(absent=True, null_theta=True)
 
 ROTARIES: Mapping[str, Rotary] = {
     **dict.fromkeys(("afmoe", "cohere2", "cohere2_moe", "dots1", "exaone4"), _NEVER),
-    **dict.fromkeys(("exaone_moe", "falcon_h1", "flint", "gemma2", "granite_swa"), _NEVER),
-    **dict.fromkeys(("granitemoe_swa", "granitemoehybrid", "kolibri1", "lfm2", "minimax"), _NEVER),
-    **dict.fromkeys(("ministral", "olmo_hybrid", "qwen2", "qwen2_moe", "qwen3", "smollm3"), _NEVER),
+    **dict.fromkeys(("exaone_moe", "falcon_h1", "flint", "gemma2"), _NEVER),
+    **dict.fromkeys(("granite_swa", "granitemoe_swa"), replace(_NEVER, thetas="layer_rope_theta")),
+    "granitemoehybrid": replace(_NEVER, switch=("position_embedding_type", "rope")),
+    **dict.fromkeys(("kolibri1", "lfm2", "minimax"), _NEVER),
+    "olmo_hybrid": replace(_NEVER, null_theta=True),
+    **dict.fromkeys(("ministral", "qwen2", "qwen2_moe", "qwen3", "smollm3"), _NEVER),
     **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text", "vaultgemma"), _NEVER),
+    **dict.fromkeys(("falcon_mamba", "jamba", "mamba2", "nemotron_h"), _ABSENT),
     "lfm3": _EACH,
     **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), _RAW),
-    **dict.fromkeys(("laguna", "mimo_v2_flash"), replace(_RAW, reads_share=True)),
-    "beam": replace(_RAW, nulls=True),
+    "laguna": replace(_RAW, reads_share=True, shares=(0.5, 1.0)),
+    "mimo_v2_flash": replace(_RAW, reads_share=True, share=0.334, shares=(0.334, 0.334)),
+    "beam": replace(_RAW, nulls=True, shares=(0.0, 1.0)),
     "mellum": replace(_RAW, reads_share=True, whole_heads=True),
     "cohere_compass_text": replace(_RAW, defaults=False, nulls=True),
     **dict.fromkeys(
