@@ -469,21 +469,21 @@ BUGS = (
     ),
     PackageBug(
         "of layers of several sizes a plan leaves the panels of the head out",
-        "fairlead_runtime.sizing.terms:_runs_on_cpu",
+        "fairlead_runtime.sizing.element_types:_runs_on_cpu",
         "plain = config",
         "plain = shape.mixed or config",
         ("unit/sizing/test_memory_plan.py",),
     ),
     PackageBug(
         "a plan knows no rows that fill a mixer's panels",
-        "fairlead_runtime.sizing.terms:_packed_weights",
+        "fairlead_runtime.sizing.weight_bytes:_packed_weights",
         "return plain + panel_rows(shape) * element",
         "return plain",
         ("functional/engine/test_states.py",),
     ),
     PackageBug(
         "layers that are fused beside states are planned in the model's type",
-        "fairlead_runtime.sizing.terms:fuses_on_cpu",
+        "fairlead_runtime.sizing.element_types:fuses_on_cpu",
         "(not shape.unfused or bool(shape.states))",
         "not shape.unfused",
         ("functional/engine/test_planned_memory.py",),
@@ -728,7 +728,7 @@ BUGS = (
     ),
     PackageBug(
         "what a whole keeps of the inputs of layers is not planned",
-        "fairlead_runtime.sizing.shape:_widths",
+        "fairlead_runtime.sizing.token_widths:widths_beside",
         "if family.framed else 0",
         "if False else 0",
         ("functional/engine/test_planned_memory.py",),
@@ -1911,14 +1911,14 @@ BUGS = (
     ),
     PackageBug(
         "quantized weights have no scales",
-        "fairlead_runtime.sizing.terms:weights",
+        "fairlead_runtime.sizing.weight_bytes:weights",
         "shape.layer_matrices + 4 * shape.layer_channels",
         "shape.layer_matrices",
         ("unit/sizing/test_memory_plan.py",),
     ),
     PackageBug(
         "an fp8 cache is planned with two bytes an element",
-        "fairlead_runtime.sizing.terms:cache_bytes_of",
+        "fairlead_runtime.sizing.element_types:cache_bytes_of",
         "return 1 if config.fp8_cache else bytes_of(shape, config)",
         "return bytes_of(shape, config)",
         ("unit/sizing/test_memory_plan.py",),
@@ -2227,14 +2227,14 @@ BUGS = (
     ),
     PackageBug(
         "zero points of 4-bit weights are not planned",
-        "fairlead_runtime.sizing.terms:_scale_bytes",
+        "fairlead_runtime.sizing.weight_bytes:_scale_bytes",
         "(PAIR if packaged",
         "(PAIR - 1 if packaged",
         ("unit/sizing/test_published.py",),
     ),
     PackageBug(
         "4-bit matrices that no package takes are planned in its layout",
-        "fairlead_runtime.sizing.terms:packaged",
+        "fairlead_runtime.sizing.weight_bytes:packaged",
         "(shape.hidden, heads.attended_width, inner)",
         "(shape.hidden, heads.attended_width)",
         ("unit/sizing/test_published.py",),
@@ -2283,7 +2283,7 @@ BUGS = (
     ),
     PackageBug(
         "weights outside the layers are split",
-        "fairlead_runtime.sizing.terms:weights",
+        "fairlead_runtime.sizing.weight_bytes:weights",
         "(unsharded + ceil_div(shape.sharded_parameters, tp) + keys + head // tp)",
         "ceil_div(shape.parameters, tp)",
         ("unit/sizing/test_memory_plan.py",),
@@ -3317,7 +3317,7 @@ BUGS = (
     ),
     PackageBug(
         "the scales of rows that all ranks have are planned as split",
-        "fairlead_runtime.sizing.terms:_layer_shares",
+        "fairlead_runtime.sizing.weight_bytes:_layer_shares",
         "channels + shared + hidden_rows\n",
         "channels + shared + hidden_rows // tp\n",
         ("unit/device/test_shards.py",),
@@ -3422,7 +3422,7 @@ BUGS = (
     ),
     PackageBug(
         "key-value heads that ranks share are planned as if split",
-        "fairlead_runtime.sizing.terms:weights",
+        "fairlead_runtime.sizing.weight_bytes:weights",
         "ceil_div(shape.kv_parameters, min(tp, shape.kv_heads))",
         "ceil_div(shape.kv_parameters, tp)",
         ("unit/sizing/test_terms.py",),
@@ -4203,7 +4203,7 @@ BUGS = (
     ),
     PackageBug(
         "the plan of a rank with int4 weights has a scale per row",
-        "fairlead_runtime.sizing.terms:weights",
+        "fairlead_runtime.sizing.weight_bytes:weights",
         "scales = matrices // shape.int4_group_size if shape.int4_group_size else channels",
         "scales = channels",
         QUANTIZED_RANKS,
@@ -4896,7 +4896,7 @@ BUGS = (
     ),
     PackageBug(
         "the plan rounds a bfloat16 model's head to int8",
-        "fairlead_runtime.sizing.terms:_packed_weights",
+        "fairlead_runtime.sizing.weight_bytes:_packed_weights",
         "    if not shape.quantized and element == 4 and",
         "    if not shape.quantized and",
         ("functional/engine/test_plan_and_start.py",),
@@ -5092,7 +5092,7 @@ BUGS = (
     ),
     PackageBug(
         "a plan knows no rows that fill the panels of a mixer's int8 weights",
-        "fairlead_runtime.sizing.terms:_packed_weights",
+        "fairlead_runtime.sizing.weight_bytes:_packed_weights",
         "plain += panel_rows(shape) if shape.states else 0",
         "pass",
         ("functional/engine/test_states.py",),
@@ -5673,7 +5673,7 @@ BUGS = (
     ),
     PackageBug(
         "norms that float16 keeps in float32 are planned so in bfloat16",
-        "fairlead_runtime.sizing.terms:held_weights",
+        "fairlead_runtime.sizing.weight_bytes:held_weights",
         'if dtype == "float16"',
         'if dtype != "float32"',
         WIDE_TESTS,
@@ -5736,7 +5736,7 @@ BUGS = (
     ),
     PackageBug(
         "a mask of all positions that a class keeps is not planned",
-        "fairlead_runtime.sizing.terms:held_weights",
+        "fairlead_runtime.sizing.weight_bytes:held_weights",
         " + shape.mask_bytes",
         "",
         WIDE_TESTS,

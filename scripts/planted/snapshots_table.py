@@ -367,7 +367,7 @@ BUGS = (
     ),
     PackageBug(
         "the plan rounds the head of a model with states",
-        "fairlead_runtime.sizing.terms:_packed_weights",
+        "fairlead_runtime.sizing.weight_bytes:_packed_weights",
         " and element == 4 and not shape.states",
         " and element == 4",
         ("functional/engine/test_states.py",),
@@ -375,7 +375,7 @@ BUGS = (
     PackageBug(
         "a decode widens quantized weights of mixers in no memory",
         "fairlead_runtime.sizing.terms:terms_of",
-        "decoded += _widened(shape, config, device.kind, rows)",
+        "decoded += widened(shape, config, device.kind, rows)",
         "pass",
         SIZES,
     ),

@@ -30,7 +30,7 @@ from fairlead_runtime.device.proof import selftest
 from fairlead_runtime.device.ranks import shards
 from fairlead_runtime.models import families, loading, rope
 from fairlead_runtime.settings.engine_config import EngineConfig
-from fairlead_runtime.sizing.terms import held_weights
+from fairlead_runtime.sizing.weight_bytes import held_weights
 from support import tiny
 from support.gpu_device import DEVICE
 from support.operation_cases import (

@@ -13,13 +13,13 @@ from typing import Any
 from fairlead_runtime.settings.engine_config import EngineConfig, flag_of
 from fairlead_runtime.settings.supported import is_supported
 from fairlead_runtime.sizing.arithmetic import ceil_div
+from fairlead_runtime.sizing.element_types import dtype_of
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.solve import Fix, solve
 from fairlead_runtime.sizing.tensor_parallel import COUNTS, reason_against
 from fairlead_runtime.sizing.terms import (
     GIB,
     DeviceFacts,
-    dtype_of,
     max_model_len,
     state_units,
     state_versions,

@@ -7,14 +7,10 @@ while the layers of a CPU are quantized and packed, one after the other. Pure: r
 from dataclasses import replace
 
 from fairlead_runtime.settings.engine_config import EngineConfig
+from fairlead_runtime.sizing.element_types import bytes_of, packs_on_cpu
 from fairlead_runtime.sizing.shape import ModelShape
-from fairlead_runtime.sizing.terms import (
-    PROCESS,
-    RANK_WORD_BYTES,
-    bytes_of,
-    held_weights,
-    packs_on_cpu,
-)
+from fairlead_runtime.sizing.terms import PROCESS, RANK_WORD_BYTES
+from fairlead_runtime.sizing.weight_bytes import held_weights
 
 # Rows of logits in float32, in which comparisons keep what is expected, with plain and with
 # quantized weights, what the kernels give, and differences in float64.

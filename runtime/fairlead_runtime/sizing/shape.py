@@ -24,8 +24,6 @@ from fairlead_runtime.sizing.family import Family
 from fairlead_runtime.sizing.family_table import FAMILIES, UNKNOWN_DENSE, UNKNOWN_EXPERTS
 from fairlead_runtime.sizing.groups import NO_KEYS, LayerGroup, group_layers
 from fairlead_runtime.sizing.layer_heads import (
-    WIDE_GATES,
-    WIDE_NORMS,
     WIDE_ROTARY,
     LayerHeads,
     check_types,
@@ -44,7 +42,6 @@ from fairlead_runtime.sizing.parameters import (
     experts_width,
     has_experts,
     has_flat_norm,
-    layer_input_width,
     layers_with_keys,
     numbers_outside,
 )
@@ -58,9 +55,14 @@ from fairlead_runtime.sizing.stored import (
     Stored,
     refusal,
 )
+from fairlead_runtime.sizing.token_widths import (
+    half_moments,
+    live_layers,
+    slab_width,
+    widths_beside,
+)
 
 STATES = "layers with states"
-FRAME = 4  # elements of a token's ids and masks that a whole's own code keeps
 MOST_PARAMETERS = 1 << 50  # their bytes are numbers that a status takes
 
 
@@ -225,8 +227,8 @@ class ModelShape:
         else:
             sources = sources_of(windows, layers_with_keys(s, family), family.shared)
         mixer = MIXERS[family.mixer](s) if mixing else None
-        keys = sum(heads[layer].width for layer in _held(windows, sources))
-        beside, inside = _widths(s, family, layers, keys)
+        keys = sum(heads[layer].width for layer in live_layers(windows, sources))
+        beside, inside = widths_beside(s, family, layers, keys)
         most_inside = max(width for _, width, _ in counts)
         return cls(
             model_type=str(config["model_type"]),
@@ -253,8 +255,8 @@ class ModelShape:
                 family.half_mlp_copies * max(inners),
                 experts_width(s, family, half=True) if experts else 0,
             ),
-            half_moments=_half_moments(s, family),
-            slab_width=_slab_width(s, family, max(inners)) if family.fuses and not unfused else 0,
+            half_moments=half_moments(s, family),
+            slab_width=slab_width(s, family, max(inners)) if family.fuses and not unfused else 0,
             logit_copies=2 if s.get("final_logit_softcapping") is not None else family.logit_copies,
             unfused=unfused,
             plain=plain,
@@ -393,46 +395,6 @@ def _unfused(family: Family, heads: Sequence[LayerHeads], *, experts: bool) -> s
     if is_mixed(heads) or heads[0].value_dim != heads[0].dim:
         return "layers with heads of several sizes"
     return "layers with inputs of their own" if family.layer_inputs else ""
-
-
-def _held(windows: Sequence[int | None], sources: Sequence[int]) -> Iterable[int]:
-    """Layers whose keys and values transformers' code holds until a pass ends: where layers read
-    those of others, the last of each kind that keeps its own.
-    """
-    own = {window: layer for layer, window in enumerate(windows) if sources[layer] == layer}
-    shared = any(source not in (layer, NO_KEYS) for layer, source in enumerate(sources))
-    return own.values() if shared else ()
-
-
-def _widths(s: ConfigReader, family: Family, layers: int, keys: int) -> tuple[int, int]:
-    """Elements of each token that lie beside a layer, with ``keys`` that later layers may read, and
-    the most of them at other times than an MLP's; measured, see the profiling run.
-    """
-    hidden = s.integer("hidden_size")
-    inputs = layer_input_width(s, family) * layers
-    streams = s.integer(family.streams) if family.streams else 0
-    frame = FRAME + (inputs and inputs + hidden) if family.framed else 0
-    # Of all streams: those of the embedding, of the layer's input and as it predicts them.
-    of_streams = (3 * streams + 4) * hidden * bool(streams) + streams**2
-    beside = keys + inputs + of_streams + family.more_hidden * hidden + frame
-    # All of them corrected, with the change of each. The inputs of layers are made before them, and
-    # normalized in float32.
-    return beside, max((2 * streams + 2) * hidden * bool(streams), 6 * inputs + hidden - beside)
-
-
-def _half_moments(s: ConfigReader, family: Family) -> tuple[tuple[int, int], ...]:
-    norms = bool(family.qk_norm) and (not family.qk_norm_if or s.flag(family.qk_norm_if))
-    gates = WIDE_GATES if family.wide_gates and s.flag_or_constant(family.out_gate) else ()
-    return (WIDE_NORMS if norms else ()) + WIDE_ROTARY.get(family.wide_rotary, ()) + gates
-
-
-def _slab_width(s: ConfigReader, family: Family, inner: int) -> int:
-    if has_flat_norm(s, family):
-        return 0
-    # Queries, keys, values and what attention returns; gate and up, or the digits of what the
-    # activation returns, beside that.
-    attention = 2 * (s.heads + s.kv_heads) * s.head_dim
-    return max(attention, 3 * inner if family.gated else 3 * inner // 2)
 
 
 def _quantized(config: Mapping[str, Any], family: Family, unfused: str) -> Published:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from fairlead_runtime.settings.engine_config import EngineConfig
 from fairlead_runtime.sizing.arithmetic import ceil_div
+from fairlead_runtime.sizing.element_types import cache_bytes_of
 from fairlead_runtime.sizing.graph_sizes import padding_bound
 from fairlead_runtime.sizing.groups import LayerGroup, pool_units
 from fairlead_runtime.sizing.load_peak import loading_bytes
@@ -22,9 +23,7 @@ from fairlead_runtime.sizing.terms import (
     PROCESS,
     Bookkeeping,
     DeviceFacts,
-    cache_bytes_of,
     gib,
-    held_weights,
     host_terms,
     max_model_len,
     offload_units,
@@ -34,6 +33,7 @@ from fairlead_runtime.sizing.terms import (
     unit_bytes,
 )
 from fairlead_runtime.sizing.traffic import Traffic
+from fairlead_runtime.sizing.weight_bytes import held_weights
 
 # A slot is a token's place in one layer group. Block tables hold int32, as does the arithmetic of
 # kernels on them, so all units together have fewer slots than this.

@@ -9,18 +9,24 @@ from dataclasses import dataclass
 from typing import Literal, Self
 
 from fairlead_kernels.cpu.slabs import SLAB
-from fairlead_kernels.formats.row_chunks import ELEMENTS
-from fairlead_kernels.packages.humming_memory import COMPILER, OWN_PAIR, PAIR, takes
+from fairlead_kernels.packages.humming_memory import COMPILER
 from fairlead_kernels.plain.strips import STRIP, scored_strip
 from fairlead_runtime.settings.engine_config import EngineConfig
 from fairlead_runtime.sizing.arithmetic import ceil_div
-from fairlead_runtime.sizing.config_json import DTYPE_BYTES
+from fairlead_runtime.sizing.element_types import (
+    bytes_of,
+    cache_bytes_of,
+    dtype_of,
+    fuses_on_cpu,
+    packs_on_cpu,
+)
 from fairlead_runtime.sizing.graph_sizes import graph_bytes, may_capture, plan_bytes
 from fairlead_runtime.sizing.groups import LayerGroup
 from fairlead_runtime.sizing.offload_space import Staging, units_of
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.states import DECODES, StateLayout, aligned_width
 from fairlead_runtime.sizing.traffic import Traffic
+from fairlead_runtime.sizing.weight_bytes import FLOAT32, held_weights, packaged, widened
 
 GIB = 1 << 30
 PROCESS = GIB  # reserved for all processes of the pod: interpreter, libraries, buffers
@@ -34,7 +40,6 @@ DRAW_CHUNK, DRAW_BYTES = 1 << 23, 48
 HISTOGRAM = 33 << 10  # bytes of a row's counts while top-k and top-p search for their cut
 # Of the C++ kernels, in floats: beside a token's digits (csrc/vnni.h); its ids and positions.
 DIGITS_HEAD, TOKEN_INDICES = 32, 8
-PANEL = 32  # rows of a packed matrix come in multiples of it, at most
 WIDE_ROWS = 256  # of a product in a model's own code of 16 bits, taken and given in float32
 GROWTH = 2  # a batch's host buffers are allocated twice as large as needed
 # Of an id of the vocabulary, in llguidance's tokenizers: the engine's has tries for faster masks,
@@ -63,7 +68,6 @@ WAITED_VERSIONS = 2
 # Of the states of one layer that a step of decodes reads, copies that are alive at once, measured.
 STATE_COPIES = 6
 INDEX_BYTES = 32  # of a token's id, position and places in a step
-FLOAT32 = DTYPE_BYTES["float32"]
 TERMS = ("weights", "activations", "attention", "logits", "sampling", "graphs", "batch")
 HOST_TERMS = ("process", "offload", "shared_memory", "grammars", "tokenizers")
 
@@ -118,14 +122,14 @@ def terms_of(
     table_entries = len(groups) * rows * ceil_div(longest, config.block_size)
     decoded = state_scratch(shape, config, min(rows, DECODES))
     if shape.states:  # its own code widens quantized weights in each pass
-        decoded += _widened(shape, config, device.kind, rows)
+        decoded += widened(shape, config, device.kind, rows)
     terms = {
         "weights": held_weights(shape, config, tp, device.kind),
         "activations": _in_slabs(shape, config, tokens, rotary)
         if packed and fused and shape.slab_width
         else tokens * layer_bytes
         + min(tokens, WIDE_ROWS) * wide
-        + _widened(shape, config, device.kind, tokens)
+        + widened(shape, config, device.kind, tokens)
         + filled
         + state_scratch(shape, config, 1),
         "attention": _attention(shape, config, groups, element),
@@ -332,165 +336,6 @@ class Bookkeeping:
 
 def max_model_len(shape: ModelShape, config: EngineConfig) -> int:
     return config.max_model_len or shape.max_len
-
-
-def dtype_of(shape: ModelShape, config: EngineConfig) -> str:
-    """The type of weights and activations: the configured one, else the checkpoint's."""
-    return (shape.dtype or "float32") if config.dtype == "auto" else config.dtype
-
-
-def bytes_of(shape: ModelShape, config: EngineConfig) -> int:
-    """Bytes of one weight and activation."""
-    return DTYPE_BYTES[dtype_of(shape, config)]
-
-
-def cache_bytes_of(shape: ModelShape, config: EngineConfig) -> int:
-    """Bytes of one element of a cached key or value."""
-    return 1 if config.fp8_cache else bytes_of(shape, config)
-
-
-def packs_on_cpu(shape: ModelShape, config: EngineConfig) -> bool:
-    """Whether a CPU's kernels multiply by the head, where they are built and it fits, and compute
-    all layers that fit in one call. A model that is split keeps its own head.
-    """
-    return _runs_on_cpu(shape, config) and config.tensor_parallel == 1
-
-
-def fuses_on_cpu(shape: ModelShape, config: EngineConfig) -> bool:
-    """Whether a CPU's kernels compute its layers, where they are built and these fit; with states
-    some of them.
-    """
-    return _runs_on_cpu(shape, config) and (not shape.unfused or bool(shape.states))
-
-
-def _runs_on_cpu(shape: ModelShape, config: EngineConfig) -> bool:
-    plain = config.kernels == "torch" or config.fp8_cache
-    return not plain and dtype_of(shape, config) != "float16"
-
-
-def held_weights(shape: ModelShape, config: EngineConfig, tp: int, kind: str) -> int:
-    """Bytes of the weights on one of ``tp`` accelerators that share the model, or on a CPU, with
-    what is float32 in a model of 16 bits and buffers, which no rank splits.
-    """
-    dtype = dtype_of(shape, config)
-    wide = shape.wide + (shape.wide_norms if dtype == "float16" else 0)
-    element = DTYPE_BYTES[dtype]
-    more = wide * (FLOAT32 - element) + shape.buffers * FLOAT32 + shape.typed_buffers * element
-    return weights(shape, config, tp, kind) + more + shape.mask_bytes
-
-
-def weights(shape: ModelShape, config: EngineConfig, tp: int, kind: str) -> int:
-    """The same of parameters in the model's type alone. Of layers only the matrices are quantized.
-    They are split with the biases of their outputs, those of keys and values by heads; so is an
-    output matrix that is not the embedding. The rest is whole on each, as the scales of matrices
-    that are split by their inputs are.
-    """
-    element = bytes_of(shape, config)
-    if kind == "cpu" and tp == 1 and packs_on_cpu(shape, config):
-        return _packed_weights(shape, config, element)
-    if config.quantization != "none" and tp == 1:
-        # A byte each and a float32 scale per row. int4: half of one, a scale and a zero point per
-        # group, and the order of columns, if they have one.
-        matrices = shape.layer_matrices + 4 * shape.layer_channels
-        if config.quantization == "int4":
-            scales = _scale_bytes(shape, shape.int4_groups, tp)
-            matrices = shape.layer_matrices // 2 + scales + 4 * shape.reordered_columns
-        return matrices + (shape.parameters - shape.layer_matrices) * element
-    head = 0 if shape.tied or shape.vocab % tp else shape.vocab * shape.hidden
-    unsharded = shape.parameters - shape.sharded_parameters - shape.kv_parameters - head
-    keys = ceil_div(shape.kv_parameters, min(tp, shape.kv_heads))
-    plain = (unsharded + ceil_div(shape.sharded_parameters, tp) + keys + head // tp) * element
-    if config.quantization == "none":
-        return plain
-    matrices, channels = _layer_shares(shape, tp)
-    if config.quantization == "int4":
-        scales = matrices // shape.int4_group_size if shape.int4_group_size else channels
-        return plain - matrices * element + matrices // 2 + _scale_bytes(shape, scales, tp)
-    # A byte each and a float32 scale per row.
-    return plain - matrices * (element - 1) + 4 * channels
-
-
-def _scale_bytes(shape: ModelShape, scales: int, tp: int) -> int:
-    """Bytes of so many scales of int4 weights, and of their zero points."""
-    return scales * (PAIR if packaged(shape, tp) else OWN_PAIR) // 2
-
-
-def packaged(shape: ModelShape, tp: int) -> bool:
-    """Whether a package's products take all int4 matrices that one of ``tp`` accelerators has of
-    the layers. Else all products are ours, so that the size is known.
-    """
-    inner = ceil_div(shape.mlp_width_unit, tp)
-    return all(
-        takes(
-            (heads.projected_width, shape.hidden, inner),
-            (shape.hidden, heads.attended_width, inner),
-        )
-        for heads in shape.heads_on(tp)
-    )
-
-
-def _layer_shares(shape: ModelShape, tp: int) -> tuple[int, int]:
-    """Elements and output rows that one of ``tp`` ranks has of the layers' matrices: its share of
-    most rows, those of its keys and values, and all of the two matrices that give hidden states.
-    """
-    sharing, hidden_rows = min(tp, shape.kv_heads), 2 * shape.hidden * shape.layers
-    keys = shape.kept_width
-    matrices = ceil_div(shape.layer_matrices - keys * shape.hidden, tp)
-    channels = ceil_div(shape.layer_channels - keys - hidden_rows, tp)
-    shared = ceil_div(keys, sharing)
-    return matrices + shared * shape.hidden, channels + shared + hidden_rows
-
-
-def _packed_weights(shape: ModelShape, config: EngineConfig, element: int) -> int:
-    """Bytes of the weights in the C++ kernels for CPUs: the head has rows to a whole panel. int8,
-    unless a checkpoint brings it, is in float32 the head's type, too.
-    """
-    rows = ceil_div(shape.vocab, PANEL) * PANEL
-    plain = (shape.parameters + (rows - shape.vocab) * shape.hidden) * element
-    if config.quantization == "none":
-        return plain + panel_rows(shape) * element
-    plain += panel_rows(shape) if shape.states else 0
-    matrices, channels = shape.layer_matrices, shape.layer_channels
-    if not shape.quantized and element == 4 and not shape.states:
-        matrices, channels = matrices + rows * shape.hidden, channels + shape.vocab
-    return plain - matrices * (element - 1) + 4 * channels
-
-
-def panel_rows(shape: ModelShape) -> int:
-    """Elements, at most, of the rows that make whole panels of a layer's matrices, where the
-    model's own code multiplies by them. Mixers have two at most whose rows are no whole panels: a
-    number for each head, or beside other widths.
-    """
-    if shape.slab_width:
-        return 0
-    rows = max(
-        (
-            sum(-width % PANEL for width in (kind.query_width, kind.key_width, kind.value_width))
-            for kind in shape.head_kinds
-        ),
-        default=0,
-    )
-    return shape.hidden * (shape.layers * rows + len(shape.states) * 2 * (PANEL - 1))
-
-
-def _widened(shape: ModelShape, config: EngineConfig, kind: str, tokens: int) -> int:
-    """Bytes of the largest matrix that a product on an accelerator may copy: quantized weights, in
-    the type of the activations. Of int4 half of the integers are beside it, and what they multiply
-    in the order of their columns.
-    """
-    if config.quantization == "none" or (kind == "cpu" and not shape.states):
-        return 0
-    element = bytes_of(shape, config)
-    if shape.states:  # rows of a matrix as they are widened, and what they give beside all others'
-        return ELEMENTS * (4 + element) + tokens * shape.layer_channels // shape.layers * element
-    projections = max((heads.projected_width for heads in shape.head_kinds), default=0)
-    widest = ceil_div(max(2 * shape.mlp_width_unit, projections), config.tensor_parallel)
-    largest = shape.hidden * widest
-    if config.quantization != "int4":
-        return largest * element
-    attended = max(heads.attended_width for heads in shape.head_kinds)
-    columns = max(shape.hidden, attended, shape.mlp_width_unit) if shape.reordered_columns else 0
-    return largest * element + largest // 2 + tokens * columns * element
 
 
 def _attention(

@@ -11,12 +11,13 @@ from dataclasses import replace
 
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
 from fairlead_runtime.sizing.checkpoint_formats import as_stored
+from fairlead_runtime.sizing.element_types import dtype_of
 from fairlead_runtime.sizing.fixes import advise, find_fixes, resource_field
 from fairlead_runtime.sizing.layer_heads import refuse_mixed
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.solve import CPU_CACHE, MemoryPlan, solve
 from fairlead_runtime.sizing.tensor_parallel import refuse
-from fairlead_runtime.sizing.terms import GIB, DeviceFacts, dtype_of, gib
+from fairlead_runtime.sizing.terms import GIB, DeviceFacts, gib
 
 
 def plan_memory(

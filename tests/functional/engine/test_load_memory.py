@@ -16,7 +16,8 @@ from fairlead_runtime.settings.engine_config import EngineConfig
 from fairlead_runtime.sizing.checkpoint_formats import as_stored
 from fairlead_runtime.sizing.load_peak import loading_bytes
 from fairlead_runtime.sizing.shape import ModelShape
-from fairlead_runtime.sizing.terms import PROCESS, RANK_WORD_BYTES, weights
+from fairlead_runtime.sizing.terms import PROCESS, RANK_WORD_BYTES
+from fairlead_runtime.sizing.weight_bytes import weights
 from support import tiny
 from support.engine_rig import paged
 from support.full import LONG_FORM

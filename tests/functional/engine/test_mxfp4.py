@@ -15,7 +15,8 @@ from fairlead_runtime import LLM, SamplingParams
 from fairlead_runtime.models import loading
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
 from fairlead_runtime.sizing.shape import ModelShape
-from fairlead_runtime.sizing.terms import GIB, weights
+from fairlead_runtime.sizing.terms import GIB
+from fairlead_runtime.sizing.weight_bytes import weights
 from functional.engine.test_plan_and_start import Pod
 from support import tiny
 from support.published import publish_mxfp4

@@ -22,7 +22,8 @@ from fairlead_runtime.models import loading
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
 from fairlead_runtime.sizing import checkpoint_formats
 from fairlead_runtime.sizing.shape import ModelShape
-from fairlead_runtime.sizing.terms import GIB, held_weights
+from fairlead_runtime.sizing.terms import GIB
+from fairlead_runtime.sizing.weight_bytes import held_weights
 from functional.engine.test_plan_and_start import Pod
 from support import humming_standin, tiny
 from support.operation_cases import operations

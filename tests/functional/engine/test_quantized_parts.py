@@ -19,7 +19,7 @@ from fairlead_runtime.models.model_error import ModelError
 from fairlead_runtime.models.quantized import QuantizedLinear
 from fairlead_runtime.settings.engine_config import EngineConfig
 from fairlead_runtime.sizing.shape import ModelShape
-from fairlead_runtime.sizing.terms import held_weights
+from fairlead_runtime.sizing.weight_bytes import held_weights
 from functional.engine.test_models_of_parts import whole_text
 from functional.engine.test_plan_and_start import Pod
 from functional.engine.test_published_weights import on_a_gpu

@@ -21,7 +21,7 @@ from fairlead_runtime.models import loading
 from fairlead_runtime.scheduling.scheduler import Scheduler
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
 from fairlead_runtime.sizing.checkpoint_formats import as_stored
-from fairlead_runtime.sizing.terms import held_weights
+from fairlead_runtime.sizing.weight_bytes import held_weights
 from functional.engine.test_plan_and_start import Pod
 from support import humming_standin, rank_pair, tiny
 from support.engine_rig import Setting, cache_of, greedy, prompts, run_to_end

@@ -15,7 +15,7 @@ from fairlead_runtime.device.ranks import shards
 from fairlead_runtime.models import loading
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
 from fairlead_runtime.sizing.tensor_parallel import reason_against
-from fairlead_runtime.sizing.terms import weights
+from fairlead_runtime.sizing.weight_bytes import weights
 from support import rank_pair, tiny
 from support.engine_rig import (
     QUANTIZED,

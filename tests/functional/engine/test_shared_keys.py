@@ -22,8 +22,9 @@ from fairlead_runtime.sizing.groups import NO_KEYS
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.stored import QuantizedError
 from fairlead_runtime.sizing.tensor_parallel import refuse
-from fairlead_runtime.sizing.terms import GIB, DeviceFacts, weights
+from fairlead_runtime.sizing.terms import GIB, DeviceFacts
 from fairlead_runtime.sizing.verdict import plan_memory
+from fairlead_runtime.sizing.weight_bytes import weights
 from support import tiny
 from support.engine_rig import NEW, Rig, check_greedy_texts, operations_of, paged, prompts, rig
 from support.kernel_sets import rows_beyond_the_plan

@@ -22,7 +22,7 @@ from fairlead_runtime.request.sequence import SamplingParams
 from fairlead_runtime.scheduling.scheduler import Scheduler, SchedulerStats
 from fairlead_runtime.settings.engine_config import ConfigError
 from fairlead_runtime.sizing.shape import ModelShape
-from fairlead_runtime.sizing.terms import PANEL, panel_rows
+from fairlead_runtime.sizing.weight_bytes import PANEL, panel_rows
 from support import tiny, tiny_states
 from support.bad_steps import BadSteps, Isolating
 from support.engine_rig import (

@@ -20,7 +20,7 @@ from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
 from fairlead_runtime.sizing.config_json import family_named
 from fairlead_runtime.sizing.family_table import FAMILIES, JUDGED
 from fairlead_runtime.sizing.tensor_parallel import reason_against
-from fairlead_runtime.sizing.terms import weights
+from fairlead_runtime.sizing.weight_bytes import weights
 from support import tiny
 from support.published import awq, compressed_tensors, gptq, publish
 from support.rank_pair import CPU, shape_of

@@ -11,8 +11,9 @@ from fairlead_runtime.sizing.load_peak import CHUNK_TEMPORARIES, loading_bytes
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.solve import MemoryPlan
 from fairlead_runtime.sizing.stored import QuantizedError
-from fairlead_runtime.sizing.terms import GIB, DeviceFacts, weights
+from fairlead_runtime.sizing.terms import GIB, DeviceFacts
 from fairlead_runtime.sizing.verdict import plan_memory
+from fairlead_runtime.sizing.weight_bytes import weights
 from support.published import mxfp4_settings
 
 

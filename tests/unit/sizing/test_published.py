@@ -13,7 +13,7 @@ from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
 from fairlead_runtime.sizing.checkpoint_formats import as_stored, check_stored, published
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.stored import Published, QuantizedError
-from fairlead_runtime.sizing.terms import weights
+from fairlead_runtime.sizing.weight_bytes import weights
 from support.published import awq, compressed_int4, compressed_tensors, gptq
 
 

@@ -17,10 +17,10 @@ from fairlead_runtime.sizing.terms import (
     Bookkeeping,
     DeviceFacts,
     host_terms,
-    packaged,
     terms_of,
     unit_bytes,
 )
+from fairlead_runtime.sizing.weight_bytes import packaged
 
 SHAPE = ModelShape.from_config(
     {

@@ -17,7 +17,7 @@ from fairlead_runtime.sizing.families.judged import SIZED
 from fairlead_runtime.sizing.families.with_states import WITH_STATES
 from fairlead_runtime.sizing.family_table import FAMILIES
 from fairlead_runtime.sizing.shape import ModelShape
-from fairlead_runtime.sizing.terms import held_weights
+from fairlead_runtime.sizing.weight_bytes import held_weights
 from support import tiny, tiny_any
 
 # No lists in their classes; tiny_any has no settings for them.

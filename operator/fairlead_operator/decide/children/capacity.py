@@ -12,9 +12,10 @@ from fairlead_operator.resource.resource import SETTINGS, InferenceDeployment
 from fairlead_runtime.settings.engine_config import ConfigError, flag_of
 from fairlead_runtime.sizing.checkpoint_formats import check_stored
 from fairlead_runtime.sizing.config_json import ShapeError, UnknownFamilyError
+from fairlead_runtime.sizing.element_types import dtype_of
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.solve import MemoryPlan
-from fairlead_runtime.sizing.terms import DeviceFacts, dtype_of, gib
+from fairlead_runtime.sizing.terms import DeviceFacts, gib
 from fairlead_runtime.sizing.verdict import plan_memory
 
 MEASURED = (

@@ -38,7 +38,8 @@ from fairlead_runtime.device.conversion.rounding import SAMPLES, Noise
 from fairlead_runtime.device.model.paged_attention import ForwardPass
 from fairlead_runtime.device.model.paged_model import PagedModel
 from fairlead_runtime.models.quantized import QuantizedLinear
-from fairlead_runtime.sizing.terms import PANEL, WIDE_ROWS
+from fairlead_runtime.sizing.terms import WIDE_ROWS
+from fairlead_runtime.sizing.weight_bytes import PANEL
 
 SMALLEST = 2048  # weights; the call of a smaller product costs more than it gains
 

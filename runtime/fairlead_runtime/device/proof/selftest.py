@@ -60,7 +60,7 @@ from fairlead_runtime.scheduling.plan import Row, Work
 from fairlead_runtime.settings.engine_config import ConfigError
 from fairlead_runtime.settings.startup_parts import Report, unreported
 from fairlead_runtime.sizing.config_json import EXPERTS
-from fairlead_runtime.sizing.terms import packaged
+from fairlead_runtime.sizing.weight_bytes import packaged
 
 Value = TypeVar("Value")
 Products = tuple[HummingProducts | None, str]

@@ -1,0 +1,140 @@
+"""The bytes of a model's weights as an accelerator, a rank or a CPU's kernels hold them.
+
+Owns what quantization, splitting and packing make of a shape's parameters. Pure.
+"""
+
+from fairlead_kernels.formats.row_chunks import ELEMENTS
+from fairlead_kernels.packages.humming_memory import OWN_PAIR, PAIR, takes
+from fairlead_runtime.settings.engine_config import EngineConfig
+from fairlead_runtime.sizing.arithmetic import ceil_div
+from fairlead_runtime.sizing.config_json import DTYPE_BYTES
+from fairlead_runtime.sizing.element_types import bytes_of, dtype_of, packs_on_cpu
+from fairlead_runtime.sizing.shape import ModelShape
+
+PANEL = 32  # rows of a packed matrix come in multiples of it, at most
+FLOAT32 = DTYPE_BYTES["float32"]
+
+
+def held_weights(shape: ModelShape, config: EngineConfig, tp: int, kind: str) -> int:
+    """Bytes of the weights on one of ``tp`` accelerators that share the model, or on a CPU, with
+    what is float32 in a model of 16 bits and buffers, which no rank splits.
+    """
+    dtype = dtype_of(shape, config)
+    wide = shape.wide + (shape.wide_norms if dtype == "float16" else 0)
+    element = DTYPE_BYTES[dtype]
+    more = wide * (FLOAT32 - element) + shape.buffers * FLOAT32 + shape.typed_buffers * element
+    return weights(shape, config, tp, kind) + more + shape.mask_bytes
+
+
+def weights(shape: ModelShape, config: EngineConfig, tp: int, kind: str) -> int:
+    """The same of parameters in the model's type alone. Of layers only the matrices are quantized.
+    They are split with the biases of their outputs, those of keys and values by heads; so is an
+    output matrix that is not the embedding. The rest is whole on each, as the scales of matrices
+    that are split by their inputs are.
+    """
+    element = bytes_of(shape, config)
+    if kind == "cpu" and tp == 1 and packs_on_cpu(shape, config):
+        return _packed_weights(shape, config, element)
+    if config.quantization != "none" and tp == 1:
+        # A byte each and a float32 scale per row. int4: half of one, a scale and a zero point per
+        # group, and the order of columns, if they have one.
+        matrices = shape.layer_matrices + 4 * shape.layer_channels
+        if config.quantization == "int4":
+            scales = _scale_bytes(shape, shape.int4_groups, tp)
+            matrices = shape.layer_matrices // 2 + scales + 4 * shape.reordered_columns
+        return matrices + (shape.parameters - shape.layer_matrices) * element
+    head = 0 if shape.tied or shape.vocab % tp else shape.vocab * shape.hidden
+    unsharded = shape.parameters - shape.sharded_parameters - shape.kv_parameters - head
+    keys = ceil_div(shape.kv_parameters, min(tp, shape.kv_heads))
+    plain = (unsharded + ceil_div(shape.sharded_parameters, tp) + keys + head // tp) * element
+    if config.quantization == "none":
+        return plain
+    matrices, channels = _layer_shares(shape, tp)
+    if config.quantization == "int4":
+        scales = matrices // shape.int4_group_size if shape.int4_group_size else channels
+        return plain - matrices * element + matrices // 2 + _scale_bytes(shape, scales, tp)
+    # A byte each and a float32 scale per row.
+    return plain - matrices * (element - 1) + 4 * channels
+
+
+def _scale_bytes(shape: ModelShape, scales: int, tp: int) -> int:
+    """Bytes of so many scales of int4 weights, and of their zero points."""
+    return scales * (PAIR if packaged(shape, tp) else OWN_PAIR) // 2
+
+
+def packaged(shape: ModelShape, tp: int) -> bool:
+    """Whether a package's products take all int4 matrices that one of ``tp`` accelerators has of
+    the layers. Else all products are ours, so that the size is known.
+    """
+    inner = ceil_div(shape.mlp_width_unit, tp)
+    return all(
+        takes(
+            (heads.projected_width, shape.hidden, inner),
+            (shape.hidden, heads.attended_width, inner),
+        )
+        for heads in shape.heads_on(tp)
+    )
+
+
+def _layer_shares(shape: ModelShape, tp: int) -> tuple[int, int]:
+    """Elements and output rows that one of ``tp`` ranks has of the layers' matrices: its share of
+    most rows, those of its keys and values, and all of the two matrices that give hidden states.
+    """
+    sharing, hidden_rows = min(tp, shape.kv_heads), 2 * shape.hidden * shape.layers
+    keys = shape.kept_width
+    matrices = ceil_div(shape.layer_matrices - keys * shape.hidden, tp)
+    channels = ceil_div(shape.layer_channels - keys - hidden_rows, tp)
+    shared = ceil_div(keys, sharing)
+    return matrices + shared * shape.hidden, channels + shared + hidden_rows
+
+
+def _packed_weights(shape: ModelShape, config: EngineConfig, element: int) -> int:
+    """Bytes of the weights in the C++ kernels for CPUs: the head has rows to a whole panel. int8,
+    unless a checkpoint brings it, is in float32 the head's type, too.
+    """
+    rows = ceil_div(shape.vocab, PANEL) * PANEL
+    plain = (shape.parameters + (rows - shape.vocab) * shape.hidden) * element
+    if config.quantization == "none":
+        return plain + panel_rows(shape) * element
+    plain += panel_rows(shape) if shape.states else 0
+    matrices, channels = shape.layer_matrices, shape.layer_channels
+    if not shape.quantized and element == 4 and not shape.states:
+        matrices, channels = matrices + rows * shape.hidden, channels + shape.vocab
+    return plain - matrices * (element - 1) + 4 * channels
+
+
+def panel_rows(shape: ModelShape) -> int:
+    """Elements, at most, of the rows that make whole panels of a layer's matrices, where the
+    model's own code multiplies by them. Mixers have two at most whose rows are no whole panels: a
+    number for each head, or beside other widths.
+    """
+    if shape.slab_width:
+        return 0
+    rows = max(
+        (
+            sum(-width % PANEL for width in (kind.query_width, kind.key_width, kind.value_width))
+            for kind in shape.head_kinds
+        ),
+        default=0,
+    )
+    return shape.hidden * (shape.layers * rows + len(shape.states) * 2 * (PANEL - 1))
+
+
+def widened(shape: ModelShape, config: EngineConfig, kind: str, tokens: int) -> int:
+    """Bytes of the largest matrix that a product on an accelerator may copy: quantized weights, in
+    the type of the activations. Of int4 half of the integers are beside it, and what they multiply
+    in the order of their columns.
+    """
+    if config.quantization == "none" or (kind == "cpu" and not shape.states):
+        return 0
+    element = bytes_of(shape, config)
+    if shape.states:  # rows of a matrix as they are widened, and what they give beside all others'
+        return ELEMENTS * (4 + element) + tokens * shape.layer_channels // shape.layers * element
+    projections = max((heads.projected_width for heads in shape.head_kinds), default=0)
+    widest = ceil_div(max(2 * shape.mlp_width_unit, projections), config.tensor_parallel)
+    largest = shape.hidden * widest
+    if config.quantization != "int4":
+        return largest * element
+    attended = max(heads.attended_width for heads in shape.head_kinds)
+    columns = max(shape.hidden, attended, shape.mlp_width_unit) if shape.reordered_columns else 0
+    return largest * element + largest // 2 + tokens * columns * element
