@@ -5728,6 +5728,13 @@ BUGS = (
         ROTARY_TESTS,
     ),
     PackageBug(
+        "by what queries grow with their positions may be missing",
+        "fairlead_runtime.sizing.rotary:_check",
+        'if _rotary(s).grows and parameters:\n        _check_number(f"{field}.{_GROWTH}"',
+        'if False:\n        _check_number(f"{field}.{_GROWTH}"',
+        ROTARY_TESTS,
+    ),
+    PackageBug(
         "a list of a theta for each layer is not checked",
         "fairlead_runtime.sizing.rotary:_thetas",
         "name and len(thetas) < layers",

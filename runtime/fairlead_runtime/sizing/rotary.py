@@ -24,6 +24,7 @@ _LISTS = ("short_factor", "long_factor")
 LARGEST_NUMBER = 3.4e38  # tables are float32
 _ORIGINAL, _PARTIAL = "original_max_position_embeddings", "partial_rotary_factor"
 _FULL, _SLIDING = "full_attention", "sliding_attention"
+_GROWTH = "llama_4_scaling_beta"
 
 
 def check_rope(s: ConfigReader) -> None:
@@ -147,8 +148,12 @@ def _check(s: ConfigReader, layers: str, field: str, parameters: Mapping[str, An
                 _check_number(f"{field}.{key}", parameters[key], low=-LARGEST_NUMBER)
         for key in _LISTS:
             _check_list(s, f"{field}.{key}", parameters.get(key), share)
+    if _rotary(s).grows and parameters:
+        _check_number(f"{field}.{_GROWTH}", parameters.get(_GROWTH), low=-LARGEST_NUMBER)
     if kind in ("yarn", "longrope", "llama3"):
         _check_original(s, layers, field, parameters, name)
+    elif _rotary(s).grows and parameters:
+        _check_number(f"{field}.{_ORIGINAL}", parameters.get(_ORIGINAL))
 
 
 def _name(parameters: Mapping[str, Any]) -> Any:

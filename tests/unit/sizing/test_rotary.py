@@ -257,6 +257,18 @@ CASES: tuple[tuple[str, dict[str, Any], str], ...] = (
         ("mimo_v2_flash", {**TYPES, **MIMO, "rope_parameters": {"full_attention": nest}}, "")
         for nest in (THETA, {**THETA, "rope_type": "linear", "factor": 2.0})
     ),
+    # Its layers read numbers besides, whatever the type.
+    *(
+        ("ministral3", {"head_dim": 16, "rope_parameters": {**THETA, **more}}, field)
+        for more, field in (
+            ({"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 64}, ""),
+            ({"original_max_position_embeddings": 64}, "rope_parameters.llama_4_scaling_beta"),
+            ({"llama_4_scaling_beta": 0.1}, "rope_parameters.original_max"),
+            ({**YARN, "llama_4_scaling_beta": 0}, ""),
+            (YARN, "rope_parameters.llama_4_scaling_beta"),
+        )
+    ),
+    ("ministral3", {"head_dim": 16}, ""),
     # As OLMo Hybrid is published: nothing is rotated.
     ("olmo_hybrid", {**LINEAR_LAYERS, "rope_theta": None}, ""),
     ("olmo_hybrid", {**LINEAR_LAYERS, "rope_parameters": {**DEFAULT, "rope_theta": None}}, ""),

@@ -23,8 +23,9 @@ class Rotary:
     rotate ``whole_heads``. ``strict``: its class checks what others take. ``scaled``: they are
     scaled where nothing says it. ``shares``: those of full and of sliding layers, where nothing
     says any. ``thetas``: the setting that lists one for each layer, each with embeddings of its
-    own. ``absent``: it has no embeddings; ``switch``: none where this setting has another value;
-    ``null_theta``: none where theta is null.
+    own. ``grows``: its layers multiply queries by what grows with their positions, by numbers that
+    settings must have, if there are any. ``absent``: it has no embeddings; ``switch``: none where
+    this setting has another value; ``null_theta``: none where theta is null.
     """
 
     by_type: str = ""
@@ -42,6 +43,7 @@ class Rotary:
     needs_share: bool = False
     shares: tuple[float, float] = (1.0, 1.0)
     thetas: str = ""
+    grows: bool = False
     absent: bool = False
     switch: tuple[str, str] = ("", "")
     null_theta: bool = False
@@ -86,7 +88,8 @@ ROTARIES: Mapping[str, Rotary] = {
         replace(_PART, by_type="never", share=0.25),
     ),
     **dict.fromkeys(("cwm", "gpt_oss"), replace(_NEVER, scaled=True)),
-    **dict.fromkeys(("apertus", "ministral3"), Rotary(scaled=True)),
+    "apertus": Rotary(scaled=True),
+    "ministral3": Rotary(scaled=True, grows=True),
     "bamba": replace(_HALF, by_type="never", share_name=""),
     "gpt_neox": Rotary("", "rotary_emb_base", "", 0.25, "rotary_pct", True, True),
     "minimax_m2": replace(_PART, width_name="rotary_dim"),
