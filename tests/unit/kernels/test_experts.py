@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fairlead_kernels.choice import experts
-from fairlead_kernels.choice.experts import Matrices
+from fairlead_kernels.choice.experts import ExpertProduct, Matrices
 from fairlead_kernels.gpu import triton_experts
 from fairlead_kernels.gpu.triton_experts import TritonExperts, tiles
 from fairlead_kernels.gpu.triton_operations import MANY_TOKENS
@@ -74,8 +74,9 @@ def test_a_product_is_the_references_however_tokens_are_divided(
     x, expert_ends = torch.randn(sum(counts), columns).to(dtype), ends_of(counts)
     bias = torch.randn(len(counts), rows).to(dtype) if biased else None
     want = reference.expert_product(x, weights, expert_ends, bias)
-    products = [triton_standin.experts(interpreted=interpreted) for interpreted in (False, True)]
-    for product in (*products, experts.looped_product):
+    products: list[ExpertProduct] = [experts.looped_product]
+    products += [triton_standin.experts(interpreted=interpreted) for interpreted in (False, True)]
+    for product in products:
         got = product(x, weights, expert_ends, bias)
         assert got.dtype is dtype
         limit = 2 * ROUNDING[dtype] * (float(want.abs().max()) if len(x) else 0) + 1e-5
