@@ -5728,6 +5728,13 @@ BUGS = (
         ROTARY_TESTS,
     ),
     PackageBug(
+        "axes of positions may have other pairs than a head",
+        "fairlead_runtime.sizing.rotary:_check_sections",
+        "pairs is not None and sum(counts) != pairs",
+        "False",
+        ROTARY_TESTS,
+    ),
+    PackageBug(
         "by what queries grow with their positions may be missing",
         "fairlead_runtime.sizing.rotary:_check",
         'if _rotary(s).grows and parameters:\n        _check_number(f"{field}.{_GROWTH}"',

@@ -24,7 +24,7 @@ _LISTS = ("short_factor", "long_factor")
 LARGEST_NUMBER = 3.4e38  # tables are float32
 _ORIGINAL, _PARTIAL = "original_max_position_embeddings", "partial_rotary_factor"
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-_GROWTH = "llama_4_scaling_beta"
+_GROWTH, _SECTIONS = "llama_4_scaling_beta", "mrope_section"
 
 
 def check_rope(s: ConfigReader) -> None:
@@ -154,6 +154,10 @@ def _check(s: ConfigReader, layers: str, field: str, parameters: Mapping[str, An
         _check_original(s, layers, field, parameters, name)
     elif _rotary(s).grows and parameters:
         _check_number(f"{field}.{_ORIGINAL}", parameters.get(_ORIGINAL))
+    if _rotary(s).sections and _SECTIONS in parameters:
+        width = int(s.head_dim * (1 if kind == "proportional" else share))
+        pairs = -(-width // 2) if _rotary(s).sections == "all" else None
+        _check_sections(f"{field}.{_SECTIONS}", parameters[_SECTIONS], pairs)
 
 
 def _name(parameters: Mapping[str, Any]) -> Any:
@@ -253,6 +257,16 @@ def _check_list(s: ConfigReader, field: str, value: object, share: float) -> Non
     if pairs != {len(value)}:
         counts = " and ".join(str(count) for count in sorted(pairs))
         raise ShapeError(field, f"must have {counts} numbers, one per pair, not {len(value)}")
+
+
+def _check_sections(field: str, value: object, pairs: int | None) -> None:
+    """Numbers of ``pairs`` for each axis of positions; None: any, of three axes."""
+    counts = value if isinstance(value, list | tuple) else ()
+    whole = all(type(count) is int and count >= 0 for count in counts)
+    if not whole or len(counts) < (3 if pairs is None else 1):
+        raise ShapeError(field, f"must be a list of whole numbers, not {str(value)[:40]}")
+    if pairs is not None and sum(counts) != pairs:
+        raise ShapeError(field, f"must be the {pairs} pairs of a head together, not {sum(counts)}")
 
 
 def count_frequencies(s: ConfigReader, dims: Mapping[str, int]) -> int:

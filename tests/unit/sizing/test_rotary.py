@@ -4,6 +4,7 @@ these: transformers' own classes are the oracle.
 
 import copy
 import importlib.util
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,14 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from fairlead_runtime.models import architecture, rope
+from fairlead_runtime.models import architecture, rope, text_model
 from fairlead_runtime.models.model_error import ModelError
 from fairlead_runtime.sizing.families.judged import SIZED
 from fairlead_runtime.sizing.families.rotaries import ROTARIES, Rotary
 from fairlead_runtime.sizing.families.with_states import WITH_STATES
 from fairlead_runtime.sizing.family_table import FAMILIES, TEXTS
 from fairlead_runtime.sizing.shape import ModelShape
+from support import tiny_parts
 
 BASE: dict[str, Any] = {
     "hidden_size": 64,
@@ -31,6 +33,7 @@ BASE: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+ABSENT = object()
 FIT, LONG = [1.0] * 8, [2.0] * 8
 LONGROPE: dict[str, Any] = {"rope_type": "longrope", "short_factor": FIT, "long_factor": LONG}
 LLAMA3: dict[str, Any] = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}
@@ -340,6 +343,41 @@ def test_layers_of_two_types_are_each_checked() -> None:
     longest = ModelShape.from_config(config).max_len
     nested["full_attention"] = {"rope_type": "yarn", "factor": 4.0}
     assert ModelShape.from_config(config).max_len == 4 * longest
+
+
+@pytest.mark.parametrize(
+    ("kind", "sections", "fits"),
+    [
+        ("qwen2_5_vl", [2, 3, 3], True),
+        ("qwen2_5_vl", [8], True),
+        ("qwen2_5_vl", [2, 3, 2], False),
+        ("qwen2_5_vl", [9, -1], False),
+        ("qwen2_5_vl", None, False),
+        ("glm4v", [2, 3, 4], False),
+        ("qwen3_vl", [2, 3, 2], True),
+        ("qwen3_vl", ABSENT, True),
+        ("qwen3_vl", [2, 3], False),
+        ("qwen3_vl", [2, 3, 0.5], False),
+    ],
+)
+def test_axes_of_positions_have_the_pairs_of_a_head(
+    kind: str, sections: object, *, fits: bool
+) -> None:
+    config = tiny_parts.build(kind).config.to_dict()
+    settings = config["text_config"]["rope_parameters"]
+    del settings["mrope_section"]
+    if sections is not ABSENT:
+        settings["mrope_section"] = sections
+    if fits:
+        assert ModelShape.from_config(config).layers
+    else:
+        with pytest.raises(ModelError, match=r"config\.json: rope_parameters\.mrope_section"):
+            architecture.check(config)
+    factory: Any = CONFIG_MAPPING[kind]
+    whole = factory.from_dict(copy.deepcopy(config))
+    model = text_model.class_to_load(whole)._from_config(whole)
+    with nullcontext() if fits else pytest.raises((RuntimeError, TypeError, IndexError)):
+        model(input_ids=torch.tensor([[3]]))
 
 
 def test_the_table_of_families_says_what_their_classes_read() -> None:

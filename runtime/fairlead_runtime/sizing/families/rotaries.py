@@ -18,13 +18,14 @@ class Rotary:
     that are said; ``nulls``: a type may have none. ``theta``: the model's setting, "" for none.
     ``share``: what of a head is rotated where nothing says it (in scaled embeddings of "raw" all of
     it), ``share_name`` the setting that does, "" for none, ``width_name`` one that says its
-    elements; ``needs_share``: null is none.
-    ``reads_share``: unscaled embeddings have a share, which must be all of it where its layers
-    rotate ``whole_heads``. ``strict``: its class checks what others take. ``scaled``: they are
-    scaled where nothing says it. ``shares``: those of full and of sliding layers, where nothing
-    says any. ``thetas``: the setting that lists one for each layer, each with embeddings of its
-    own. ``grows``: its layers multiply queries by what grows with their positions, by numbers that
-    settings must have, if there are any. ``absent``: it has no embeddings; ``switch``: none where
+    elements; ``needs_share``: null is none. ``reads_share``: unscaled embeddings have a share,
+    which must be all of it where its layers rotate ``whole_heads``. ``strict``: its class checks
+    what others take. ``scaled``: they are scaled where nothing says it. ``shares``: those of full
+    and of sliding layers, where nothing says any. ``thetas``: the setting that lists one for each
+    layer, each with embeddings of its own. ``grows``: its layers multiply queries by what grows
+    with their positions, by numbers that settings must have, if there are any. ``sections``:
+    settings may say how many of a head's pairs each axis of positions has, "all" of them together,
+    or of three "interleaved" axes any. ``absent``: it has no embeddings; ``switch``: none where
     this setting has another value; ``null_theta``: none where theta is null.
     """
 
@@ -44,6 +45,7 @@ class Rotary:
     shares: tuple[float, float] = (1.0, 1.0)
     thetas: str = ""
     grows: bool = False
+    sections: str = ""
     absent: bool = False
     switch: tuple[str, str] = ("", "")
     null_theta: bool = False
@@ -65,7 +67,9 @@ ROTARIES: Mapping[str, Rotary] = {
     **dict.fromkeys(("kolibri1", "lfm2", "minimax"), _NEVER),
     "olmo_hybrid": replace(_NEVER, null_theta=True),
     **dict.fromkeys(("ministral", "qwen2", "qwen2_moe", "qwen3", "smollm3"), _NEVER),
-    **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text", "vaultgemma"), _NEVER),
+    "vaultgemma": _NEVER,
+    **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text"), replace(_NEVER, sections="all")),
+    **dict.fromkeys(("qwen3_vl_text", "qwen3_vl_moe_text"), Rotary(sections="interleaved")),
     **dict.fromkeys(("falcon_mamba", "jamba", "mamba2", "nemotron_h"), _ABSENT),
     "lfm3": _EACH,
     **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), _RAW),
@@ -81,11 +85,13 @@ ROTARIES: Mapping[str, Rotary] = {
     "modernbert-decoder": Rotary("both", "global_rope_theta", "local_rope_theta"),
     **dict.fromkeys(("glm", "glm4", "glm4_moe"), _HALF),
     **dict.fromkeys(("nemotron", "persimmon", "phi"), replace(_HALF, needs_share=True)),
-    **dict.fromkeys(("glm4v_text", "solar_open"), _PART),
+    "glm4v_text": replace(_PART, sections="all"),
+    "solar_open": _PART,
     "minimax_m3_vl_text": replace(_PART, by_type="never"),
+    "qwen3_next": replace(_PART, by_type="never", share=0.25),
     **dict.fromkeys(
-        ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
-        replace(_PART, by_type="never", share=0.25),
+        ("qwen3_5_moe_text", "qwen3_5_text"),
+        Rotary("never", share=0.25, reads_share=True, sections="interleaved"),
     ),
     **dict.fromkeys(("cwm", "gpt_oss"), replace(_NEVER, scaled=True)),
     "apertus": Rotary(scaled=True),
