@@ -5728,6 +5728,13 @@ BUGS = (
         ROTARY_TESTS,
     ),
     PackageBug(
+        "a part of a head may be rotated where layers rotate all of it",
+        "fairlead_runtime.sizing.rotary:_share",
+        "rotary.whole_heads or not rotary.reads_share",
+        "not rotary.reads_share",
+        ROTARY_TESTS,
+    ),
+    PackageBug(
         "axes of positions may have other pairs than a head",
         "fairlead_runtime.sizing.rotary:_check_sections",
         "pairs is not None and sum(counts) != pairs",

@@ -54,6 +54,7 @@ THETA: dict[str, Any] = {**DEFAULT, "rope_theta": 1e4}
 HALF = {**THETA, "partial_rotary_factor": 0.5}
 LINEAR = {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2}
 MIMO: dict[str, Any] = {"v_head_dim": 16, "num_key_value_heads": 1, "n_routed_experts": 4}
 OWN: dict[str, dict[str, Any]] = {
     "laguna": {},
@@ -259,6 +260,11 @@ CASES: tuple[tuple[str, dict[str, Any], str], ...] = (
     *(
         ("mimo_v2_flash", {**TYPES, **MIMO, "rope_parameters": {"full_attention": nest}}, "")
         for nest in (THETA, {**THETA, "rope_type": "linear", "factor": 2.0})
+    ),
+    # It makes frequencies of a part of a head, and its layers rotate all of it.
+    *(
+        ("solar_open", {**ROUTED, "partial_rotary_factor": share}, field)
+        for share, field in ((1.0, ""), (0.5, "partial_rotary_factor"))
     ),
     # Its layers read numbers besides, whatever the type.
     *(

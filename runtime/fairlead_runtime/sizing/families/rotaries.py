@@ -86,7 +86,7 @@ ROTARIES: Mapping[str, Rotary] = {
     **dict.fromkeys(("glm", "glm4", "glm4_moe"), _HALF),
     **dict.fromkeys(("nemotron", "persimmon", "phi"), replace(_HALF, needs_share=True)),
     "glm4v_text": replace(_PART, sections="all"),
-    "solar_open": _PART,
+    "solar_open": replace(_PART, whole_heads=True),
     "minimax_m3_vl_text": replace(_PART, by_type="never"),
     "qwen3_next": replace(_PART, by_type="never", share=0.25),
     **dict.fromkeys(
