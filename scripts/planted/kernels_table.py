@@ -2049,7 +2049,7 @@ BUGS = (
     PackageBug(
         "a sticky folder of libraries is trusted",
         "fairlead_kernels.cpu.user_cache:_refuse_if_shared",
-        " and way not in (place, real)",
+        " and level not in (place, real)",
         "",
         FIRST_START,
     ),

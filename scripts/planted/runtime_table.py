@@ -617,7 +617,7 @@ BUGS = (
     PackageBug(
         "a small matrix is packed with more rows of padding than of its own",
         "fairlead_runtime.device.conversion.packed_linears:_packed",
-        "elif len(stored) < least:",
+        "elif len(stored) < fewest_rows:",
         "elif False:",
         SHARED_KEYS,
     ),
@@ -5544,6 +5544,20 @@ BUGS = (
         "        return KeyRing(path) if path else None\n    if path:",
         "        return KeyRing(path) if path else None\n    if True:",
         ("unit/api/test_key_file.py",),
+    ),
+    PackageBug(
+        "a tokenizer that cannot be read waits for the weights",
+        "fairlead_runtime.processes.http_process:_load.reached",
+        "            checks.set()\n",
+        "            pass\n",
+        ("functional/api/test_serve.py",),
+    ),
+    PackageBug(
+        "what a tokenizer lacks is said before the engine's checks",
+        "fairlead_runtime.processes.http_process:_read_words",
+        "        await checks.wait()\n",
+        "",
+        ("unit/processes/test_http_process.py",),
     ),
     PackageBug(
         "a chat template of the command line is not used",

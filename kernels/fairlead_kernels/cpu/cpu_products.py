@@ -112,12 +112,12 @@ def _struct(part: BiasedWeight) -> WeightStruct:
     return weight_struct(part.weight, part.bias, "bias")
 
 
-def alike(one: Packed, other: Packed) -> bool:
+def alike(first: Packed, second: Packed) -> bool:
     """Whether products of one input may be made together: equally many columns, stored alike."""
-    return (one.columns, one.data.dtype, one.data.dim()) == (
-        other.columns,
-        other.data.dtype,
-        other.data.dim(),
+    return (first.columns, first.data.dtype, first.data.dim()) == (
+        second.columns,
+        second.data.dtype,
+        second.data.dim(),
     )
 
 

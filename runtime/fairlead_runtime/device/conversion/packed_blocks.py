@@ -131,14 +131,14 @@ def _of_one_input(
     """
     rest = [module for module in calls if module in products]
     while rest:
-        first, *others = rest
+        first, *modules = rest
         together = [first] + [
             module
-            for module in others
+            for module in modules
             if alike(products[first].weight, products[module].weight)
             and torch.equal(calls[first].input, calls[module].input)
         ]
-        rest = [module for module in others if module not in together]
+        rest = [module for module in modules if module not in together]
         if len(together) > 1:
             yield together
 

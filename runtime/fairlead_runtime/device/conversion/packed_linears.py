@@ -153,12 +153,14 @@ def pack_products(
         shares = max(owners[id(parameter)] for parameter in module.parameters(recurse=False))
         try:
             if shares == 1:
-                least = 1 if every else PANEL // 2 if module in mixers else PANEL
-                product = _packed(call, operations, dtype, widens=module is head, least=least)
-            elif shares == 2 and module is head and embedding in calls:
-                least = 1 if every else PANEL
+                fewest_rows = 1 if every else PANEL // 2 if module in mixers else PANEL
                 product = _packed(
-                    call, operations, dtype, calls[embedding], widens=True, least=least
+                    call, operations, dtype, widens=module is head, fewest_rows=fewest_rows
+                )
+            elif shares == 2 and module is head and embedding in calls:
+                fewest_rows = 1 if every else PANEL
+                product = _packed(
+                    call, operations, dtype, calls[embedding], widens=True, fewest_rows=fewest_rows
                 )
             else:
                 continue
@@ -228,11 +230,11 @@ def _packed(
     embedded: ModuleCall | None = None,
     *,
     widens: bool,
-    least: int = PANEL,
+    fewest_rows: int = PANEL,
 ) -> _Product:
     """The module's product, and the embedding's rows where ``embedded`` is the call of one that
     shares its matrix, proven on these calls. Raises DoesNotFitError, also for fewer rows than
-    ``least``.
+    ``fewest_rows``.
     """
     module = call.module
     parameters = dict(module.named_parameters(recurse=False))
@@ -247,7 +249,7 @@ def _packed(
         stored, factor, transposed, rounding = matrix.stored, 1.0, False, 0.0
         if isinstance(stored, Quantized):
             rounding = operations.int8_rounding
-        elif len(stored) < least:
+        elif len(stored) < fewest_rows:
             raise DoesNotFitError("most of its packed rows would be padding")
         else:
             transposed = stored.stride() != parameter.stride()
