@@ -21,8 +21,8 @@ inline void round_row(const float* x, int64_t columns, char* out) {
 #if defined(__AVX512F__)
 
 // Adds to each of W sums two products of bfloat16. An instruction, as in vnni.h.
-FL_INLINE void add_pairs(Vec& sums, Ints weights, Ints pairs) {
-  asm("vdpbf16ps %2, %1, %0" : "+v"(sums) : "v"(weights), "v"(pairs));
+FL_INLINE void add_pairs(Vec& sums, Ints weights, Ints factors) {
+  asm("vdpbf16ps %2, %1, %0" : "+v"(sums) : "v"(weights), "v"(factors));
 }
 
 // y [rows, P] = as many rows in bfloat16 as there are I, `stride` bytes apart, times a panel
