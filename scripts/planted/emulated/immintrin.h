@@ -1,5 +1,5 @@
-// What vnni.h and pairs.h take of AVX-512, VNNI and BF16 in plain C++, in place of the compiler's header of this
-// name, so that processors without them run its code.
+// What our headers take of AVX-512, VNNI and BF16 in plain C++, in place of the compiler's header of
+// this name, so that processors without them run their code.
 #pragma once
 
 #include <cmath>
@@ -99,3 +99,5 @@ inline __m512i _mm512_cvtps_epi32(__m512 a) {
 }
 inline __m128i _mm512_cvtepi32_epi8(__m512i a) { return __builtin_convertvector(a, __m128i); }
 inline void _mm_storeu_si128(__m128i* to, __m128i bytes) { memcpy(to, &bytes, sizeof bytes); }
+inline void _mm512_stream_ps(void* to, __m512 values) { memcpy(to, &values, sizeof values); }
+inline void _mm_sfence() {}
