@@ -23,7 +23,6 @@ from transformers import CONFIG_MAPPING
 from fairlead_kernels.cpu import cpu_operations, library
 from fairlead_kernels.cpu.cpu_states import CpuStates
 from fairlead_kernels.plain.torch_attention import TorchAttention
-from fairlead_runtime.device.conversion import packed_linears
 from fairlead_runtime.device.conversion.fusion import fuse, quantize_weights
 from fairlead_runtime.device.conversion.pack_states import pack_states
 from fairlead_runtime.device.memory.storage import CacheStorage
@@ -120,7 +119,6 @@ def main() -> None:
         print(f"{options.dtype}: {model.weight_bytes / 2**20:.0f} MiB{states}{packed}")
         return Steps(model)
 
-    packed_linears.multiplies_bfloat16 = lambda: False
     plain_steps = prepared(products=False)
     ways = {"C++": prepared(products=True) if options.products else plain_steps}
     ways["torch"] = plain_steps

@@ -96,7 +96,7 @@ def mismatches(bugs: Iterable[PackageBug] = BUGS) -> list[str]:
 
 def build_of(bug: PackageBug) -> Build | None:
     """What has to be compiled for the bug, and for its tests."""
-    if any("test_cpu_digits" in test for test in bug.tests):
+    if any("test_cpu_digits" in test or "test_cpu_pairs" in test for test in bug.tests):
         return DIGITS
     return BASELINE if bug.place.endswith(SUFFIXES) else None
 

@@ -24,7 +24,9 @@ C_OPERATIONS, C_ATTENTION, C_LAYERS = (
 ON_FIXED = ("unit/kernels/test_fixed_kernels.py",)
 C_INVARIANCE = ("unit/kernels/test_cpu_invariance.py",)
 C_DIGITS = ("unit/kernels/test_cpu_digits.py",)
+C_PAIRS = ("unit/kernels/test_cpu_pairs.py",)
 VNNI_C, AMX_C = f"{KERNELS}/csrc/vnni.h", f"{KERNELS}/csrc/amx.h"
+PAIRS_H, LINEAR_H = f"{KERNELS}/csrc/pairs.h", f"{KERNELS}/csrc/linear.h"
 FIRST_START = ("unit/kernels/test_first_start.py",)
 CHOICE = ("unit/build/test_kernels.py",)
 WHEEL = ("functional/packaging/test_kernels_build.py",)
@@ -98,10 +100,66 @@ BUGS = (
         C_OPERATIONS,
     ),
     PackageBug(
+        "both numbers of a pair are the first",
+        LINEAR_C,
+        "from_float(in[i], &pair.of[i]);",
+        "from_float(in[0], &pair.of[i]);",
+        C_PAIRS,
+    ),
+    PackageBug(
+        "an odd number of columns has no last pair",
+        LINEAR_C,
+        "pack(reinterpret_cast<Two*>(packed), pair, rows, (columns + 1) / 2, first, threads);",
+        "pack(reinterpret_cast<Two*>(packed), pair, rows, columns / 2, first, threads);",
+        C_PAIRS,
+    ),
+    PackageBug(
+        "the second columns of a wide product of pairs take the place of the first",
+        LINEAR_H,
+        "tile, from > 0,\n                  last",
+        "tile, false,\n                  last",
+        C_PAIRS,
+    ),
+    PackageBug(
+        "a product of pairs leaves out its second sums",
+        PAIRS_H,
+        "Vec high[] = {accumulate ? load(y + I * P + W) : Vec{}...};",
+        "Vec high[] = {accumulate ? load(y + I * P) : Vec{}...};",
+        C_PAIRS,
+    ),
+    PackageBug(
+        "the rows of pairs are read as if they lay close together",
+        PAIRS_H,
+        "x + row * stride, stride, panel, steps, y + row * P, accumulate",
+        "x + row * (stride - 64), stride, panel, steps, y + row * P, accumulate",
+        C_PAIRS,
+    ),
+    PackageBug(
+        "the embeddings of a head in pairs are those of their neighbours",
+        EMBED_C,
+        "out[k] = to_float(data[k / 2 * P * 2 + k % 2]);",
+        "out[k] = to_float(data[k / 2 * P * 2 + 1 - k % 2]);",
+        C_PAIRS,
+    ),
+    PackageBug(
+        "a processor that does not multiply bfloat16 gets pairs",
+        "fairlead_kernels.cpu.cpu_operations:CpuOperations.pack",
+        " and self.library.bfloat16",
+        "",
+        C_PAIRS,
+    ),
+    PackageBug(
+        "weights lie in pairs though x may be in float32",
+        "fairlead_kernels.cpu.cpu_operations:CpuOperations.pack",
+        "if pairs and dtype is torch.bfloat16",
+        "if dtype is torch.bfloat16",
+        C_PAIRS,
+    ),
+    PackageBug(
         "the rows of a weight are taken to lie close together",
         LINEAR_C,
-        "source + row * stride",
-        "source + row * columns",
+        "source + row * stride + 4 * k",
+        "source + row * columns + 4 * k",
         C_OPERATIONS,
     ),
     PackageBug(
@@ -2063,7 +2121,7 @@ BUGS = (
     PackageBug(
         "a sticky folder of libraries is trusted",
         "fairlead_kernels.cpu.user_cache:_refuse_if_shared",
-        " and way not in (place, real)",
+        " and level not in (place, real)",
         "",
         FIRST_START,
     ),

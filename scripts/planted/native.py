@@ -36,12 +36,13 @@ class Build(NamedTuple):
 _MARCH = compilation.architecture("baseline")
 # One instruction set is enough to find most bugs.
 BASELINE = Build((("baseline", (_MARCH,)),), ("baseline",))
-# What VNNI and AMX compute has tests of its own. Here both are emulated, on every processor: the
-# baseline says what there is. Optimised, vectors that no register holds compile for minutes.
+# What VNNI, AMX and BF16 compute has tests of its own. Here they are emulated, on every processor.
+# Optimised, vectors that no register holds compile for minutes.
+_ON_EVERY_PROCESSOR = (_MARCH, "-DFAIRLEAD_AMX_EMULATED", "-D__builtin_cpu_supports(name)=1")
 DIGITS = Build(
     (
-        ("baseline", (_MARCH, "-DFAIRLEAD_AMX_EMULATED", "-D__builtin_cpu_supports(name)=1")),
-        ("avx512", (_MARCH, "-DFAIRLEAD_AMX_EMULATED", "-D__AVX512F__", f"-I{EMULATED}", "-Og")),
+        ("baseline", _ON_EVERY_PROCESSOR),
+        ("avx512", (*_ON_EVERY_PROCESSOR, "-D__AVX512F__", f"-I{EMULATED}", "-Og")),
     ),
     ("avx512+amx", "avx512+vnni", "baseline"),
 )

@@ -617,7 +617,7 @@ BUGS = (
     PackageBug(
         "a small matrix is packed with more rows of padding than of its own",
         "fairlead_runtime.device.conversion.packed_linears:_packed",
-        "elif len(stored) < least:",
+        "elif len(stored) < fewest_rows:",
         "elif False:",
         SHARED_KEYS,
     ),
@@ -4946,7 +4946,7 @@ BUGS = (
     PackageBug(
         "products of one input are not compared with each one alone",
         "fairlead_runtime.device.conversion.packed_blocks:replacements",
-        "if _same_bits(joined, x.reshape(-1, x.shape[-1]), operations):",
+        "if _same_bits(joined, x.reshape(-1, x.shape[-1]).float(), operations):",
         "if joined:",
         PRODUCT_TESTS,
     ),
@@ -5057,9 +5057,30 @@ BUGS = (
     ),
     PackageBug(
         "a product in bfloat16 leaves out what is behind the first rows",
-        "fairlead_runtime.device.conversion.packed_linears:_Product.multiply",
-        "torch.split(y, WIDE_ROWS) for y in (out, x)",
-        "torch.split(y, WIDE_ROWS)[:1] for y in (out, x)",
+        "fairlead_runtime.device.conversion.packed_blocks:in_float32.product",
+        "range(0, len(x), WIDE_ROWS)",
+        "range(0, WIDE_ROWS, WIDE_ROWS)",
+        PRODUCT_TESTS,
+    ),
+    PackageBug(
+        "products of one input in bfloat16 leave out what is behind the first rows",
+        "fairlead_runtime.device.conversion.packed_blocks:_in_type_of",
+        "range(0, len(x), WIDE_ROWS)",
+        "range(0, WIDE_ROWS, WIDE_ROWS)",
+        PRODUCT_TESTS,
+    ),
+    PackageBug(
+        "products of one input in bfloat16 give float32",
+        "fairlead_runtime.device.conversion.packed_blocks:_in_type_of",
+        "[out.to(x.dtype) for out in products(x.float())]",
+        "products(x.float())",
+        PRODUCT_TESTS,
+    ),
+    PackageBug(
+        "an MLP is recognized in bfloat16",
+        "fairlead_runtime.device.conversion.packed_blocks:_mlp_in_float32",
+        "    with widened_to_float32(call.module), record_calls(inside) as parts:\n",
+        "    x = call.input\n    with record_calls(inside) as parts:\n",
         PRODUCT_TESTS,
     ),
     PackageBug(
@@ -5096,13 +5117,6 @@ BUGS = (
         "plain += panel_rows(shape) if shape.states else 0",
         "pass",
         ("functional/engine/test_states.py",),
-    ),
-    PackageBug(
-        "all matrices of a model in bfloat16 are packed",
-        "fairlead_runtime.device.conversion.packed_linears:pack_products",
-        "half and multiplies_bfloat16()",
-        "False",
-        ("functional/engine/test_fused_layers.py",),
     ),
     PackageBug(
         "logits are not capped",
@@ -5544,6 +5558,20 @@ BUGS = (
         "        return KeyRing(path) if path else None\n    if path:",
         "        return KeyRing(path) if path else None\n    if True:",
         ("unit/api/test_key_file.py",),
+    ),
+    PackageBug(
+        "a tokenizer that cannot be read waits for the weights",
+        "fairlead_runtime.processes.http_process:_load.reached",
+        "            checks.set()\n",
+        "            pass\n",
+        ("functional/api/test_serve.py",),
+    ),
+    PackageBug(
+        "what a tokenizer lacks is said before the engine's checks",
+        "fairlead_runtime.processes.http_process:_read_words",
+        "        await checks.wait()\n",
+        "",
+        ("unit/processes/test_http_process.py",),
     ),
     PackageBug(
         "a chat template of the command line is not used",

@@ -16,7 +16,7 @@ ACTIVATIONS: dict[Activation, int] = {
 }
 # As in csrc/linear.h.
 STORED = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
-INT8_FOURS, INT8_TILES = 3, 4
+INT8_FOURS, INT8_TILES, BFLOAT16_PAIRS = 3, 4, 5
 CACHE_TYPES = (torch.float32, torch.bfloat16)
 
 
@@ -54,15 +54,16 @@ def norm_struct(norm: Norm | None, name: str, width: int) -> NormStruct:
     )
 
 
-def in_fours(weight: Packed) -> bool:
-    """Whether it is packed for VNNI or AMX, which multiply it by the digits of x (csrc/vnni.h):
-    [panels, ceil(columns / 4), P, 4], for AMX with P as 2 tiles of 16.
+def stored_as(weight: Packed) -> int:
+    """How its elements lie: for VNNI or AMX, which multiply them by the digits of x (csrc/vnni.h),
+    [panels, ceil(columns / 4), P, 4], for AMX with P as 2 tiles of 16; for AVX-512 BF16
+    (csrc/pairs.h) [panels, ceil(columns / 2), P, 2]; else [panels, columns, P].
     """
-    return weight.data.dim() >= 4
-
-
-def _stored(weight: Packed) -> int:
-    return {4: INT8_FOURS, 5: INT8_TILES}.get(weight.data.dim(), STORED[weight.data.dtype])
+    if weight.data.dim() == 3:
+        return STORED[weight.data.dtype]
+    if weight.data.dtype is torch.bfloat16:
+        return BFLOAT16_PAIRS
+    return INT8_FOURS if weight.data.dim() == 4 else INT8_TILES
 
 
 def weight_struct(weight: Packed, bias: Tensor | None, name: str) -> WeightStruct:
@@ -73,7 +74,7 @@ def weight_struct(weight: Packed, bias: Tensor | None, name: str) -> WeightStruc
         weight.columns,
         address(bias, name, weight.rows),
         address(weight.scales, "scales", weight.rows),
-        _stored(weight),
+        stored_as(weight),
     )
 
 

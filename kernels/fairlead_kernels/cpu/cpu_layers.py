@@ -17,8 +17,8 @@ from fairlead_kernels.cpu.cpu_arguments import (
     address,
     caches_struct,
     dense,
-    in_fours,
     norm_struct,
+    stored_as,
     weight_struct,
 )
 from fairlead_kernels.cpu.cpu_attention import CpuPlan, TaskList, sizes_of
@@ -47,9 +47,7 @@ class LayerChain:
         self._library = functions
         self._width = self.layers[0].qkv.columns
         self._inner = self.layers[0].down.columns
-        self._in_digits = any(
-            in_fours(weight) for layer in self.layers for weight in layer.matrices
-        )
+        self._stored = {stored_as(x) for layer in self.layers for x in layer.matrices}
         qkv, attended = (heads.query + 2 * heads.kv) * heads.dim, heads.query * heads.dim
         gate_up = 2 * self._inner if self.layers[0].gated else 0
         # The digits of attention's results take the place of queries, keys and values, those of
@@ -187,8 +185,8 @@ class LayerChain:
 
     def _digits(self, columns: int) -> int:
         """Floats that a row's digits take, if a weight is multiplied by them."""
-        size: int = self._library.digits_bytes(columns) // 4 if self._in_digits else 0
-        return size
+        sizes: list[int] = [self._library.digits_bytes(columns, x) for x in self._stored]
+        return max(sizes) // 4
 
     def _rotate(self, ropes: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
         """The different cosines and sines, each layer pointing to its own."""

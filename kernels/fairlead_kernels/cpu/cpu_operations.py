@@ -17,8 +17,8 @@ from fairlead_kernels.cpu.cpu_arguments import (
     ACTIVATIONS,
     caches_struct,
     dense,
-    in_fours,
     norm_struct,
+    stored_as,
     weight_struct,
 )
 from fairlead_kernels.cpu.cpu_attention import CpuAttention
@@ -75,8 +75,11 @@ class CpuOperations:
         dtype: torch.dtype = torch.float32,
         factor: float = 1.0,
         releases: bool = False,
+        pairs: bool = False,
     ) -> Packed:
         """``LayerOperations.pack``. Rows are padded with zeros to a multiple of 8, 16 or 32.
+        ``pairs``: in bfloat16, where the processor multiplies that, for an x that is bfloat16, too:
+        another is rounded to it.
 
         ``releases``: the weights are given back (``give_back``) a chunk of their rows after the
         other as they are packed, so that little is held twice; ``unpack`` has them still.
@@ -101,6 +104,8 @@ class CpuOperations:
         if for_vnni:
             outputs = [2, self._panel // 2] if self.library.amx else [self._panel]
             shape, pack = [panels, -(-columns // 4), *outputs, 4], "pack_int8_fours"
+        if pairs and dtype is torch.bfloat16 and self.library.bfloat16:
+            shape, pack = [panels, -(-columns // 2), self._panel, 2], "pack_bfloat16_pairs"
         data = torch.empty(shape, dtype=dtype)
         pack_rows = getattr(self.library, pack)
         self.library.use_large_pages(data.data_ptr(), data.nbytes)
@@ -161,7 +166,7 @@ class CpuOperations:
 
     def _digits(self, x: Tensor, weight: Packed) -> Tensor:
         """Memory for the digits of x, if the weight is multiplied by them."""
-        size = self.library.digits_bytes(weight.columns) if in_fours(weight) else 0
+        size = self.library.digits_bytes(weight.columns, stored_as(weight))
         return torch.empty(x.shape[0], size, dtype=torch.int8)
 
     def likeliest(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fairlead_kernels.cpu.cpu_arguments import ACTIVATIONS, dense, in_fours, weight_struct
+from fairlead_kernels.cpu.cpu_arguments import ACTIVATIONS, dense, stored_as, weight_struct
 from fairlead_kernels.cpu.library import Library, Pointer, WeightStruct
 from fairlead_kernels.interface.layer import Activation, Packed
 
@@ -112,18 +112,18 @@ def _struct(part: BiasedWeight) -> WeightStruct:
     return weight_struct(part.weight, part.bias, "bias")
 
 
-def alike(one: Packed, other: Packed) -> bool:
+def alike(first: Packed, second: Packed) -> bool:
     """Whether products of one input may be made together: equally many columns, stored alike."""
-    return (one.columns, one.data.dtype, one.data.dim()) == (
-        other.columns,
-        other.data.dtype,
-        other.data.dim(),
+    return (first.columns, first.data.dtype, first.data.dim()) == (
+        second.columns,
+        second.data.dtype,
+        second.data.dim(),
     )
 
 
 def digits_bytes(library: Library, weight: Packed) -> int:
     """Bytes of a row's digits, if the weight is multiplied by them."""
-    size: int = library.digits_bytes(weight.columns) if in_fours(weight) else 0
+    size: int = library.digits_bytes(weight.columns, stored_as(weight))
     return size
 
 

@@ -93,12 +93,16 @@ def _supports(installed: Path) -> Callable[[bytes], int]:
     """What says whether the processor runs an instruction set, of a library that any processor
     runs. Raises NotBuiltError where there is none that can be loaded.
     """
-    own = _has_libraries(installed)
-    library = find("baseline" if own else PROBE, installed)
+    has_libraries = _has_libraries(installed)
+    library = find("baseline" if has_libraries else PROBE, installed)
     try:
         supports = ctypes.CDLL(str(library)).fairlead_supports
     except OSError as error:
-        fix = "install again" if own else "set XDG_CACHE_HOME to a folder that may hold programs"
+        fix = (
+            "install again"
+            if has_libraries
+            else "set XDG_CACHE_HOME to a folder that may hold programs"
+        )
         raise NotBuiltError(f"it cannot be loaded: {error}: {fix}") from error
     supports.argtypes, supports.restype = (ctypes.c_char_p,), ctypes.c_int32
     return supports

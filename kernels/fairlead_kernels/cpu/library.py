@@ -273,7 +273,8 @@ _FUNCTIONS: dict[str, tuple[tuple[type, ...], type | None]] = {
     "pack_bfloat16": ((Pointer, Pointer, Long, Long, Long, Long, Int), None),
     "pack_int8": ((Pointer, Pointer, Long, Long, Long, Long, Int), None),
     "pack_int8_fours": ((Pointer, Pointer, Long, Long, Long, Long, Int), None),
-    "digits_bytes": ((Long,), Long),
+    "pack_bfloat16_pairs": ((Pointer, Pointer, Long, Long, Long, Long, Int), None),
+    "digits_bytes": ((Long, Int), Long),
     "linear": ((Pointer, Long, Pointer, ctypes.POINTER(WeightStruct), Pointer, Int), None),
     "linears": (
         (Pointer, Long, Pointer, ctypes.POINTER(WeightStruct), ctypes.POINTER(Pointer), Int, Int),
@@ -395,6 +396,8 @@ class Library:
                 raise NotAvailableError(_OUTDATED) from error
             function.argtypes, function.restype = arguments, result
             setattr(self, name, function)
+        # Beside VNNI or AMX, or without them.
+        self.bfloat16 = more != "" and self.supports(b"avx512+bf16") == 1
         if SOURCES.exists() and self.sources().decode() != hash_sources(SOURCES):
             raise NotAvailableError(_OUTDATED)
         share_threads(self.use_openmp)

@@ -128,17 +128,17 @@ def _refuse_if_shared(place: Path) -> None:
     which some systems give everything that is made, say nothing.
     """
     real = place.resolve()
-    for way in (place, real, *place.parents, *real.parents):
-        facts = way.stat()
+    for level in (place, real, *place.parents, *real.parents):
+        facts = level.stat()
         # The owner of / owns the system, also where a container knows root by another number.
         if facts.st_uid not in _trusted() | {Path("/").stat().st_uid}:
-            raise UnusableCacheError(f"{way} is another user's: {_ELSEWHERE[3:]}")
+            raise UnusableCacheError(f"{level} is another user's: {_ELSEWHERE[3:]}")
         # What lies in a sticky folder only its owner may replace.
-        sticky = facts.st_mode & stat.S_ISVTX and way not in (place, real)
-        others = facts.st_mode & stat.S_IWOTH
-        if not sticky and (others or (facts.st_mode & stat.S_IWGRP and _is_shared(facts.st_gid))):
+        sticky = facts.st_mode & stat.S_ISVTX and level not in (place, real)
+        writable = facts.st_mode & stat.S_IWOTH
+        if not sticky and (writable or (facts.st_mode & stat.S_IWGRP and _is_shared(facts.st_gid))):
             raise UnusableCacheError(
-                f"others may write to {way}: chmod go-w {shlex.quote(str(way))}, {_ELSEWHERE}"
+                f"others may write to {level}: chmod go-w {shlex.quote(str(level))}, {_ELSEWHERE}"
             )
 
 

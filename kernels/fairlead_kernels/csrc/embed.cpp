@@ -20,11 +20,19 @@ void embed_row_in_fours(const Weight& weight, int64_t row, float* out) {
   for (int64_t k = 0; k < columns; k++) out[k] = float(data[k / 4 * P * 4 + k % 4]) - 128.0f;
 }
 
+void embed_row_in_pairs(const Weight& weight, int64_t row, float* out) {
+  const int64_t columns = weight.columns, pairs = (columns + 1) / 2;
+  const bfloat16* data =
+      static_cast<const bfloat16*>(weight.data) + (row / P * pairs * P + row % P) * 2;
+  for (int64_t k = 0; k < columns; k++) out[k] = to_float(data[k / 2 * P * 2 + k % 2]);
+}
+
 void embed_row(const Weight& weight, int64_t row, float* out) {
   switch (weight.stored) {
     case FLOAT32: return embed_row<float>(weight, row, out);
     case BFLOAT16: return embed_row<bfloat16>(weight, row, out);
     case INT8: return embed_row<int8_t>(weight, row, out);
+    case BFLOAT16_PAIRS: return embed_row_in_pairs(weight, row, out);
     case INT8_FOURS:
     case INT8_TILES: return embed_row_in_fours(weight, row, out);
   }

@@ -42,6 +42,12 @@ struct Four {
 };
 void put(Four value, Four* out) { *out = value; }
 
+// Two numbers of a row, as products of pairs read them.
+struct Two {
+  bfloat16 of[2];
+};
+void put(Two value, Two* out) { *out = value; }
+
 // Columns that are packed at a time: one cache line of a row of floats.
 constexpr int TILE = 16;
 
@@ -83,8 +89,10 @@ void pack(T* packed, const Source* source, int64_t rows, int64_t columns, int64_
 
 }  // namespace
 
-// Bytes of the digits of one row of x.
-FL_EXPORT int64_t fairlead_digits_bytes(int64_t columns) { return digits_bytes(columns); }
+// Bytes of what a row of x becomes for a weight that is stored so, 0 where it stays as it is.
+FL_EXPORT int64_t fairlead_digits_bytes(int64_t columns, int32_t stored) {
+  return digits_bytes(columns, Stored(stored));
+}
 
 // Puts source [rows, columns], with `stride` elements between its rows, at rows `first` … of the
 // packed weight. The panels' unused rows are not written.
@@ -98,6 +106,21 @@ FL_EXPORT void fairlead_pack_bfloat16(bfloat16* packed, const float* source, int
                                        int64_t columns, int64_t stride, int64_t first,
                                        int threads) {
   pack(packed, source, rows, columns, stride, first, threads);
+}
+
+// The same into bfloat16 in panels of [ceil(columns / 2)][P][2] for AVX-512 BF16.
+FL_EXPORT void fairlead_pack_bfloat16_pairs(bfloat16* packed, const float* source, int64_t rows,
+                                             int64_t columns, int64_t stride, int64_t first,
+                                             int threads) {
+  const auto pair = [=](int64_t row, int64_t k) {
+    const float* in = source + row * stride + 2 * k;
+    Two pair{};
+    for (int64_t i = 0; i < std::min<int64_t>(2, columns - 2 * k); i++) {
+      from_float(in[i], &pair.of[i]);
+    }
+    return pair;
+  };
+  pack(reinterpret_cast<Two*>(packed), pair, rows, (columns + 1) / 2, first, threads);
 }
 
 // The same of 8-bit integers.
@@ -121,8 +144,8 @@ FL_EXPORT void fairlead_pack_int8_fours(uint8_t* packed, const int8_t* source, i
   pack(reinterpret_cast<Four*>(packed), four, rows, (columns + 3) / 4, first, threads);
 }
 
-// y [count, rows] = x [count, columns] · weightᵀ + bias. `digits`: memory for those of x, which
-// INT8_FOURS needs.
+// y [count, rows] = x [count, columns] · weightᵀ + bias. `digits`: memory for those of x,
+// fairlead_digits_bytes for each row.
 FL_EXPORT void fairlead_linear(const float* x, int64_t count, char* digits, const Weight* packed,
                                 float* y, int threads) {
   const Weight& weight = *packed;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "amx.h"
+#include "pairs.h"
 #include "product.h"
 #include "team.h"
 #include "vnni.h"
@@ -22,11 +23,11 @@ constexpr int ROWS_FOR_TILES = 32;
 
 // How a weight's elements are stored; cpu_arguments.py has the same numbers. INT8_TILES is
 // INT8_FOURS where products of many rows may use AMX.
-enum Stored : int32_t { FLOAT32, BFLOAT16, INT8, INT8_FOURS, INT8_TILES };
+enum Stored : int32_t { FLOAT32, BFLOAT16, INT8, INT8_FOURS, INT8_TILES, BFLOAT16_PAIRS };
 
 // A packed weight: [ceil(rows / P)] panels of [columns][P], zero where there are no more rows.
 // With INT8_FOURS panels of [ceil(columns / 4)][P][4], unsigned and 128 more than the weight, for
-// VNNI.
+// VNNI; with BFLOAT16_PAIRS panels of [ceil(columns / 2)][P][2], for AVX-512 BF16.
 struct Weight {
   const void* data;
   int64_t rows;
@@ -40,8 +41,10 @@ struct Weight {
 
   // Its rows from `first` on, the first of a panel, as a weight.
   Weight from(int64_t first, int64_t count) const {
-    const int64_t numbers = in_fours() ? (columns + 3) / 4 * 4 : columns;
-    const int64_t size = stored == FLOAT32 ? 4 : stored == BFLOAT16 ? 2 : 1;
+    const bool half = stored == BFLOAT16 || stored == BFLOAT16_PAIRS;
+    const int64_t group = in_fours() ? 4 : stored == BFLOAT16_PAIRS ? 2 : 1;
+    const int64_t numbers = (columns + group - 1) / group * group;
+    const int64_t size = stored == FLOAT32 ? 4 : half ? 2 : 1;
     Weight part = *this;
     part.data = static_cast<const char*>(data) + first * numbers * size;
     part.rows = count;
@@ -51,8 +54,15 @@ struct Weight {
   }
 };
 
-// What weights are multiplied by: x [rows, columns], and memory for its digits, digits_bytes of
-// columns for each row, which INT8_FOURS needs.
+// Bytes of what a row of x becomes before it is multiplied by a weight that is stored so, its digits
+// or its numbers in bfloat16; 0 where it stays as it is.
+inline int64_t digits_bytes(int64_t columns, Stored stored) {
+  if (stored == BFLOAT16_PAIRS) return pairs_bytes(columns);
+  return stored == INT8_FOURS || stored == INT8_TILES ? digits_bytes(columns) : 0;
+}
+
+// What weights are multiplied by: x [rows, columns], and memory for its digits, digits_bytes for
+// each row.
 struct Input {
   const float* x;
   char* digits;
@@ -61,11 +71,16 @@ struct Input {
 // Makes the digits of an input where the weight is multiplied by them: a row's are its own
 // whatever the other rows are. All threads of the team call it.
 inline void prepare(Team& team, const Weight& weight, const Input& in, int rows) {
-  if (!weight.in_fours()) return;
-  const int64_t columns = weight.columns, stride = digits_bytes(columns);
+  const int64_t columns = weight.columns, stride = digits_bytes(columns, weight.stored);
+  if (stride == 0) return;
   team.share(rows, 1, [&](int begin, int end) {
     for (int64_t row = begin; row < end; row++) {
-      split_row(in.x + row * columns, int(columns), in.digits + row * stride);
+      char* const digits = in.digits + row * stride;
+      if (weight.in_fours()) {
+        split_row(in.x + row * columns, int(columns), digits);
+      } else {
+        round_row(in.x + row * columns, columns, digits);
+      }
     }
   });
   team.barrier();
@@ -110,6 +125,20 @@ inline void multiply_digits_panel(const Weight& weight, int panel, const char* d
   digits_product(rows, digits, stride, data, int(steps), tile, last);
 }
 
+// The same of an input in bfloat16.
+inline void multiply_pairs_panel(const Weight& weight, int panel, const char* x, int rows,
+                                 float* tile, bool last) {
+  const int64_t stride = pairs_bytes(weight.columns);
+  const int steps = int((weight.columns + 1) / 2);
+  const uint8_t* data = static_cast<const uint8_t*>(weight.data) + int64_t(panel) * steps * P * 4;
+  const int deep = rows <= MAX_ROWS || steps <= 2 * DEEP ? steps : DEEP;
+  for (int from = 0; from < steps; from += deep) {
+    const int depth = steps - from < deep ? steps - from : deep;
+    pairs_product(rows, x + 4 * from, stride, data + int64_t(from) * P * 4, depth, tile, from > 0,
+                  last && from + depth == steps);
+  }
+}
+
 // One panel's results for `rows` rows of an input from `row` on, with scales, for a weight of any
 // type.
 inline void multiply_panel(const Weight& weight, int panel, const Input& in, int64_t row, int rows,
@@ -120,6 +149,11 @@ inline void multiply_panel(const Weight& weight, int panel, const Input& in, int
     case INT8_TILES: {
       const char* digits = in.digits + row * digits_bytes(weight.columns);
       multiply_digits_panel(weight, panel, digits, rows, tile, last);
+      break;
+    }
+    case BFLOAT16_PAIRS: {
+      const char* pairs = in.digits + row * pairs_bytes(weight.columns);
+      multiply_pairs_panel(weight, panel, pairs, rows, tile, last);
       break;
     }
     case FLOAT32: multiply_panel_of<float>(weight, panel, x, rows, tile, last); break;

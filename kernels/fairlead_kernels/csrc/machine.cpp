@@ -52,6 +52,9 @@ FL_EXPORT int fairlead_supports(const char* instruction_set) {
   const bool vnni = v4 && __builtin_cpu_supports("avx512vnni");
   if (__builtin_strcmp(instruction_set, "avx512+amx") == 0) return vnni && may_use_tiles();
   if (__builtin_strcmp(instruction_set, "avx512+vnni") == 0) return vnni;
+  if (__builtin_strcmp(instruction_set, "avx512+bf16") == 0) {
+    return v4 && __builtin_cpu_supports("avx512bf16");
+  }
   if (__builtin_strcmp(instruction_set, "avx512") == 0) return v4;
   if (__builtin_strcmp(instruction_set, "avx2") == 0) return v3;
 #endif

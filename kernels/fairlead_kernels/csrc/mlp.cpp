@@ -7,7 +7,7 @@ using namespace fairlead;
 
 // y [count, down.rows] = down · (activation(gate · x) * (up · x)), or down · activation(up · x)
 // where `gate` is null, with each one's bias. `gated` [count, up.rows] is overwritten; `digits` and
-// `gated_digits` are memory for those of x and of gated, which INT8_FOURS needs.
+// `gated_digits` are memory for those of x and of gated, fairlead_digits_bytes for each row.
 FL_EXPORT void fairlead_mlp(const float* x, int64_t count, char* digits, const Weight* gate,
                              const Weight* up, int activation, const Weight* down, float* gated,
                              char* gated_digits, float* y, int threads) {

@@ -84,8 +84,8 @@ constexpr int MAX_DIGIT_ROWS = 7;
 
 // Adds to each of W sums four products of unsigned and signed bytes. As an instruction: GCC 12
 // copies the sums of the builtin function, and then has too few registers for them.
-FL_INLINE void add_products(Ints& sums, Ints weights, Ints digits) {
-  asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(weights), "v"(digits));
+FL_INLINE void add_products(Ints& sums, Ints weights, Ints factors) {
+  asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(weights), "v"(factors));
 }
 
 FL_INLINE Ints load_bytes(const uint8_t* p) {

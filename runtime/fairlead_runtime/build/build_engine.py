@@ -104,7 +104,6 @@ def build(
     EngineDead when another rank cannot start, or SelfTestError when the model's logits differ from
     those of transformers.
     """
-    report("weights")
     device = device_facts(config.device, config.tensor_parallel)
     process_bytes = resident_bytes() + (http_process_bytes or 0)
     inspected = check(path, config, device, report, reads_tokenizer=text is None)

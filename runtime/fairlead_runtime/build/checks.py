@@ -95,8 +95,8 @@ def check(
         compilers=compilers_of(cpu_limit(), memory_limit()),
         begun=lambda: report("kernels"),
     )
-    report("weights")
     _check_kernels(as_stored(config, inspected.shape.quantized), device, inspected)
+    report("weights")
     return inspected
 
 

@@ -50,10 +50,15 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
 
 
 def text_facts(tokenizer: PreTrainedTokenizerBase) -> TextFacts:
-    """What a start needs of it, without the definition."""
+    """What a start needs of it, without the definition. Raises ModelError."""
     eos: Any = tokenizer.eos_token_id
     ends = eos if isinstance(eos, list | tuple) else (eos,)
-    ids: list[int] = tokenizer(SAMPLE_TEXT)["input_ids"]
+    try:
+        ids: list[int] = tokenizer(SAMPLE_TEXT)["input_ids"]
+    except Exception as error:  # as above
+        raise ModelError(
+            "BadModelFiles", f"the tokenizer encodes no text: {first_line(error)}"
+        ) from error
     return TextFacts(tuple(end for end in ends if isinstance(end, int)), tuple(ids))
 
 

@@ -32,6 +32,7 @@ from fairlead_runtime.hub.fetch import Progress
 from fairlead_runtime.models import files
 from fairlead_runtime.models.chat import use_template
 from fairlead_runtime.models.files import CONFIG
+from fairlead_runtime.models.model_error import ModelError
 from fairlead_runtime.models.sampling_defaults import sampling_defaults
 from fairlead_runtime.outputs import DrainResult
 from fairlead_runtime.processes import termination
@@ -46,7 +47,7 @@ from fairlead_runtime.serving.request_templates import RequestTemplates
 from fairlead_runtime.serving.service import Service
 from fairlead_runtime.serving.startup import Startup
 from fairlead_runtime.settings import terminal
-from fairlead_runtime.settings.engine_config import EngineConfig
+from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
 from fairlead_runtime.settings.terminal import BOLD, paint
 from fairlead_runtime.sizing.traffic import body_bytes, public_connections
 
@@ -168,13 +169,18 @@ async def _load(
     state.model_config = await _in_thread(lambda: _config_json(local.path))
     rules = await _in_thread(lambda: _rules(config, local.path))
     start = wire.Start(str(local.path), config, beside=resident_bytes())
-    loading = engine.load(start, lambda told: _reached(startup, told))
+    checks = asyncio.Event()  # the engine's own of what needs no weights, once they have passed
+
+    def reached(told: wire.Progress) -> None:
+        _reached(startup, told)
+        if told.part == "weights":
+            checks.set()
+
+    loading = engine.load(start, reached)
     # Seconds for a large vocabulary: beside the loading, in a thread, so that the probes answer.
     checked = source.parse(model).kind != "hub"  # before anything was started
-    preparing = asyncio.ensure_future(_read_words(engine, local.path, config, checked=checked))
-    preparing.add_done_callback(lambda done: done.cancelled() or done.exception())
-    loaded = await loading  # what the engine refuses comes first
-    tokenizer, vocabulary, definition = await preparing
+    words = _read_words(engine, local.path, config, checks, checked=checked)
+    loaded, (tokenizer, vocabulary, definition) = await asyncio.gather(loading, words)
     metrics = EngineMetrics(state.name)
     ids = loaded.facts
     facts = TokenizerFacts.of(tokenizer, ids.vocab_size, ids.eos_ids, definition)
@@ -221,20 +227,23 @@ def _reached(startup: Startup, told: wire.Progress) -> None:
 
 
 async def _read_words(
-    engine: RemoteEngine, path: Path, config: EngineConfig, *, checked: bool
+    engine: RemoteEngine, path: Path, config: EngineConfig, checks: asyncio.Event, *, checked: bool
 ) -> tuple[PreTrainedTokenizerBase, Vocabulary, str]:
     """The tokenizer, what its tokens spell, and its definition; the engine is told what it needs
-    of it, since nothing is read twice. ``checked``: its files are. Raises ModelError, ConfigError.
+    of it, since nothing is read twice. ``checked``: its files are.
+
+    Raises ModelError and ConfigError, once ``checks`` have passed: what the engine refuses says
+    more, and a tokenizer does not wait for the weights.
     """
     try:
         tokenizer, text = await _in_thread(lambda: _tokenizer_of(path, checked=checked))
-    except BaseException:
-        engine.tell(None)
+        engine.tell(text)
+        if config.chat_template:
+            use_template(tokenizer, config.chat_template)
+        return tokenizer, await _in_thread(lambda: vocabulary_of(tokenizer)), text.definition
+    except (ModelError, ConfigError):
+        await checks.wait()
         raise
-    engine.tell(text)
-    if config.chat_template:
-        use_template(tokenizer, config.chat_template)
-    return tokenizer, await _in_thread(lambda: vocabulary_of(tokenizer)), text.definition
 
 
 def _tokenizer_of(path: Path, *, checked: bool) -> tuple[PreTrainedTokenizerBase, TextFacts]:

@@ -40,6 +40,7 @@ DRAW_CHUNK, DRAW_BYTES = 1 << 23, 48
 HISTOGRAM = 33 << 10  # bytes of a row's counts while top-k and top-p search for their cut
 # Of the C++ kernels, in floats: beside a token's digits (csrc/vnni.h); its ids and positions.
 DIGITS_HEAD, TOKEN_INDICES = 32, 8
+PAIRS_END = 128  # bytes at most behind a row in bfloat16 (csrc/pairs.h)
 WIDE_ROWS = 256  # of a product in a model's own code of 16 bits, taken and given in float32
 GROWTH = 2  # a batch's host buffers are allocated twice as large as needed
 # Of an id of the vocabulary, in llguidance's tokenizers: the engine's has tries for faster masks,
@@ -114,11 +115,15 @@ def terms_of(
         (width + max(attended, inside, norms)) * layer, width * element + 4 * shape.mixer_width
     )
     # What a product in C++ takes and gives in a layer that is the model's own in 16 bits.
-    wide = 4 * (shape.hidden + max(attended, inside)) if packed and half and not fused else 0
+    # A processor that multiplies bfloat16 has what the product takes in that, too.
+    inner = max(attended, inside)
+    pairs = 2 * max(shape.hidden, inner) + PAIRS_END
+    wide = 4 * (shape.hidden + inner) + pairs if packed and half and not fused else 0
     # Logits that come from all ranks are there in shards, too, before they are joined.
     copies = shape.logit_copies if tp == 1 else max(3, shape.logit_copies)
     # The kernels' head takes and gives float32.
     head = (2 * shape.hidden + copies * shape.vocab) * (4 if packed else element)
+    head += 2 * shape.hidden + PAIRS_END if packed and half else 0
     table_entries = len(groups) * rows * ceil_div(longest, config.block_size)
     decoded = state_scratch(shape, config, min(rows, DECODES))
     if shape.states:  # its own code widens quantized weights in each pass

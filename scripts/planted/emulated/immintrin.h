@@ -1,5 +1,5 @@
-// What vnni.h takes of AVX-512 and VNNI in plain C++, in place of the compiler's header of this
-// name, so that processors without them run its code.
+// What our headers take of AVX-512, VNNI and BF16 in plain C++, in place of the compiler's header of
+// this name, so that processors without them run their code.
 #pragma once
 
 #include <cmath>
@@ -26,21 +26,33 @@ inline Vector load_masked(__mmask16 mask, const T* from) {
 }
 
 // Four products of unsigned and signed bytes are added to each sum, modulo 2^32.
-inline __m512i add_products(__m512i sums, __m512i weights, __m512i digits) {
+inline __m512i add_products(__m512i sums, __m512i weights, __m512i factors) {
   uint8_t bytes[4 * LANES];
-  int8_t factors[4 * LANES];
+  int8_t digits[4 * LANES];
   memcpy(bytes, &weights, sizeof bytes);
-  memcpy(factors, &digits, sizeof factors);
+  memcpy(digits, &factors, sizeof digits);
   for (int i = 0; i < 4 * LANES; i++) {
-    sums[i / 4] = int32_t(uint32_t(sums[i / 4]) + uint32_t(int(bytes[i]) * int(factors[i])));
+    sums[i / 4] = int32_t(uint32_t(sums[i / 4]) + uint32_t(int(bytes[i]) * int(digits[i])));
   }
+  return sums;
+}
+
+// Two products of bfloat16 are added to each sum.
+inline __m512 add_products(__m512 sums, __m512i weights, __m512i factors) {
+  const auto half = [](const __m512i& pairs, int i) {
+    const uint32_t bits = uint32_t(pairs[i / 2]) >> 16 * (i % 2) << 16;
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+  };
+  for (int i = 0; i < 2 * LANES; i++) sums[i / 2] += half(weights, i) * half(factors, i);
   return sums;
 }
 
 }  // namespace emulated
 
-// The one instruction that vnni.h writes itself, vpdpbusd.
-#define asm(...) sums = emulated::add_products(sums, weights, digits)
+// The instruction that each of them writes itself, vpdpbusd and vdpbf16ps.
+#define asm(...) sums = emulated::add_products(sums, weights, factors)
 
 inline __m512i _mm512_setzero_si512() { return __m512i{}; }
 inline __m512i _mm512_set1_epi32(int32_t value) { return value - __m512i{}; }
@@ -87,3 +99,5 @@ inline __m512i _mm512_cvtps_epi32(__m512 a) {
 }
 inline __m128i _mm512_cvtepi32_epi8(__m512i a) { return __builtin_convertvector(a, __m128i); }
 inline void _mm_storeu_si128(__m128i* to, __m128i bytes) { memcpy(to, &bytes, sizeof bytes); }
+inline void _mm512_stream_ps(void* to, __m512 values) { memcpy(to, &values, sizeof values); }
+inline void _mm_sfence() {}

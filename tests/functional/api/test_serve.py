@@ -2,6 +2,7 @@
 
 import functools
 import json
+import shutil
 import socket
 import threading
 from pathlib import Path
@@ -126,6 +127,16 @@ def test_the_admin_port_answers_before_the_weights_are_loaded_and_a_signal_ends_
             assert admin.get("/readyz").status_code == 503
         server.terminate()
         assert server.end() == 0
+
+
+def test_a_tokenizer_that_cannot_be_read_does_not_wait_for_the_weights(
+    model: str, tmp_path: Path
+) -> None:
+    broken = Path(shutil.copytree(model, tmp_path / "broken"))
+    (broken / "tokenizer.json").write_text('{"model": {"type": "unknown"}}')
+    with serve(str(broken), prepare=never_loads) as server:
+        assert server.end() == 2
+        assert "the tokenizer cannot be read" in server.last_log_line["message"]
 
 
 class Reader(threading.Thread):

@@ -25,7 +25,7 @@ from fairlead_kernels.interface.attention import Heads
 from fairlead_kernels.interface.layer import LayerOperations, Norm, Packed
 from fairlead_kernels.interface.not_available import NotAvailableError
 from fairlead_kernels.plain.torch_operations import TorchOperations
-from fairlead_runtime.device.conversion import packed_linears, recognize_ends
+from fairlead_runtime.device.conversion import recognize_ends
 from fairlead_runtime.device.conversion.fusion import Fusion, _runs, fuse, quantize_weights
 from fairlead_runtime.device.conversion.module_calls import ModuleCall
 from fairlead_runtime.device.conversion.recognize_layer import DoesNotFitError, norm_of
@@ -576,26 +576,6 @@ def test_in_bfloat16_functions_are_told_apart_that_differ_by_less_than_its_round
 
     assert fuse(model, altered(gated=gated)).fused == 3
     assert used == {"gelu"}
-
-
-@pytest.mark.parametrize("family", ["mixtral", "olmo2", "gpt_oss"])
-def test_layers_in_bfloat16_that_do_not_fit_stay_as_they_are(
-    family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where the processor multiplies bfloat16."""
-    monkeypatch.setattr(packed_linears, "multiplies_bfloat16", lambda: True)
-    model, plain = paged(family, bfloat16=True), paged(family, bfloat16=True)
-    attention, operations = kernels_of(model, "cpu")
-    expected = selftest.Expected.of(model, 512)
-    fused = fuse(model, operations)
-    assert str(fused).startswith(f"fused 0/{fused.layers} layers (layer 0: ")
-    assert str(fused).endswith("), bfloat16 head")
-    head: Any = model.model.get_output_embeddings()
-    for ours, theirs in zip(model.model.parameters(), plain.model.parameters(), strict=True):
-        assert ours.dtype is torch.bfloat16
-        assert torch.equal(ours, theirs) or ours is head.weight
-    assert head.weight.numel() == 0
-    selftest.check(model, attention, expected)
 
 
 def altered(**functions: Callable[..., Tensor | Packed]) -> LayerOperations:

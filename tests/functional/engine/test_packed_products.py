@@ -1,5 +1,6 @@
 """Matrices of a model's own code on packed weights: which are, what they give, and what is not."""
 
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,7 +15,7 @@ from fairlead_kernels.cpu.cpu_operations import CpuOperations
 from fairlead_kernels.cpu.cpu_products import BiasedWeight, CpuMlp, CpuProducts
 from fairlead_kernels.interface.layer import Packed
 from fairlead_kernels.interface.not_available import NotAvailableError
-from fairlead_runtime.device.conversion import fusion, packed_linears
+from fairlead_runtime.device.conversion import fusion
 from fairlead_runtime.device.conversion.fusion import fuse
 from fairlead_runtime.device.conversion.packed_blocks import _Together
 from fairlead_runtime.device.conversion.packed_linears import SMALLEST
@@ -93,20 +94,24 @@ def test_linear_layers_and_the_head_are_packed_and_replace_the_loaded_ones(
     assert selftest.check(model, attention, expected).delta < 1e-4
 
 
+@pytest.mark.parametrize("pairs", [False, True])
 @pytest.mark.parametrize("family", ["olmo2", "mixtral"])
-def test_where_the_processor_does_not_multiply_bfloat16_all_matrices_are_packed(
-    family: str, monkeypatch: pytest.MonkeyPatch
+def test_matrices_in_bfloat16_are_packed_whether_or_not_the_processor_multiplies_them(
+    family: str, pairs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packed_linears, "multiplies_bfloat16", lambda: False)
     model = paged(family, bfloat16=True, tie_word_embeddings=False)
     attention, operations = kernels_of(model)
+    if pairs and not operations.library.bfloat16:
+        pytest.skip("this processor does not multiply bfloat16")
+    monkeypatch.setattr(operations.library, "bfloat16", pairs)
     expected, size = selftest.Expected.of(model, 512), model.weight_bytes
     modules = large(model)
     projection: Any = next(iter(modules.values()))
     weight = projection.weight.detach().clone()
     fused = fuse(model, operations)
     assert fused.products.matrices == len(modules) - 1
-    assert str(fused).endswith(f"), {len(modules) - 1} other matrices packed, bfloat16 head")
+    packed = rf"\), {len(modules) - 1} other matrices packed in \d+ blocks, bfloat16 head"
+    assert re.search(packed, str(fused))
     assert all(p.numel() == 0 for x in modules.values() for p in x.parameters() if p.dim() == 2)
     assert 0 <= model.weight_bytes - size <= 2 * 31 * 64 * (len(modules) + 1)
     # More tokens than are widened at a time; what comes out is the model's type, once rounded.

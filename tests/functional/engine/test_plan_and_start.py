@@ -15,7 +15,6 @@ from fairlead_operator.commands.plan import main as fairlead_plan
 from fairlead_operator.decide.children.capacity import plan_of
 from fairlead_operator.resource.resource import InferenceDeployment
 from fairlead_runtime.build.resolve import ResolvedConfig
-from fairlead_runtime.device.conversion import packed_linears
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.terms import GIB, PROCESS
@@ -149,10 +148,7 @@ def test_packed_weights_of_layers_that_do_not_fuse_are_planned_and_measured_alik
     tmp_path: Path,
     pod: Pod,
     caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Those in bfloat16 as where the processor does not multiply it."""
-    monkeypatch.setattr(packed_linears, "multiplies_bfloat16", lambda: False)
     built = tiny.build(family, tie_word_embeddings=tied, vocab_size=1000).to(dtype)
     model = tiny.save(built, tmp_path / "unfused")
     idep = pod.resource("2Gi", scheduler={"maxBatchTokens": 256, "maxRequests": 16})

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-from fairlead_runtime.device.conversion import packed_linears
 from fairlead_runtime.device.conversion.fusion import quantized_elements
 from fairlead_runtime.device.conversion.packed_linears import SMALLEST
 from fairlead_runtime.device.memory.storage import CacheStorage
@@ -173,12 +172,8 @@ def test_an_engine_serves_packed_products_of_mixers_as_planned(
     quantization: Literal["none", "int8"],
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With rows to whole panels, of which the plan counts as many at most; those in bfloat16 as
-    where the processor does not multiply it.
-    """
-    monkeypatch.setattr(packed_linears, "multiplies_bfloat16", lambda: False)
+    """With rows to whole panels, of which the plan counts as many at most."""
     caplog.set_level(logging.INFO)
     model: Any = tiny_states.build(family, vocab_size=288).to(dtype)
     int8, head = quantization == "int8", model.get_output_embeddings()

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Awaitable
 from contextlib import AsyncExitStack
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,8 +16,10 @@ from fairlead_runtime.outputs import ModelFacts
 from fairlead_runtime.processes import http_process
 from fairlead_runtime.request.text_facts import TextFacts
 from fairlead_runtime.serving import wire
-from fairlead_runtime.settings.engine_config import EngineConfig
+from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
 from support.fake_engine import rig
+
+DEMO = Path(http_process.__file__).parents[1] / "demo"
 
 
 class Engine:
@@ -77,3 +80,27 @@ def test_what_takes_as_long_as_the_vocabulary_is_large_is_made_off_the_event_loo
     assert text.eos_ids
     assert text.sample
     assert text.definition, "the engine reads no tokenizer"
+
+
+def test_what_the_words_lack_is_said_once_the_engine_has_checked_the_rest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def go() -> None:
+        checks, template = asyncio.Event(), asyncio.Event()
+
+        def use_template(*_: object) -> None:
+            template.set()
+            raise ConfigError("chat_template", "no Jinja")
+
+        monkeypatch.setattr(http_process, "use_template", use_template)
+        engine: Any = Engine(None)
+        config = EngineConfig(chat_template="x")
+        words = http_process._read_words(engine, DEMO, config, checks, checked=True)
+        reading = asyncio.ensure_future(words)
+        await template.wait()
+        assert not reading.done()
+        checks.set()
+        with pytest.raises(ConfigError, match="no Jinja"):
+            await reading
+
+    asyncio.run(go())

@@ -2,6 +2,7 @@
 
 import json
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -169,6 +170,15 @@ def test_a_file_is_compiled_again_only_when_it_or_what_it_includes_has_changed(
     assert compiled() == ["hash.cpp", "one.cpp"]
     (sources / "b.h").write_text("")
     assert compiled() == []
+
+
+def test_all_headers_compile_where_instructions_are_emulated(tmp_path: Path) -> None:
+    headers = sorted(compilation.SOURCES.glob("*.h"))
+    source = tmp_path / "headers.cpp"
+    source.write_text("".join(f'#include "{header.name}"\n' for header in headers))
+    _, (_, flags) = native.DIGITS.libraries
+    command = [compilation.compiler(), *compilation.FLAGS, *flags, f"-I{compilation.SOURCES}"]
+    subprocess.run([*command, "-Wno-psabi", "-fsyntax-only", str(source)], check=True)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ that do not fuse as a whole: those that keep a state, for one. As with products 
 packed matrices give one after the other; products of one input are the same bits as of each alone.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -18,17 +18,29 @@ from fairlead_kernels.cpu.cpu_operations import CpuOperations
 from fairlead_kernels.cpu.cpu_products import BiasedWeight, CpuMlp, CpuProducts, alike
 from fairlead_kernels.interface import reference
 from fairlead_kernels.interface.layer import Activation, Norm
-from fairlead_runtime.device.conversion.module_calls import ModuleCall
+from fairlead_runtime.device.conversion.float32_view import has_weights, widened_to_float32
+from fairlead_runtime.device.conversion.module_calls import ModuleCall, record_calls
 from fairlead_runtime.device.conversion.recognize_layer import (
     DoesNotFitError,
-    MlpStructure,
     close,
     mlp_of,
     norm_of,
 )
 from fairlead_runtime.device.conversion.replacement import Replacement, by_rows
+from fairlead_runtime.sizing.terms import WIDE_ROWS
 
 Calls = Mapping[nn.Module, ModuleCall]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Mlp:
+    """The modules of an MLP: the matrices of its gate, if it has one, and of up, and that of down.
+    It keeps none of their weights.
+    """
+
+    gate_up: Sequence[nn.Module]
+    activation: Activation
+    down: nn.Module
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,23 +48,36 @@ class Blocks:
     """The norms and MLPs of a pass, by their module."""
 
     norms: Mapping[nn.Module, Norm]
-    mlps: Mapping[nn.Module, MlpStructure]
+    mlps: Mapping[nn.Module, Mlp]
 
 
 def find_blocks(calls: Calls) -> Blocks:
-    """The blocks among these calls in float32, of modules whose weights are there yet."""
+    """The blocks among these calls, of modules whose weights are there yet; norms only in
+    float32, whose weights they share.
+    """
     norms: dict[nn.Module, Norm] = {}
-    mlps: dict[nn.Module, MlpStructure] = {}
+    mlps: dict[nn.Module, Mlp] = {}
     for module, call in calls.items():
         if "forward" in vars(module) or not call.input.is_floating_point():
             continue
-        inside = [part for part in module.modules() if any(True for _ in part.parameters(False))]
+        inside = [part for part in module.modules() if has_weights(part)]
         with suppress(DoesNotFitError):
             if inside == [module] and all(p.dim() == 1 for p in module.parameters()):
-                norms[module] = norm_of(call)
+                if call.input.dtype is torch.float32:
+                    norms[module] = norm_of(call)
             elif module not in inside and all(part in calls for part in inside):
-                mlps[module] = mlp_of(call, [calls[part] for part in inside])
+                mlps[module] = _mlp_in_float32(call, inside)
     return Blocks(norms, mlps)
+
+
+def _mlp_in_float32(call: ModuleCall, inside: Sequence[nn.Module]) -> Mlp:
+    """The MLP that a module computes with these inside it. Raises DoesNotFitError."""
+    x = call.input.float()
+    with widened_to_float32(call.module), record_calls(inside) as parts:
+        block = ModuleCall(call.module, x, call.module(x))
+        structure = mlp_of(block, [part.unary for part in parts])
+    gate_up = [matrix.module for matrix in structure.gate_up]
+    return Mlp(gate_up, structure.activation, structure.down.module)
 
 
 def replacements(
@@ -70,12 +95,12 @@ def replacements(
             mlp = _mlp(structure, products, operations)
             if _gives_the_same(mlp, structure.activation, calls[module].input, operations):
                 inside |= _modules_of(structure)
-                yield Replacement({module: by_rows(mlp)})
+                yield Replacement({module: by_rows(in_float32(mlp, mlp.down.weight.rows))})
     rest = {module: part for module, part in products.items() if module not in inside}
     for together in _of_one_input(rest, calls):
         joined = CpuProducts(operations.library, [rest[module] for module in together])
         x = calls[together[0]].input
-        if _same_bits(joined, x.reshape(-1, x.shape[-1]), operations):
+        if _same_bits(joined, x.reshape(-1, x.shape[-1]).float(), operations):
             shared = _Together(joined)
             forwards = {module: shared.forward_of(i) for i, module in enumerate(together)}
             yield Replacement(forwards)
@@ -86,8 +111,25 @@ def replacements(
             yield Replacement({module: normalize})
 
 
-def _modules_of(structure: MlpStructure) -> set[nn.Module]:
-    return {matrix.module for matrix in (*structure.gate_up, structure.down)}
+def in_float32(compute: Callable[[Tensor], Tensor], width: int) -> Callable[[Tensor], Tensor]:
+    """What gives [T, width] in the type of x [T, K], by what takes and gives float32: in another
+    type so many rows at a time as are planned.
+    """
+
+    def product(x: Tensor) -> Tensor:
+        if x.dtype is torch.float32 or len(x) <= WIDE_ROWS:
+            return compute(x.float()).to(x.dtype)
+        out = x.new_empty(len(x), width)
+        for first in range(0, len(x), WIDE_ROWS):
+            rows = slice(first, first + WIDE_ROWS)
+            out[rows] = compute(x[rows].float())
+        return out
+
+    return product
+
+
+def _modules_of(mlp: Mlp) -> set[nn.Module]:
+    return {*mlp.gate_up, mlp.down}
 
 
 def _normalizing(norm: Norm, operations: CpuOperations) -> Callable[[Tensor], Tensor]:
@@ -95,13 +137,13 @@ def _normalizing(norm: Norm, operations: CpuOperations) -> Callable[[Tensor], Te
 
 
 def _mlp(
-    structure: MlpStructure, products: Mapping[nn.Module, BiasedWeight], operations: CpuOperations
+    structure: Mlp, products: Mapping[nn.Module, BiasedWeight], operations: CpuOperations
 ) -> CpuMlp:
     """The MLP on its packed matrices. Raises KeyError where one is not, ValueError where they are
     stored in different ways.
     """
-    *gate, up = (products[matrix.module] for matrix in structure.gate_up)
-    down = products[structure.down.module]
+    *gate, up = (products[module] for module in structure.gate_up)
+    down = products[structure.down]
     return CpuMlp(operations.library, gate[0] if gate else None, up, structure.activation, down)
 
 
@@ -109,7 +151,7 @@ def _gives_the_same(
     mlp: CpuMlp, activation: Activation, x: Tensor, operations: CpuOperations
 ) -> bool:
     """Whether an MLP gives what its matrices do one after the other."""
-    rows = x.reshape(-1, x.shape[-1])
+    rows = x.reshape(-1, x.shape[-1]).float()
 
     def product(part: BiasedWeight, of: Tensor) -> Tensor:
         return operations.linear(of, part.weight, part.bias)
@@ -131,14 +173,14 @@ def _of_one_input(
     """
     rest = [module for module in calls if module in products]
     while rest:
-        first, *others = rest
+        first, *modules = rest
         together = [first] + [
             module
-            for module in others
+            for module in modules
             if alike(products[first].weight, products[module].weight)
             and torch.equal(calls[first].input, calls[module].input)
         ]
-        rest = [module for module in others if module not in together]
+        rest = [module for module in modules if module not in together]
         if len(together) > 1:
             yield together
 
@@ -174,7 +216,7 @@ class _Together:
     def _product(self, place: int, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         if place == 0 and self._gets_one:
-            self._input, outs = x, self._joined(rows)
+            self._input, outs = x, _in_type_of(rows, self._joined)
             self._rest = dict(enumerate(outs))
         if self._input is x and place in self._rest:
             out = self._rest.pop(place)
@@ -182,5 +224,19 @@ class _Together:
                 self._input = None
             return out
         self._gets_one, self._input, self._rest = False, None, {}
-        (out,) = self._alone[place](rows)
+        (out,) = _in_type_of(rows, self._alone[place])
         return out
+
+
+def _in_type_of(x: Tensor, products: CpuProducts) -> list[Tensor]:
+    """What the products give, in the type of x [T, K]: in another than float32 so many rows at a
+    time as are planned.
+    """
+    if x.dtype is torch.float32 or len(x) <= WIDE_ROWS:
+        return [out.to(x.dtype) for out in products(x.float())]
+    outs = [x.new_empty(len(x), part.weight.rows) for part in products.parts]
+    for first in range(0, len(x), WIDE_ROWS):
+        rows = slice(first, first + WIDE_ROWS)
+        for out, some in zip(outs, products(x[rows].float()), strict=True):
+            out[rows] = some
+    return outs

@@ -27,7 +27,7 @@ from fairlead_kernels.interface.layer import Packed
 from fairlead_runtime.device.conversion import recognize_ends
 from fairlead_runtime.device.conversion.float32_view import widened_to_float32
 from fairlead_runtime.device.conversion.module_calls import ModuleCall, record_calls
-from fairlead_runtime.device.conversion.packed_blocks import Blocks, find_blocks, replacements
+from fairlead_runtime.device.conversion.packed_blocks import find_blocks, in_float32, replacements
 from fairlead_runtime.device.conversion.recognize_layer import (
     DoesNotFitError,
     factor_of,
@@ -38,7 +38,6 @@ from fairlead_runtime.device.conversion.rounding import SAMPLES, Noise
 from fairlead_runtime.device.model.paged_attention import ForwardPass
 from fairlead_runtime.device.model.paged_model import PagedModel
 from fairlead_runtime.models.quantized import QuantizedLinear
-from fairlead_runtime.sizing.terms import WIDE_ROWS
 from fairlead_runtime.sizing.weight_bytes import PANEL
 
 SMALLEST = 2048  # weights; the call of a smaller product costs more than it gains
@@ -86,11 +85,9 @@ class _Product:
         bias = None if self.bias is None else self.bias.data.float()
         if self.widens or x.dtype is torch.float32:
             return self.operations.linear(x.float(), self.weight, bias)
-        out = x.new_empty(len(x), self.weight.rows)
-        parts = (torch.split(y, WIDE_ROWS) for y in (out, x))
-        for part, rows in zip(*parts, strict=True):
-            part.copy_(self.operations.linear(rows.float(), self.weight, bias))
-        return out
+        return in_float32(
+            lambda rows: self.operations.linear(rows, self.weight, bias), self.weight.rows
+        )(x)
 
     def rows(self, ids: Tensor) -> Tensor:
         """Embeddings [..., K] of ids int64 [...], in the model's type."""
@@ -98,9 +95,11 @@ class _Product:
         return embedded.view(*ids.shape, self.weight.columns).to(self.parameter.dtype)
 
     @property
-    def biased(self) -> BiasedWeight:
-        """The matrix and its bias in a model in float32."""
-        return BiasedWeight(self.weight, None if self.bias is None else self.bias.data)
+    def biased(self) -> BiasedWeight | None:
+        """The matrix and its bias; None where that is not held in float32."""
+        if self.bias is None or self.bias.dtype is torch.float32:
+            return BiasedWeight(self.weight, None if self.bias is None else self.bias.data)
+        return None
 
     @property
     def replacement(self) -> Replacement:
@@ -130,10 +129,9 @@ def pack_products(
     embedding: Any = model.model.get_input_embeddings()
     dtype, owners = model.heads.dtype, owners_of(model.model)
     half = dtype is not torch.float32
-    leaves = half and multiplies_bfloat16() and not every
     smallest = 1 if every else SMALLEST
     calls = _record(model, step)
-    blocks = Blocks({}, {}) if half else find_blocks(calls)
+    blocks = find_blocks(calls)
     expected = recognize_ends.other_logits(model, step)
     # In half precision rounding may send a token to other experts, so there only the self-test
     # judges the logits.
@@ -149,17 +147,17 @@ def pack_products(
         if isinstance(module, QuantizedLinear):
             if module is head:  # embeddings may share its numbers
                 continue
-        elif leaves and module is not head:
-            continue
         shares = max(owners[id(parameter)] for parameter in module.parameters(recurse=False))
         try:
             if shares == 1:
-                least = 1 if every else PANEL // 2 if module in mixers else PANEL
-                product = _packed(call, operations, dtype, widens=module is head, least=least)
-            elif shares == 2 and module is head and embedding in calls:
-                least = 1 if every else PANEL
+                fewest_rows = 1 if every else PANEL // 2 if module in mixers else PANEL
                 product = _packed(
-                    call, operations, dtype, calls[embedding], widens=True, least=least
+                    call, operations, dtype, widens=module is head, fewest_rows=fewest_rows
+                )
+            elif shares == 2 and module is head and embedding in calls:
+                fewest_rows = 1 if every else PANEL
+                product = _packed(
+                    call, operations, dtype, calls[embedding], widens=True, fewest_rows=fewest_rows
                 )
             else:
                 continue
@@ -168,11 +166,11 @@ def pack_products(
         product.replacement.apply()
         products.append(product)
     around: list[Replacement] = []
-    if not half:
-        biased = {x.module: x.biased for x in products if x.module is not head}
-        for replacement in replacements(blocks, calls, biased, operations):
-            replacement.apply()
-            around.append(replacement)
+    layers = (product for product in products if product.module is not head)
+    biased = {product.module: biased for product in layers if (biased := product.biased)}
+    for replacement in replacements(blocks, calls, biased, operations):
+        replacement.apply()
+        around.append(replacement)
 
     def same() -> bool:
         logits = recognize_ends.other_logits(model, step)
@@ -192,11 +190,6 @@ def pack_products(
     heads = [product for product in products if product.module is head]
     stored = str(dtype).removeprefix("torch.") if heads else ""
     return PackedProducts(len(products) - len(heads), stored, blocks=len(around))
-
-
-def multiplies_bfloat16() -> bool:
-    """Whether the processor multiplies pairs of bfloat16, as torch's products then do."""
-    return torch.cpu._is_avx512_bf16_supported()  # noqa: SLF001 - torch has no public name for it
 
 
 def owners_of(model: nn.Module) -> Counter[int]:
@@ -229,11 +222,11 @@ def _packed(
     embedded: ModuleCall | None = None,
     *,
     widens: bool,
-    least: int = PANEL,
+    fewest_rows: int = PANEL,
 ) -> _Product:
     """The module's product, and the embedding's rows where ``embedded`` is the call of one that
     shares its matrix, proven on these calls. Raises DoesNotFitError, also for fewer rows than
-    ``least``.
+    ``fewest_rows``.
     """
     module = call.module
     parameters = dict(module.named_parameters(recurse=False))
@@ -248,7 +241,7 @@ def _packed(
         stored, factor, transposed, rounding = matrix.stored, 1.0, False, 0.0
         if isinstance(stored, Quantized):
             rounding = operations.int8_rounding
-        elif len(stored) < least:
+        elif len(stored) < fewest_rows:
             raise DoesNotFitError("most of its packed rows would be padding")
         else:
             transposed = stored.stride() != parameter.stride()
@@ -260,7 +253,7 @@ def _packed(
             parameter,
             scales,
             transposed,
-            operations.pack([stored], dtype=dtype, releases=True),
+            operations.pack([stored], dtype=dtype, releases=True, pairs=True),
             next((p for p in parameters.values() if p.dim() == 1), None),
             operations,
             None if embedded is None else embedded.module,
