@@ -206,8 +206,9 @@ def test_no_term_of_fused_layers_is_planned_too_low(family: str, dtype: str, tok
         assert 1.0 <= planned[term] / measured[term] <= most, term
 
 
+@pytest.mark.parametrize("tokens", [256, 2048])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_no_term_of_layers_fused_beside_states_is_planned_too_low(dtype: str) -> None:
+def test_no_term_of_layers_fused_beside_states_is_planned_too_low(dtype: str, tokens: int) -> None:
     """In bfloat16, too, fused layers compute in float32."""
     kinds = {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}
     config = AutoConfig.for_model("lfm2", **SIZES | kinds, dtype=dtype)
@@ -219,9 +220,9 @@ def test_no_term_of_layers_fused_beside_states_is_planned_too_low(dtype: str) ->
         pytest.skip(choice.reason)
     assert fuse(paged, choice.operations).fused == 1
     measured = profiling.profile(
-        paged, choice.attention, max_batch_tokens=256, max_requests=64, max_model_len=LENGTH
+        paged, choice.attention, max_batch_tokens=tokens, max_requests=64, max_model_len=LENGTH
     ).measured
-    limits = EngineConfig(max_batch_tokens=256, max_requests=64)
+    limits = EngineConfig(max_batch_tokens=tokens, max_requests=64)
     shape = ModelShape.from_config(json.loads(config.to_json_string()) | {"dtype": dtype})
     planned = plan_memory(shape, limits, DeviceFacts("cpu", 8 * GIB)).terms
     for term in ("activations", "logits"):
