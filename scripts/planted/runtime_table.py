@@ -603,8 +603,8 @@ BUGS = (
     PackageBug(
         "projections of keys are counted that a layer has not",
         "fairlead_runtime.sizing.parameters:_attention",
-        "keys = _columns(hidden, made, bias=bias) if keeps else ParameterCount()",
-        "keys = _columns(hidden, made, bias=bias)",
+        "keys = _columns(hidden, made, bias=bias, widths=widths) if keeps else ParameterCount()",
+        "keys = _columns(hidden, made, bias=bias, widths=widths)",
         SHAPES,
     ),
     PackageBug(

@@ -13,7 +13,7 @@ from fairlead_kernels.formats.row_chunks import ELEMENTS
 from fairlead_kernels.packages.humming_memory import COMPILER, OWN_PAIR, PAIR, takes
 from fairlead_kernels.plain.strips import STRIP, scored_strip
 from fairlead_runtime.settings.engine_config import EngineConfig
-from fairlead_runtime.sizing.arithmetic import ceil_div
+from fairlead_runtime.sizing.arithmetic import PANEL, ceil_div
 from fairlead_runtime.sizing.config_json import DTYPE_BYTES
 from fairlead_runtime.sizing.graph_sizes import graph_bytes, may_capture, plan_bytes
 from fairlead_runtime.sizing.groups import LayerGroup
@@ -34,7 +34,6 @@ DRAW_CHUNK, DRAW_BYTES = 1 << 23, 48
 HISTOGRAM = 33 << 10  # bytes of a row's counts while top-k and top-p search for their cut
 # Of the C++ kernels, in floats: beside a token's digits (csrc/vnni.h); its ids and positions.
 DIGITS_HEAD, TOKEN_INDICES = 32, 8
-PANEL = 32  # rows of a packed matrix come in multiples of it, at most
 WIDE_ROWS = 256  # of a product in a model's own code of 16 bits, taken and given in float32
 GROWTH = 2  # a batch's host buffers are allocated twice as large as needed
 # Of an id of the vocabulary, in llguidance's tokenizers: the engine's has tries for faster masks,
@@ -457,20 +456,10 @@ def _packed_weights(shape: ModelShape, config: EngineConfig, element: int) -> in
 
 
 def panel_rows(shape: ModelShape) -> int:
-    """Elements, at most, of the rows that make whole panels of a layer's matrices, where the
-    model's own code multiplies by them. Mixers have two at most whose rows are no whole panels: a
-    number for each head, or beside other widths.
+    """Elements, at most, of the rows that make whole panels of the layers' matrices, where the
+    model's own code multiplies by them: as many where all of them are packed, in the widest panels.
     """
-    if shape.slab_width:
-        return 0
-    rows = max(
-        (
-            sum(-width % PANEL for width in (kind.query_width, kind.key_width, kind.value_width))
-            for kind in shape.head_kinds
-        ),
-        default=0,
-    )
-    return shape.hidden * (shape.layers * rows + len(shape.states) * 2 * (PANEL - 1))
+    return 0 if shape.slab_width else shape.padding
 
 
 def _widened(shape: ModelShape, config: EngineConfig, kind: str, tokens: int) -> int:
@@ -482,7 +471,8 @@ def _widened(shape: ModelShape, config: EngineConfig, kind: str, tokens: int) ->
         return 0
     element = bytes_of(shape, config)
     if shape.states:  # rows of a matrix as they are widened, and what they give beside all others'
-        return ELEMENTS * (4 + element) + tokens * shape.layer_channels // shape.layers * element
+        widened = min(ELEMENTS, shape.largest_layer) * (4 + element)
+        return widened + tokens * shape.most_channels * element
     projections = max((heads.projected_width for heads in shape.head_kinds), default=0)
     widest = ceil_div(max(2 * shape.mlp_width_unit, projections), config.tensor_parallel)
     largest = shape.hidden * widest

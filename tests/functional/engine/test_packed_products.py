@@ -308,6 +308,32 @@ def test_a_module_with_a_forward_pass_of_its_own_keeps_it() -> None:
     assert vars(mlp)["forward"] is own
 
 
+def test_a_module_that_is_called_in_several_ways_stays_as_it_is() -> None:
+    """What takes a block's or a matrix's place has no name for its input."""
+    model = paged("olmo2")
+    attention, operations = kernels_of(model)
+    layer: Any = model.model.model.layers[1]
+    named = {
+        layer.mlp: "x",
+        layer.post_attention_layernorm: "hidden_states",
+        layer.self_attn.q_proj: "input",
+    }
+    forward = layer.forward
+
+    def twice(*inputs: Any, **settings: Any) -> Any:
+        out = forward(*inputs, **settings)
+        for module, name in named.items():
+            module(**{name: out})
+        return out
+
+    layer.forward = twice
+    expected = selftest.Expected.of(model, 512)
+    fused = fuse(model, operations)
+    assert fused.products.blocks > 0, fused
+    assert not {"forward"} & {name for module in named for name in vars(module)}
+    assert selftest.check(model, attention, expected).delta < 1e-4
+
+
 def test_a_block_that_gives_other_results_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     model = paged("olmo2")
     attention, operations = kernels_of(model)

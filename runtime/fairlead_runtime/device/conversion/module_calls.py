@@ -31,6 +31,12 @@ class Call:
     output: Any
 
     @property
+    def is_unary(self) -> bool:
+        """Whether one tensor goes in by its place, and one out."""
+        one = len(self.inputs) == 1 and isinstance(self.inputs[0], Tensor)
+        return one and isinstance(self.output, Tensor)
+
+    @property
     def unary(self) -> ModuleCall:
         """The call with one tensor in and one out; with empty ones [0, 1] if it has others."""
         match self.inputs, self.output:
