@@ -449,8 +449,8 @@ def test_a_family_that_may_have_experts_is_dense_where_no_layer_has_them(
     shape = ModelShape.from_config(config)
     assert (shape.experts, shape.experts_per_token) == (0, 0)
     cpu = DeviceFacts("cpu", 4096 * GIB)
-    for name, value in (("quantization", "int8"), ("deterministic", True)):
-        assert plan_memory(shape, replace(EngineConfig(), **{name: value}), cpu).fits
+    for wanted in (EngineConfig(quantization="int8"), EngineConfig(deterministic=True)):
+        assert plan_memory(shape, wanted, cpu).fits
 
 
 @pytest.mark.parametrize(("kind", "name"), [("int", "int8"), ("float", "fp8")])
