@@ -79,14 +79,14 @@ BUGS = (
     ),
     PackageBug(
         "quantized experts beside states are planned",
-        "fairlead_runtime.sizing.shape:_whole",
+        "fairlead_runtime.sizing.shape:_in_no_linear",
         "if experts:",
         "if False:",
         _SIZES,
     ),
     PackageBug(
         "quantized weights that a mixer's code reads are planned",
-        "fairlead_runtime.sizing.shape:_whole",
+        "fairlead_runtime.sizing.shape:_in_no_linear",
         "if mixer.reads_weights",
         "if False",
         _SIZES,
@@ -108,7 +108,7 @@ BUGS = (
     PackageBug(
         "a module that is also called by the name of its input is replaced",
         "fairlead_runtime.device.conversion.packed_linears:_record",
-        "if module not in others",
+        "if module not in called_otherwise",
         "if module",
         ("functional/engine/test_packed_products.py",),
     ),
@@ -655,7 +655,7 @@ BUGS = (
     PackageBug(
         "the factors of Falcon-H1's projections are not planned",
         "fairlead_runtime.sizing.mixers:falcon_mamba2",
-        "buffers=made",
+        "buffers=rows",
         "buffers=0",
         ("unit/sizing/test_wide_parameters.py",),
     ),

@@ -77,19 +77,19 @@ def gated_delta(s: ConfigReader) -> Mixer:
 def olmo_gated_delta(s: ConfigReader) -> Mixer:
     """Of OLMo Hybrid, which makes queries, keys and values apart, and whose decays are float32."""
     mixer = gated_delta(s)
-    (mixed, hidden), *others = mixer.products
-    value, _ = others[0]
+    (mixed, hidden), *rest = mixer.products
+    value, _ = rest[0]
     key = (mixed - value) // 2
-    made = ((key, hidden), (key, hidden), (value, hidden), *others)
-    return replace(mixer, products=made, wide=s.optional("linear_num_value_heads") or s.heads)
+    products = ((key, hidden), (key, hidden), (value, hidden), *rest)
+    return replace(mixer, products=products, wide=s.optional("linear_num_value_heads") or s.heads)
 
 
 def joined_gated_delta(s: ConfigReader) -> Mixer:
     """Of Qwen3-Next, which makes their gate in the same product, and both of the other two."""
     mixer = gated_delta(s)
     (mixed, hidden), (gate, _), (decay, _), (strength, _), out = mixer.products
-    made = ((mixed + gate, hidden), (decay + strength, hidden), out)
-    return replace(mixer, products=made)
+    products = ((mixed + gate, hidden), (decay + strength, hidden), out)
+    return replace(mixer, products=products)
 
 
 # Names of the settings of Mamba 2 in its own family; others have their own for them.
@@ -143,8 +143,8 @@ def falcon_mamba2(s: ConfigReader) -> Mixer:
     inner = s.optional("mamba_d_ssm")
     names = _PREFIXED | {"out_bias": "projectors_bias"}
     mixer = _mamba2(s, names, inner=inner, normed=s.flag("mamba_rms_norm"))
-    (made, _), _ = mixer.products
-    return replace(mixer, buffers=made)  # a factor for each
+    (rows, _), _ = mixer.products
+    return replace(mixer, buffers=rows)  # a factor for each
 
 
 def _mamba2(

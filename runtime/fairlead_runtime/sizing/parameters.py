@@ -195,8 +195,8 @@ def _beside(s: ConfigReader, family: Family) -> ParameterCount:
     for inner, normed in ((layer_input_width(s, family), hidden), (laurel, 0)):
         if inner:
             padding = _padding(hidden, inner) + _padding(inner, hidden)
-            made = 2 * hidden * inner, hidden + inner, normed
-            count += ParameterCount(*made, padding=padding)
+            size = 2 * hidden * inner
+            count += ParameterCount(size, hidden + inner, normed, padding=padding)
     if family.streams:
         streams = s.integer(family.streams)
         coefficients = ParameterCount(streams**2 + streams**3, streams + streams**2)

@@ -207,8 +207,8 @@ class ModelShape:
         mixer = MIXERS[family.mixer](s) if mixing else None
         unfused = STATES if mixing else _unfused(family, heads, experts=experts)
         plain = unfused or ("layers that no kernel fuses" if family.fuses_nowhere else "")
-        whole = plain if mixer is None else _whole(mixer, experts=experts)
-        stored = _quantized(config, family, whole)
+        unserved = plain if mixer is None else _in_no_linear(mixer, experts=experts)
+        stored = _quantized(config, family, unserved)
         if mixer is not None and stored.format == "int4":
             raise QuantizedError(KEY, f"4-bit {STATES} are not supported: 8-bit ones are")
         tied = s.flag("tie_word_embeddings")
@@ -403,7 +403,7 @@ def _unfused(family: Family, heads: Sequence[LayerHeads], *, experts: bool) -> s
     return "layers with inputs of their own" if family.layer_inputs else ""
 
 
-def _whole(mixer: Mixer, *, experts: bool) -> str:
+def _in_no_linear(mixer: Mixer, *, experts: bool) -> str:
     """What of a model with such mixers no linear layer holds, so that a quantized checkpoint is not
     served; "" for nothing.
     """

@@ -33,8 +33,10 @@ class Call:
     @property
     def is_unary(self) -> bool:
         """Whether one tensor goes in by its place, and one out."""
-        one = len(self.inputs) == 1 and isinstance(self.inputs[0], Tensor)
-        return one and isinstance(self.output, Tensor)
+        match self.inputs, self.output:
+            case (Tensor(),), Tensor():
+                return True
+        return False
 
     @property
     def unary(self) -> ModuleCall:

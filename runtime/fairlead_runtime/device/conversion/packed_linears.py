@@ -212,13 +212,13 @@ def _record(model: PagedModel, step: ForwardPass) -> dict[nn.Module, ModuleCall]
     with record_calls(modules) as calls:
         model.run(*recognize_ends.random_tokens(model, seed=0), step)
     first: dict[nn.Module, ModuleCall] = {}
-    others: set[nn.Module] = set()
+    called_otherwise: set[nn.Module] = set()
     for call in calls:
         if call.arguments or not call.is_unary:
-            others.add(call.module)
+            called_otherwise.add(call.module)
         elif call.unary.input.numel():
             first.setdefault(call.module, call.unary)
-    return {module: call for module, call in first.items() if module not in others}
+    return {module: call for module, call in first.items() if module not in called_otherwise}
 
 
 def _has_matrix(module: nn.Module, smallest: int) -> bool:
