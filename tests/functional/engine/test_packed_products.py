@@ -284,6 +284,19 @@ def test_a_mixers_matrix_of_half_a_panel_of_rows_is_packed_too() -> None:
     assert selftest.check(model, attention, expected).delta < 1e-4
 
 
+def test_products_of_tensors_with_the_same_numbers_are_not_of_one_input() -> None:
+    """Attention multiplies its input by 1 beside the mixer, which takes it as it is."""
+    model = paged("falcon_h1", attention_in_multiplier=1.0, ssm_in_multiplier=1.0)
+    attention, operations = kernels_of(model)
+    expected = selftest.Expected.of(model, 512)
+    fuse(model, operations)
+    layer: Any = model.model.model.layers[0]
+    products = [x.forward for x in (layer.self_attn.q_proj, layer.self_attn.v_proj)]
+    assert all(x.__qualname__.startswith("_Together") for x in products)
+    assert not layer.mamba.in_proj.forward.__qualname__.startswith("_Together")
+    assert selftest.check(model, attention, expected).delta < 1e-4
+
+
 @pytest.mark.parametrize("kind", ["mlp", "norm"])
 def test_a_block_that_does_more_stays_as_it_is(kind: str) -> None:
     model = paged("olmo2")
