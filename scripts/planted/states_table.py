@@ -52,8 +52,29 @@ BUGS = (
     PackageBug(
         "mixers' matrices get columns to whole panels, not rows",
         "fairlead_runtime.sizing.parameters:count_layer",
-        "_padding(columns, rows) for",
-        "_padding(rows, columns) for",
+        "_panels(columns, rows, least",
+        "_panels(rows, columns, least",
+        _SIZES,
+    ),
+    PackageBug(
+        "the panels of a mixer's few rows are planned nowhere",
+        "fairlead_runtime.sizing.parameters:count_layer",
+        "least=PANEL // 2",
+        "least=PANEL",
+        _SIZES,
+    ),
+    PackageBug(
+        "matrices of few rows are planned as packed in any model",
+        "fairlead_runtime.sizing.parameters:_panels",
+        "if width >= least",
+        "if width",
+        ("functional/engine/test_shared_keys.py", *_SIZES),
+    ),
+    PackageBug(
+        "quantized matrices of few rows fill no panels in the plan",
+        "fairlead_runtime.sizing.terms:_packed_weights",
+        " + shape.narrow_padding",
+        "",
         _SIZES,
     ),
     PackageBug(
@@ -66,7 +87,7 @@ BUGS = (
     PackageBug(
         "experts, which nothing packs, have rows to whole panels",
         "fairlead_runtime.sizing.parameters:_experts",
-        "replace(expert, padding=0) * experts",
+        "replace(expert, padding=0, narrow=0) * experts",
         "expert * experts",
         _SIZES,
     ),

@@ -24,7 +24,8 @@ class ParameterCount:
     share the model divide ``sharded`` evenly, and ``kv``, those of keys and values, by heads.
     ``wide``: those that a model in 16 bits keeps in float32, ``wide_norms``: further ones in
     float16; numbers beside all these: ``buffers`` in float32 in any model, ``typed`` in its type,
-    and ``padding`` where each matrix that torch's linear layers hold has rows to whole panels.
+    and what whole panels add to the matrices of torch's linear layers, ``padding`` to those that
+    are packed in any model, ``narrow`` to those that are so where they are quantized.
     """
 
     matrices: int = 0
@@ -37,6 +38,7 @@ class ParameterCount:
     buffers: int = 0
     typed: int = 0
     padding: int = 0
+    narrow: int = 0
 
     def __add__(self, addend: "ParameterCount") -> "ParameterCount":
         return ParameterCount(
@@ -50,6 +52,7 @@ class ParameterCount:
             self.buffers + addend.buffers,
             self.typed + addend.typed,
             self.padding + addend.padding,
+            self.narrow + addend.narrow,
         )
 
     def __mul__(self, times: int) -> "ParameterCount":
@@ -64,6 +67,7 @@ class ParameterCount:
             self.buffers * times,
             self.typed * times,
             self.padding * times,
+            self.narrow * times,
         )
 
 
@@ -72,28 +76,23 @@ def _columns(
 ) -> ParameterCount:
     """A matrix that ranks split by its outputs, with its bias; several of these ``widths``."""
     biases = outputs if bias else 0
-    return ParameterCount(
-        inputs * outputs,
-        outputs,
-        biases,
-        inputs * outputs + biases,
-        padding=_padding(inputs, *(widths or (outputs,))),
-    )
+    count = ParameterCount(inputs * outputs, outputs, biases, inputs * outputs + biases)
+    return count + _panels(inputs, *(widths or (outputs,)))
 
 
 def _rows(inputs: int, outputs: int, *, bias: bool = False) -> ParameterCount:
     """A matrix that ranks split by its inputs; each has the whole bias."""
-    return ParameterCount(
-        inputs * outputs,
-        outputs,
-        outputs if bias else 0,
-        inputs * outputs,
-        padding=_padding(inputs, outputs),
-    )
+    count = ParameterCount(inputs * outputs, outputs, outputs if bias else 0, inputs * outputs)
+    return count + _panels(inputs, outputs)
 
 
-def _padding(inputs: int, *widths: int) -> int:
-    return inputs * sum(-width % PANEL for width in widths)
+def _panels(inputs: int, *widths: int, least: int = PANEL) -> ParameterCount:
+    """What whole panels add to matrices of so many columns and of these rows each. One of fewer
+    rows than ``least`` would be mostly padding: it is packed only where it is quantized.
+    """
+    added = [inputs * (-width % PANEL) for width in widths if width >= least]
+    total = inputs * sum(-width % PANEL for width in widths)
+    return ParameterCount(padding=sum(added), narrow=total - sum(added))
 
 
 def count_layer(
@@ -122,15 +121,11 @@ def count_layer(
         attention = _attention(s, family, heads, keeps=keeps)
     if mixes(family, kind):
         mixer = MIXERS[family.mixer](s)
-        padding = sum(_padding(columns, rows) for rows, columns in mixer.products)
         attention += ParameterCount(
-            mixer.matrices,
-            mixer.channels,
-            mixer.rest,
-            wide=mixer.wide,
-            typed=mixer.buffers,
-            padding=padding,
+            mixer.matrices, mixer.channels, mixer.rest, wide=mixer.wide, typed=mixer.buffers
         )
+        for rows, columns in mixer.products:
+            attention += _panels(columns, rows, least=PANEL // 2)
     if family.sinks or (family.windowed_sinks and windowed):
         attention += ParameterCount(rest=heads.query, wide=heads.query * family.wide_sinks)
     tables = ParameterCount(buffers=2 * (-(-heads.dim // 2)) * family.layer_rotary)
@@ -194,9 +189,8 @@ def _beside(s: ConfigReader, family: Family) -> ParameterCount:
     laurel = s.integer(family.laurel, low=0) if family.laurel else 0
     for inner, normed in ((layer_input_width(s, family), hidden), (laurel, 0)):
         if inner:
-            padding = _padding(hidden, inner) + _padding(inner, hidden)
-            size = 2 * hidden * inner
-            count += ParameterCount(size, hidden + inner, normed, padding=padding)
+            count += ParameterCount(2 * hidden * inner, hidden + inner, normed)
+            count += _panels(hidden, inner) + _panels(inner, hidden)
     if family.streams:
         streams = s.integer(family.streams)
         coefficients = ParameterCount(streams**2 + streams**3, streams + streams**2)
@@ -328,7 +322,7 @@ def _experts(s: ConfigReader, family: Family) -> tuple[ParameterCount, int]:
     expert += _rows(inner, taken, bias=family.expert_bias)
     # The router is never quantized. No linear layer holds the matrices of experts.
     per_expert = hidden + family.expert_bias + family.router_bias
-    count = replace(expert, padding=0) * experts + ParameterCount(
+    count = replace(expert, padding=0, narrow=0) * experts + ParameterCount(
         rest=experts * per_expert + hidden * family.sum_bias,
         wide=experts * per_expert * family.wide_router,
         wide_norms=experts * family.router_bias * family.wide_qk_norms,
@@ -381,7 +375,7 @@ def _looped_width(family: Family, hidden: int, inner: int, experts: int, chosen:
 
 def _dense(s: ConfigReader, family: Family, inner: int) -> ParameterCount:
     hidden, bias = s.integer("hidden_size"), s.flag_or_constant(family.mlp_bias)
-    widths = (inner,) * (2 if family.gated else 1)
+    widths = (2 * inner,) if family.joined_gate else (inner,) * (2 if family.gated else 1)
     columns = _columns(hidden, sum(widths), bias=bias, widths=widths)
     return columns + _rows(inner, hidden, bias=bias)
 

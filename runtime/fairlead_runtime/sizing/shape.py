@@ -119,7 +119,8 @@ class ModelShape:
     largest_layer: int  # the most of them in one layer
     layer_channels: int  # output rows of those matrices: one scale each when quantized
     most_channels: int  # the most of them in one layer
-    padding: int  # elements of rows that make whole panels of each of them
+    padding: int  # elements of rows that make whole panels of those that are packed in any model
+    narrow_padding: int  # the same of those of few rows, which are packed where quantized
     # Of a checkpoint in int4: scales of groups of columns, the columns of one (0: all of a row's),
     # and columns that a product orders.
     int4_groups: int
@@ -281,6 +282,7 @@ class ModelShape:
             layer_channels=body.channels,
             most_channels=max(c.channels for c, _, _ in counts),
             padding=body.padding,
+            narrow_padding=body.narrow,
             int4_groups=stored.int4_groups(
                 body.matrices, body.channels, (hidden, most.query_width, *inners)
             ),
@@ -374,7 +376,10 @@ class ModelShape:
             largest_layer=_largest_layer(matrices),
             layer_channels=channels,
             most_channels=channels,
-            padding=sum(d[-1] * (-d[-2] % PANEL) for _, d in matrices if len(d) == 2),
+            padding=sum(
+                d[1] * (-d[0] % PANEL) for _, d in matrices if len(d) == 2 and d[0] >= PANEL
+            ),
+            narrow_padding=0,
             int4_groups=stored.int4_groups(in_layers, channels, {d[-1] for _, d in matrices}),
             int4_group_size=stored.int4_group_size,
             # Matrices that share their input may share one.

@@ -448,7 +448,7 @@ def _packed_weights(shape: ModelShape, config: EngineConfig, element: int) -> in
     plain = (shape.parameters + (rows - shape.vocab) * shape.hidden) * element
     if config.quantization == "none":
         return plain + panel_rows(shape) * element
-    plain += panel_rows(shape) if shape.states else 0
+    plain += panel_rows(shape) + shape.narrow_padding if shape.states else 0
     matrices, channels = shape.layer_matrices, shape.layer_channels
     if not shape.quantized and element == 4 and not shape.states:
         matrices, channels = matrices + rows * shape.hidden, channels + shape.vocab
@@ -457,7 +457,7 @@ def _packed_weights(shape: ModelShape, config: EngineConfig, element: int) -> in
 
 def panel_rows(shape: ModelShape) -> int:
     """Elements, at most, of the rows that make whole panels of the layers' matrices, where the
-    model's own code multiplies by them: as many where all of them are packed, in the widest panels.
+    model's own code multiplies by them: as many in the widest panels.
     """
     return 0 if shape.slab_width else shape.padding
 

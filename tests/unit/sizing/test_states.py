@@ -3,6 +3,7 @@ device, and the plan of states beside keys.
 """
 
 import json
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from fairlead_runtime.device.model.state_layers import state_mixers
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
 from fairlead_runtime.sizing.arithmetic import PANEL
 from fairlead_runtime.sizing.config_json import ShapeError
@@ -80,7 +82,7 @@ CASES: dict[str, tuple[dict[str, Any], ...]] = {
     "qwen3_5_text": (
         DELTA,
         DELTA | {"attention_bias": True, "layer_types": LINEAR, "tie_word_embeddings": True},
-        DELTA | {"full_attention_interval": 3},
+        DELTA | {"full_attention_interval": 3, "linear_num_value_heads": 18},
     ),
     "qwen3_5_moe_text": (DELTA | SHARED, DELTA | SHARED | {"layer_types": LINEAR}),
     "olmo_hybrid": (
@@ -209,13 +211,27 @@ def test_rows_that_make_whole_panels_are_those_of_the_linear_layers(family: str,
     _, model = build(config)
     # A single row is never packed, and the head counts apart.
     apart = ("shared_expert_gate", "lm_head")
-    linears = [
-        module
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and not name.endswith(apart)
-    ]
-    expected = sum(-x.out_features % PANEL * x.in_features for x in linears)
-    assert ModelShape.from_config(config).padding == expected > 0
+    mixers = {part for mixer in state_mixers(model).values() for part in mixer.modules()}
+    padding = Counter[bool]()
+    for name, x in model.named_modules():
+        if isinstance(x, torch.nn.Linear) and not name.endswith(apart):
+            least = PANEL // 2 if x in mixers else PANEL
+            padding[x.out_features >= least] += -x.out_features % PANEL * x.in_features
+    shape = ModelShape.from_config(config)
+    assert (shape.padding, shape.narrow_padding) == (padding[True], padding[False])
+    assert shape.padding > 0
+
+
+def test_matrices_of_few_rows_are_planned_in_panels_where_they_are_quantized() -> None:
+    shape, cpu = ModelShape.from_config(config_of("qwen3_5_text", 0)), DeviceFacts("cpu", GIB << 6)
+    assert shape.narrow_padding > 0
+    for name in ("none", "int8"):
+        config = EngineConfig(quantization=name, max_batch_tokens=64)
+        planned = [
+            plan_memory(each, config, cpu).terms["weights"]
+            for each in (shape, replace(shape, narrow_padding=0))
+        ]
+        assert planned[0] - planned[1] == shape.narrow_padding * (name == "int8")
 
 
 @pytest.mark.parametrize("family", sorted(WITH_STATES))

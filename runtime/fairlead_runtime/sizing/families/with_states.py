@@ -217,6 +217,7 @@ WITH_STATES: Mapping[str, Family] = {
         full_rule=never,
         experts="intermediate_size",
         shared_experts=(1, "shared_intermediate_size"),
+        joined_gate=True,
         logit_copies=2,
         variant=_of_granite,
         **ATTENTION_BIAS,
