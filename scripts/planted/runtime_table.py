@@ -603,8 +603,8 @@ BUGS = (
     PackageBug(
         "projections of keys are counted that a layer has not",
         "fairlead_runtime.sizing.parameters:_attention",
-        "keys = _columns(hidden, made, bias=bias) if keeps else ParameterCount()",
-        "keys = _columns(hidden, made, bias=bias)",
+        "keys = _columns(hidden, made, bias=bias, widths=widths) if keeps else ParameterCount()",
+        "keys = _columns(hidden, made, bias=bias, widths=widths)",
         SHAPES,
     ),
     PackageBug(
@@ -5114,7 +5114,7 @@ BUGS = (
     PackageBug(
         "a plan knows no rows that fill the panels of a mixer's int8 weights",
         "fairlead_runtime.sizing.weight_bytes:_packed_weights",
-        "plain += panel_rows(shape) if shape.states else 0",
+        "plain += panel_rows(shape) + shape.narrow_padding if shape.states else 0",
         "pass",
         ("functional/engine/test_states.py",),
     ),

@@ -443,10 +443,10 @@ BUGS = (
         SIZES,
     ),
     PackageBug(
-        "the gates of queries have no bias",
+        "the gates of queries are not counted",
         "fairlead_runtime.sizing.parameters:_attention",
-        "bias=family.gate_in_queries and bias",
-        "bias=False",
+        "q * (1 + family.gate_in_queries)",
+        "q",
         SIZES,
     ),
     PackageBug(

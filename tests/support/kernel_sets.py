@@ -5,7 +5,7 @@ import torch
 
 from fairlead_kernels.cpu import cpu_operations, library
 from fairlead_kernels.interface.not_available import NotAvailableError
-from fairlead_runtime.sizing.weight_bytes import PANEL
+from fairlead_runtime.sizing.arithmetic import PANEL
 from support.full import LONG_FORM
 
 

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from fairlead_runtime.models import text_model
-from support import tiny, tiny_any
+from support import tiny, tiny_any, tiny_mixture
 
 _LINEAR, _FULL, _CONV = "linear_attention", "full_attention", "conv"
 _DELTA = {
@@ -108,12 +108,15 @@ def settings_of(family: str, **overrides: Any) -> dict[str, Any]:
 
 def build(family: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """A random model of ``family`` in float32 on the CPU, in eval mode, eager attention. Equal
-    arguments give equal weights.
+    arguments give equal weights. ``mixture``: what ``tiny_mixture`` changes of one of LFM3.
     """
+    mixture = overrides.pop("mixture", None)
     config = config_of(family, **overrides)
     model = text_model.class_of(config)._from_config(
         config, dtype=torch.float32, attn_implementation="eager"
     )
+    if mixture is not None:
+        tiny_mixture.change(model, **mixture)
     fill(model, seed)
     if model.generation_config is not None:
         model.generation_config.pad_token_id = 0

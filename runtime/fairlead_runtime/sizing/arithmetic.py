@@ -4,6 +4,7 @@ import itertools
 from typing import Any
 
 _CONTAINERS = (dict, list)
+PANEL = 32  # rows of a packed matrix come in multiples of it, at most
 DEEPEST_JSON = 64  # levels of a JSON object from outside; what walks it calls itself for each
 
 

@@ -21,6 +21,7 @@ class Family:
     out_bias: bool | str = False
     mlp_bias: bool | str = False
     gated: bool = True
+    joined_gate: bool = False  # a layer of a family with states has gate and up in one matrix
     # Tensors of the MLP's inner width alive at once; measured, see the profiling run.
     mlp_copies: int = 3
     half_mlp_copies: int = 0  # the same in 16 bits, where some are in float32 and count as two

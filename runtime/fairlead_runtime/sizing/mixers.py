@@ -17,15 +17,15 @@ CHUNK = 64  # tokens of a chunk of the gated delta rule, in transformers' code
 
 @dataclass(frozen=True, slots=True)
 class Mixer:
-    """Parameters in ``matrices``, with so many output rows (``channels``), and all others
-    (``rest``); ``alive``: elements in float32 that it keeps of each token, measured at most;
+    """Rows and columns of the matrices that it multiplies by (``products``), and all other
+    parameters (``rest``); ``alive``: elements in float32 that it keeps of each token, measured at
+    most;
     ``chunk``: a row's tokens are filled up to a multiple of it; ``wide``: of ``rest``, those that
     its class makes in float32, whatever the model's type; ``reads_weights``: its code reads those
     of its linear layers itself.
     """
 
-    matrices: int
-    channels: int
+    products: tuple[tuple[int, int], ...]
     rest: int
     alive: int
     state: tuple[StatePart, ...]
@@ -34,10 +34,20 @@ class Mixer:
     wide: int = 0
     reads_weights: bool = False
 
+    @property
+    def matrices(self) -> int:
+        """Parameters in its matrices."""
+        return sum(rows * columns for rows, columns in self.products)
+
+    @property
+    def channels(self) -> int:
+        """Output rows of its matrices."""
+        return sum(rows for rows, _ in self.products)
+
 
 def gated_delta(s: ConfigReader) -> Mixer:
-    """Of Qwen3-Next, Qwen3.5 and OLMo Hybrid, which make as many projections of different widths.
-    Sizes that a configuration leaves out are those of OLMo Hybrid.
+    """Of Qwen3.5, which makes queries, keys and values in one product. Sizes that a configuration
+    leaves out are those of OLMo Hybrid.
     """
     hidden = s.integer("hidden_size")
     keys = s.optional("linear_num_key_heads") or s.heads
@@ -49,12 +59,11 @@ def gated_delta(s: ConfigReader) -> Mixer:
         raise ShapeError("linear_num_value_heads", problem)
     key, value = keys * key_dim, values * value_dim
     mixed, kernel = 2 * key + value, s.integer("linear_conv_kernel_dim")
-    made = mixed + value + 2 * values  # queries, keys and values; their gate, decay and strength
     # Queries, keys and values of all heads, scaled and decayed, and the products within a chunk.
     chunked = values * (6 * key_dim + 5 * value_dim + 5 * CHUNK)
     return Mixer(
-        matrices=hidden * (made + value),
-        channels=made + hidden,
+        # Queries, keys and values; their gate, decay and strength.
+        products=(*((rows, hidden) for rows in (mixed, value, values, values)), (hidden, value)),
         rest=mixed * kernel + 2 * values + value_dim,
         alive=3 * mixed + 2 * value + chunked,
         state=(
@@ -66,8 +75,21 @@ def gated_delta(s: ConfigReader) -> Mixer:
 
 
 def olmo_gated_delta(s: ConfigReader) -> Mixer:
-    """Of OLMo Hybrid, whose decays are float32."""
-    return replace(gated_delta(s), wide=s.optional("linear_num_value_heads") or s.heads)
+    """Of OLMo Hybrid, which makes queries, keys and values apart, and whose decays are float32."""
+    mixer = gated_delta(s)
+    (mixed, hidden), *rest = mixer.products
+    value, _ = rest[0]
+    key = (mixed - value) // 2
+    products = ((key, hidden), (key, hidden), (value, hidden), *rest)
+    return replace(mixer, products=products, wide=s.optional("linear_num_value_heads") or s.heads)
+
+
+def joined_gated_delta(s: ConfigReader) -> Mixer:
+    """Of Qwen3-Next, which makes their gate in the same product, and both of the other two."""
+    mixer = gated_delta(s)
+    (mixed, hidden), (gate, _), (decay, _), (strength, _), out = mixer.products
+    products = ((mixed + gate, hidden), (decay + strength, hidden), out)
+    return replace(mixer, products=products)
 
 
 # Names of the settings of Mamba 2 in its own family; others have their own for them.
@@ -121,7 +143,8 @@ def falcon_mamba2(s: ConfigReader) -> Mixer:
     inner = s.optional("mamba_d_ssm")
     names = _PREFIXED | {"out_bias": "projectors_bias"}
     mixer = _mamba2(s, names, inner=inner, normed=s.flag("mamba_rms_norm"))
-    return replace(mixer, buffers=mixer.channels - s.integer("hidden_size"))  # a factor for each
+    (rows, _), _ = mixer.products
+    return replace(mixer, buffers=rows)  # a factor for each
 
 
 def _mamba2(
@@ -148,8 +171,7 @@ def _mamba2(
     # of queries and keys, with their decays.
     chunked = heads * (4 * state + 4 * dim + 4 * chunk) + 2 * heads * dim * state // chunk
     return Mixer(
-        matrices=hidden * (made + inner),
-        channels=made + hidden,
+        products=((made, hidden), (hidden, inner)),
         rest=mixed * kernel + 3 * heads + inner * normed + biases,
         alive=2 * made + mixed + 2 * inner + chunked,
         state=(
@@ -187,10 +209,11 @@ def _mamba1(
     inner = inner or s.integer(expand) * hidden
     rank = -(-hidden // 16) if s.get(rank_setting) == "auto" else s.integer(rank_setting)
     biases = inner * s.flag(conv_bias) + (2 * inner + hidden) * s.flag(bias)
-    matrices = 3 * hidden * inner + inner * (rank + 2 * state) + rank * inner
     return Mixer(
-        matrices=matrices,
-        channels=2 * inner + rank + 2 * state + inner + hidden,
+        products=(
+            *((2 * inner, hidden), (rank + 2 * state, inner)),
+            *((inner, rank), (hidden, inner)),
+        ),
         # The kernel of the convolution, the bias of the time step, decays and what passes by.
         rest=inner * kernel + inner + inner * state + inner + (rank + 2 * state) * normed + biases,
         alive=6 * inner + 7 * inner * state // 2,
@@ -208,8 +231,7 @@ def short_convolution(s: ConfigReader) -> Mixer:
     """Of LFM2 and LFM3."""
     hidden, kernel, bias = s.integer("hidden_size"), s.integer("conv_L_cache"), s.flag("conv_bias")
     return Mixer(
-        matrices=4 * hidden * hidden,
-        channels=4 * hidden,
+        products=((3 * hidden, hidden), (hidden, hidden)),
         rest=hidden * kernel + 5 * hidden * bias,
         alive=8 * hidden,
         state=(StatePart("conv", (hidden, kernel - 1), ""),),
@@ -221,8 +243,7 @@ def lightning(s: ConfigReader) -> Mixer:
     hidden, heads, dim = s.integer("hidden_size"), s.heads, s.head_dim
     inner, block = heads * dim, s.integer("block_size")
     return Mixer(
-        matrices=5 * hidden * inner,
-        channels=4 * inner + hidden,
+        products=((3 * inner, hidden), (inner, hidden), (hidden, inner)),
         rest=inner,
         alive=9 * inner + 2 * heads * block,
         state=(StatePart("recurrent", (heads, dim, dim), ""),),
@@ -233,6 +254,7 @@ def lightning(s: ConfigReader) -> Mixer:
 
 MIXERS: Mapping[str, Callable[[ConfigReader], Mixer]] = {
     "gated_delta": gated_delta,
+    "joined_gated_delta": joined_gated_delta,
     "olmo_gated_delta": olmo_gated_delta,
     "mamba2": mamba2,
     "prefixed_mamba2": prefixed_mamba2,

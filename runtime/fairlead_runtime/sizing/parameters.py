@@ -3,8 +3,10 @@
 Counts layers as transformers builds them; embeddings and the final norm are ``shape``'s.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from fairlead_runtime.sizing.arithmetic import PANEL
 from fairlead_runtime.sizing.config_json import ConfigReader, ShapeError
 from fairlead_runtime.sizing.family import Family
 from fairlead_runtime.sizing.layer_heads import LayerHeads
@@ -21,7 +23,9 @@ class ParameterCount:
     rows of those matrices, ``rest`` all others (norms, biases, sinks). Of all these, ranks that
     share the model divide ``sharded`` evenly, and ``kv``, those of keys and values, by heads.
     ``wide``: those that a model in 16 bits keeps in float32, ``wide_norms``: further ones in
-    float16; numbers beside all these: ``buffers`` in float32 in any model, ``typed`` in its type.
+    float16; numbers beside all these: ``buffers`` in float32 in any model, ``typed`` in its type,
+    and what whole panels add to the matrices of torch's linear layers, ``padding`` to those that
+    are packed in any model, ``narrow`` to those that are so where they are quantized.
     """
 
     matrices: int = 0
@@ -33,6 +37,8 @@ class ParameterCount:
     wide_norms: int = 0
     buffers: int = 0
     typed: int = 0
+    padding: int = 0
+    narrow: int = 0
 
     def __add__(self, addend: "ParameterCount") -> "ParameterCount":
         return ParameterCount(
@@ -45,6 +51,8 @@ class ParameterCount:
             self.wide_norms + addend.wide_norms,
             self.buffers + addend.buffers,
             self.typed + addend.typed,
+            self.padding + addend.padding,
+            self.narrow + addend.narrow,
         )
 
     def __mul__(self, times: int) -> "ParameterCount":
@@ -58,18 +66,33 @@ class ParameterCount:
             self.wide_norms * times,
             self.buffers * times,
             self.typed * times,
+            self.padding * times,
+            self.narrow * times,
         )
 
 
-def _columns(inputs: int, outputs: int, *, bias: bool = False) -> ParameterCount:
-    """A matrix that ranks split by its outputs, with its bias."""
+def _columns(
+    inputs: int, outputs: int, *, bias: bool = False, widths: Sequence[int] = ()
+) -> ParameterCount:
+    """A matrix that ranks split by its outputs, with its bias; several of these ``widths``."""
     biases = outputs if bias else 0
-    return ParameterCount(inputs * outputs, outputs, biases, inputs * outputs + biases)
+    count = ParameterCount(inputs * outputs, outputs, biases, inputs * outputs + biases)
+    return count + _panels(inputs, *(widths or (outputs,)))
 
 
 def _rows(inputs: int, outputs: int, *, bias: bool = False) -> ParameterCount:
     """A matrix that ranks split by its inputs; each has the whole bias."""
-    return ParameterCount(inputs * outputs, outputs, outputs if bias else 0, inputs * outputs)
+    count = ParameterCount(inputs * outputs, outputs, outputs if bias else 0, inputs * outputs)
+    return count + _panels(inputs, outputs)
+
+
+def _panels(inputs: int, *widths: int, least: int = PANEL) -> ParameterCount:
+    """What whole panels add to matrices of so many columns and of these rows each. One of fewer
+    rows than ``least`` would be mostly padding: it is packed only where it is quantized.
+    """
+    added = [inputs * (-width % PANEL) for width in widths if width >= least]
+    total = inputs * sum(-width % PANEL for width in widths)
+    return ParameterCount(padding=sum(added), narrow=total - sum(added))
 
 
 def count_layer(
@@ -101,6 +124,8 @@ def count_layer(
         attention += ParameterCount(
             mixer.matrices, mixer.channels, mixer.rest, wide=mixer.wide, typed=mixer.buffers
         )
+        for rows, columns in mixer.products:
+            attention += _panels(columns, rows, least=PANEL // 2)
     if family.sinks or (family.windowed_sinks and windowed):
         attention += ParameterCount(rest=heads.query, wide=heads.query * family.wide_sinks)
     return attention + mlp + norms + _beside(s, family), width, inner
@@ -164,6 +189,7 @@ def _beside(s: ConfigReader, family: Family) -> ParameterCount:
     for inner, normed in ((layer_input_width(s, family), hidden), (laurel, 0)):
         if inner:
             count += ParameterCount(2 * hidden * inner, hidden + inner, normed)
+            count += _panels(hidden, inner) + _panels(inner, hidden)
     if family.streams:
         streams = s.integer(family.streams)
         coefficients = ParameterCount(streams**2 + streams**3, streams + streams**2)
@@ -230,15 +256,17 @@ def _attention(
     hidden, q, kv = s.integer("hidden_size"), heads.query_width, heads.key_width
     bias = s.flag_or_constant(family.qkv_bias)
     made = kv if heads.one_product else heads.width
-    keys = _columns(hidden, made, bias=bias) if keeps else ParameterCount()
-    count = _columns(hidden, q, bias=bias) + replace(keys, sharded=0, kv=keys.sharded)
+    widths = (kv,) if heads.one_product else (kv, heads.value_width)
+    keys = _columns(hidden, made, bias=bias, widths=widths) if keeps else ParameterCount()
+    queries = _columns(hidden, q * (1 + family.gate_in_queries), bias=bias)
+    count = queries + replace(keys, sharded=0, kv=keys.sharded)
     count += _rows(heads.attended_width, hidden, bias=s.flag_or_constant(family.out_bias))
     if family.qk_norm and (not family.qk_norm_if or s.flag(family.qk_norm_if)):
         normed = (heads.dim, heads.dim) if family.qk_norm == "head" else (q, kv)
         weights = (sum(normed) if keeps else normed[0]) * (2 if family.qk_norm_bias else 1)
         count += ParameterCount(rest=weights, wide_norms=weights * family.wide_qk_norms)
-    if family.gate_in_queries or s.flag_or_constant(family.out_gate):
-        count += _columns(hidden, q, bias=family.gate_in_queries and bias)
+    if s.flag_or_constant(family.out_gate):
+        count += _columns(hidden, q)
     if family.head_gate_if and s.flag(family.head_gate_if):
         count += _columns(hidden, heads.query)
     rest = heads.query * family.out_gate_bias + (hidden if family.inner_norms else 0)
@@ -258,6 +286,13 @@ def _expert_attention(s: ConfigReader, heads: LayerHeads) -> ParameterCount:
 def has_experts(s: ConfigReader, family: Family) -> bool:
     """Whether its layers have experts."""
     return bool(family.experts) and (not family.experts_if or s.flag(family.experts_if))
+
+
+def has_mixtures(s: ConfigReader, family: Family, kinds: Sequence[str]) -> bool:
+    """Whether some layer of a family with states, of these kinds, has experts."""
+    return has_experts(s, family) and any(
+        kind == "moe" or _sparse(s, family, index) for index, kind in enumerate(kinds)
+    )
 
 
 def _mlp(
@@ -287,9 +322,9 @@ def _experts(s: ConfigReader, family: Family) -> tuple[ParameterCount, int]:
     taken = latent or hidden
     expert = _columns(taken, (2 if family.gated else 1) * inner, bias=family.expert_bias)
     expert += _rows(inner, taken, bias=family.expert_bias)
-    # The router is never quantized.
+    # The router is never quantized. No linear layer holds the matrices of experts.
     per_expert = hidden + family.expert_bias + family.router_bias
-    count = expert * experts + ParameterCount(
+    count = replace(expert, padding=0, narrow=0) * experts + ParameterCount(
         rest=experts * per_expert + hidden * family.sum_bias,
         wide=experts * per_expert * family.wide_router,
         wide_norms=experts * family.router_bias * family.wide_qk_norms,
@@ -342,7 +377,8 @@ def _looped_width(family: Family, hidden: int, inner: int, experts: int, chosen:
 
 def _dense(s: ConfigReader, family: Family, inner: int) -> ParameterCount:
     hidden, bias = s.integer("hidden_size"), s.flag_or_constant(family.mlp_bias)
-    columns = _columns(hidden, (2 if family.gated else 1) * inner, bias=bias)
+    widths = (2 * inner,) if family.joined_gate else (inner,) * (2 if family.gated else 1)
+    columns = _columns(hidden, sum(widths), bias=bias, widths=widths)
     return columns + _rows(inner, hidden, bias=bias)
 
 

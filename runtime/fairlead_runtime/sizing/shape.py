@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from fairlead_runtime.sizing.arithmetic import PANEL
 from fairlead_runtime.sizing.checkpoint_formats import published
 from fairlead_runtime.sizing.config_json import (
     EXPERTS,
@@ -33,7 +34,7 @@ from fairlead_runtime.sizing.layer_heads import (
 )
 from fairlead_runtime.sizing.layer_kinds import FULL, SLIDING, attends, kinds_of, mixes
 from fairlead_runtime.sizing.layer_windows import sources_of, windows_by_kind, windows_of
-from fairlead_runtime.sizing.mixers import MIXERS
+from fairlead_runtime.sizing.mixers import MIXERS, Mixer
 from fairlead_runtime.sizing.parameters import (
     ParameterCount,
     count_last_norm,
@@ -42,6 +43,7 @@ from fairlead_runtime.sizing.parameters import (
     experts_width,
     has_experts,
     has_flat_norm,
+    has_mixtures,
     layers_with_keys,
     numbers_outside,
 )
@@ -118,6 +120,9 @@ class ModelShape:
     layer_matrices: int  # parameters in the layers' matrices: what quantization packs
     largest_layer: int  # the most of them in one layer
     layer_channels: int  # output rows of those matrices: one scale each when quantized
+    most_channels: int  # the most of them in one layer
+    padding: int  # elements of rows that make whole panels of those that are packed in any model
+    narrow_padding: int  # the same of those of few rows, which are packed where quantized
     # Of a checkpoint in int4: scales of groups of columns, the columns of one (0: all of a row's),
     # and columns that a product orders.
     int4_groups: int
@@ -202,10 +207,14 @@ class ModelShape:
             check_types(heads, windowed)
         attending = [layer for layer, kind in enumerate(kinds) if attends(kind)]
         mixing = [layer for layer, kind in enumerate(kinds) if mixes(family, kind)]
-        experts = has_experts(s, family)
+        experts = has_mixtures(s, family, kinds) if family.mixer else has_experts(s, family)
+        mixer = MIXERS[family.mixer](s) if mixing else None
         unfused = STATES if mixing else _unfused(family, heads, experts=experts)
         plain = unfused or ("layers that no kernel fuses" if family.fuses_nowhere else "")
-        stored = _quantized(config, family, plain)
+        unserved = plain if mixer is None else _in_no_linear(mixer, experts=experts)
+        stored = _quantized(config, family, unserved)
+        if mixer is not None and stored.format == "int4":
+            raise QuantizedError(KEY, f"4-bit {STATES} are not supported: 8-bit ones are")
         tied = s.flag("tie_word_embeddings")
         if stored.format == "mxfp4":
             _check_blocks({"hidden_size": hidden, family.experts: s.integer(family.experts)})
@@ -226,7 +235,6 @@ class ModelShape:
             sources = tuple(i if attends(kind) else NO_KEYS for i, kind in enumerate(kinds))
         else:
             sources = sources_of(windows, layers_with_keys(s, family), family.shared)
-        mixer = MIXERS[family.mixer](s) if mixing else None
         keys = sum(heads[layer].width for layer in live_layers(windows, sources))
         beside, inside = widths_beside(s, family, layers, keys)
         most_inside = max(width for _, width, _ in counts)
@@ -276,6 +284,9 @@ class ModelShape:
             layer_matrices=body.matrices,
             largest_layer=max(c.matrices for c, _, _ in counts),
             layer_channels=body.channels,
+            most_channels=max(c.channels for c, _, _ in counts),
+            padding=body.padding,
+            narrow_padding=body.narrow,
             int4_groups=stored.int4_groups(
                 body.matrices, body.channels, (hidden, most.query_width, *inners)
             ),
@@ -369,6 +380,11 @@ class ModelShape:
             layer_matrices=in_layers,
             largest_layer=_largest_layer(matrices),
             layer_channels=channels,
+            most_channels=channels,
+            padding=sum(
+                d[1] * (-d[0] % PANEL) for _, d in matrices if len(d) == 2 and d[0] >= PANEL
+            ),
+            narrow_padding=0,
             int4_groups=stored.int4_groups(in_layers, channels, {d[-1] for _, d in matrices}),
             int4_group_size=stored.int4_group_size,
             # Matrices that share their input may share one.
@@ -395,6 +411,15 @@ def _unfused(family: Family, heads: Sequence[LayerHeads], *, experts: bool) -> s
     if is_mixed(heads) or heads[0].value_dim != heads[0].dim:
         return "layers with heads of several sizes"
     return "layers with inputs of their own" if family.layer_inputs else ""
+
+
+def _in_no_linear(mixer: Mixer, *, experts: bool) -> str:
+    """What of a model with such mixers no linear layer holds, so that a quantized checkpoint is not
+    served; "" for nothing.
+    """
+    if experts:
+        return f"experts beside {STATES}"
+    return f"{STATES} whose code reads their weights" if mixer.reads_weights else ""
 
 
 def _quantized(config: Mapping[str, Any], family: Family, unfused: str) -> Published:

@@ -46,6 +46,10 @@ _MATRICES = (
     *("self_attn.query_key_value", "attention.query_key_value", "attention.dense", "fc1", "fc2"),
     *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "mlp.gate_up_proj", "mlp.c_fc"),
     *("mlp.dense_h_to_4h", "mlp.dense_4h_to_h", "attn.c_attn", "attn.c_proj", "mlp.c_proj"),
+    # Of layers with states.
+    *("linear_attn.in_proj_qkv", "linear_attn.in_proj_z", "linear_attn.in_proj_b"),
+    *("linear_attn.in_proj_a", "linear_attn.out_proj", "conv.in_proj", "conv.out_proj"),
+    *("self_attn.g_proj", "feed_forward.w1", "feed_forward.w2", "feed_forward.w3"),
 )
 _NUMBER = re.compile(r"\d+")
 # Patterns that do not take long to try on names: these signs, and so few of those that branch.

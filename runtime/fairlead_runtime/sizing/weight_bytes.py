@@ -6,12 +6,11 @@ Owns what quantization, splitting and packing make of a shape's parameters. Pure
 from fairlead_kernels.formats.row_chunks import ELEMENTS
 from fairlead_kernels.packages.humming_memory import OWN_PAIR, PAIR, takes
 from fairlead_runtime.settings.engine_config import EngineConfig
-from fairlead_runtime.sizing.arithmetic import ceil_div
+from fairlead_runtime.sizing.arithmetic import PANEL, ceil_div
 from fairlead_runtime.sizing.config_json import DTYPE_BYTES
 from fairlead_runtime.sizing.element_types import bytes_of, dtype_of, packs_on_cpu
 from fairlead_runtime.sizing.shape import ModelShape
 
-PANEL = 32  # rows of a packed matrix come in multiples of it, at most
 FLOAT32 = DTYPE_BYTES["float32"]
 
 
@@ -96,7 +95,7 @@ def _packed_weights(shape: ModelShape, config: EngineConfig, element: int) -> in
     plain = (shape.parameters + (rows - shape.vocab) * shape.hidden) * element
     if config.quantization == "none":
         return plain + panel_rows(shape) * element
-    plain += panel_rows(shape) if shape.states else 0
+    plain += panel_rows(shape) + shape.narrow_padding if shape.states else 0
     matrices, channels = shape.layer_matrices, shape.layer_channels
     if not shape.quantized and element == 4 and not shape.states:
         matrices, channels = matrices + rows * shape.hidden, channels + shape.vocab
@@ -104,20 +103,10 @@ def _packed_weights(shape: ModelShape, config: EngineConfig, element: int) -> in
 
 
 def panel_rows(shape: ModelShape) -> int:
-    """Elements, at most, of the rows that make whole panels of a layer's matrices, where the
-    model's own code multiplies by them. Mixers have two at most whose rows are no whole panels: a
-    number for each head, or beside other widths.
+    """Elements, at most, of the rows that make whole panels of the layers' matrices, where the
+    model's own code multiplies by them: as many in the widest panels.
     """
-    if shape.slab_width:
-        return 0
-    rows = max(
-        (
-            sum(-width % PANEL for width in (kind.query_width, kind.key_width, kind.value_width))
-            for kind in shape.head_kinds
-        ),
-        default=0,
-    )
-    return shape.hidden * (shape.layers * rows + len(shape.states) * 2 * (PANEL - 1))
+    return 0 if shape.slab_width else shape.padding
 
 
 def widened(shape: ModelShape, config: EngineConfig, kind: str, tokens: int) -> int:
@@ -129,7 +118,8 @@ def widened(shape: ModelShape, config: EngineConfig, kind: str, tokens: int) -> 
         return 0
     element = bytes_of(shape, config)
     if shape.states:  # rows of a matrix as they are widened, and what they give beside all others'
-        return ELEMENTS * (4 + element) + tokens * shape.layer_channels // shape.layers * element
+        rows = min(ELEMENTS, shape.largest_layer) * (4 + element)
+        return rows + tokens * shape.most_channels * element
     projections = max((heads.projected_width for heads in shape.head_kinds), default=0)
     widest = ceil_div(max(2 * shape.mlp_width_unit, projections), config.tensor_parallel)
     largest = shape.hidden * widest

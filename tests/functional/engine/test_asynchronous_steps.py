@@ -33,11 +33,12 @@ from support.fake_engine import Clock, Collected
 from support.full import LONG_FORM
 from support.tiny_guides import ASKED, GUIDES
 
-# With states, on plain torch.
+# With states, on plain torch: one of each kind of state, also beside keys in one layer.
+_MORE = ("nemotron_h", "lfm2", "falcon_h1", "minimax")
 WITH_STATES = (
     "qwen3_5_text on torch",
     "falcon_mamba on torch",
-    *(pytest.param(f"{name} on torch", marks=pytest.mark.full) for name in ("nemotron_h", "lfm2")),
+    *(pytest.param(f"{name} on torch", marks=pytest.mark.full) for name in _MORE),
 )
 FAMILIES = ("llama", "gemma2", "gemma2 on Triton", "gemma2 on ranks", *WITH_STATES)
 LENGTHS, SHARED = (9, 21, 30, 14, 25), 12

@@ -38,8 +38,8 @@ from fairlead_runtime.device.warmup import profiling
 from fairlead_runtime.models import loading
 from fairlead_runtime.models.model_error import SelfTestError
 from fairlead_runtime.models.quantized import QuantizedLinear
+from fairlead_runtime.sizing.arithmetic import PANEL
 from fairlead_runtime.sizing.shape import ModelShape
-from fairlead_runtime.sizing.weight_bytes import PANEL
 from support import flashinfer_standin, tiny
 from support.engine_rig import attend_once, paged
 from support.full import LONG_FORM

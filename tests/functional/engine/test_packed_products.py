@@ -289,6 +289,19 @@ def test_a_mixers_matrix_of_half_a_panel_of_rows_is_packed_too() -> None:
     assert selftest.check(model, attention, expected).delta < 1e-4
 
 
+def test_products_of_tensors_with_the_same_numbers_are_not_of_one_input() -> None:
+    """Attention multiplies its input by 1 beside the mixer, which takes it as it is."""
+    model = paged("falcon_h1", attention_in_multiplier=1.0, ssm_in_multiplier=1.0)
+    attention, operations = kernels_of(model)
+    expected = selftest.Expected.of(model, 512)
+    fuse(model, operations)
+    layer: Any = model.model.model.layers[0]
+    products = [x.forward for x in (layer.self_attn.q_proj, layer.self_attn.v_proj)]
+    assert all(x.__qualname__.startswith("_Together") for x in products)
+    assert not layer.mamba.in_proj.forward.__qualname__.startswith("_Together")
+    assert selftest.check(model, attention, expected).delta < 1e-4
+
+
 @pytest.mark.parametrize("kind", ["mlp", "norm"])
 def test_a_block_that_does_more_stays_as_it_is(kind: str) -> None:
     model = paged("olmo2")
@@ -311,6 +324,32 @@ def test_a_module_with_a_forward_pass_of_its_own_keeps_it() -> None:
     own = mlp.forward = partial(mlp.forward)
     fuse(model, operations)
     assert vars(mlp)["forward"] is own
+
+
+def test_a_module_that_is_called_in_several_ways_stays_as_it_is() -> None:
+    """What takes a block's or a matrix's place has no name for its input."""
+    model = paged("olmo2")
+    attention, operations = kernels_of(model)
+    layer: Any = model.model.model.layers[1]
+    named = {
+        layer.mlp: "x",
+        layer.post_attention_layernorm: "hidden_states",
+        layer.self_attn.q_proj: "input",
+    }
+    forward = layer.forward
+
+    def twice(*inputs: Any, **settings: Any) -> Any:
+        out = forward(*inputs, **settings)
+        for module, name in named.items():
+            module(**{name: out})
+        return out
+
+    layer.forward = twice
+    expected = selftest.Expected.of(model, 512)
+    fused = fuse(model, operations)
+    assert fused.products.blocks > 0, fused
+    assert not {"forward"} & {name for module in named for name in vars(module)}
+    assert selftest.check(model, attention, expected).delta < 1e-4
 
 
 def test_a_block_that_gives_other_results_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,5 @@
-"""Any order of layers that keep keys, keys of a window, a state or nothing: greedy texts are
-transformers' ``generate``, whatever happens beside and before them.
+"""Any order of layers that keep keys, keys of a window, a state or nothing, or read the keys of
+another one: greedy texts are transformers' ``generate``, whatever happens beside and before them.
 
 Each draw makes a tiny model whose layers are of a random pattern, and serves a random workload in
 memory for one sequence and a little more: prompts that end at a block's end, one token behind it,
@@ -18,17 +18,20 @@ from fairlead_runtime.request.sequence import Request
 from fairlead_runtime.scheduling.plan import Finished, Limits
 from fairlead_runtime.scheduling.scheduler import Scheduler
 from fairlead_runtime.settings.engine_config import SchedulerType
+from fairlead_runtime.sizing.groups import NO_KEYS
 from support import tiny
 from support.bad_steps import BadSteps, Isolating
 from support.engine_rig import Rig, Setting, greedy
 from support.full import LONG_FORM
 
 DRAWS = 400 if LONG_FORM else 15
+MIXTURES = 60 if LONG_FORM else 2
 NEW = 20
 TIE = 1e-4
 MOST_STEPS = 4000
 POLICIES: tuple[SchedulerType, ...] = ("fifo", "fifo", "priority", "prefill_first")
 
+Pattern = Callable[[random.Random], dict[str, Any]]
 _STATE, _FULL, _WINDOW, _CONV = "linear_attention", "full_attention", "sliding_attention", "conv"
 
 
@@ -39,7 +42,7 @@ def _kinds(draw: random.Random, kinds: tuple[str, ...], *always: str) -> list[st
     return layers
 
 
-def _types(*kinds: str, always: tuple[str, ...]) -> Callable[[random.Random], dict[str, Any]]:
+def _types(*kinds: str, always: tuple[str, ...]) -> Pattern:
     def settings(draw: random.Random) -> dict[str, Any]:
         layers = _kinds(draw, kinds, *always)
         return {"layer_types": layers, "num_hidden_layers": len(layers)}
@@ -82,13 +85,32 @@ def _lfm3(draw: random.Random) -> dict[str, Any]:
     return _types(_CONV, _FULL, _WINDOW, always=(_CONV, _FULL, _WINDOW))(draw) | window
 
 
+def _mixture(draw: random.Random) -> dict[str, Any]:
+    """All kinds in one model, also heads of two numbers, and a state beside keys in one layer."""
+    layers = [_CONV] * 2 + [_FULL] * 3 + [_WINDOW] * 2
+    draw.shuffle(layers)
+    of = {kind: [i for i, own in enumerate(layers) if own == kind] for kind in layers}
+    pairs = draw.sample((_FULL, _WINDOW), draw.randint(1, 2))
+    mixture = {
+        "reads": {of[kind][-1]: draw.choice(of[kind][:-1]) for kind in pairs},
+        "narrow": of[_FULL if draw.random() < 0.7 else _WINDOW],
+        "beside": (draw.choice(of[_FULL] + of[_WINDOW]), draw.choice(of[_CONV])),
+    }
+    return {
+        "layer_types": layers,
+        "num_hidden_layers": len(layers),
+        "sliding_window": draw.choice((3, 8, 17)),
+        "mixture": mixture,
+    }
+
+
 def _falcon_h1(draw: random.Random) -> dict[str, Any]:
     return {"num_hidden_layers": draw.randint(1, 3), "mamba_chunk_size": draw.choice((4, 16))}
 
 
 _DELTA = _types(_STATE, _STATE, _FULL, always=(_STATE, _FULL))
 # By family: what a draw makes of its layers.
-PATTERNS: Mapping[str, Callable[[random.Random], dict[str, Any]]] = {
+PATTERNS: Mapping[str, Pattern] = {
     "qwen3_5_text": _DELTA,
     "nemotron_h": _nemotron,
     "lfm3": _lfm3,
@@ -219,17 +241,39 @@ def compare(engine: Rig, request: Request, got: list[int], want: list[int]) -> N
     assert min(margins) < TIE, f"token {same} of {request.id}: {got} in the place of {want}"
 
 
+def drawn(number: int, family: str, layers: Pattern, least: Callable[[Rig], bool]) -> Counter[str]:
+    """What happened in one draw of a model that has at ``least`` this."""
+    draw = random.Random(number)
+    settings = layers(draw)
+    try:
+        engine = Rig(family, ("cpu", "torch")[number % 2], **settings)
+        assert least(engine)
+        return serve(draw, engine)
+    except Exception as error:
+        error.add_note(f"draw {number}: {family} with {settings}")
+        raise
+
+
 def test_greedy_text_equals_transformers_for_any_pattern_of_layers() -> None:
     happened = Counter[str]()
     for number in range(DRAWS):
         family = [*PATTERNS][number % len(PATTERNS)]
-        draw = random.Random(number)
-        layers = PATTERNS[family](draw)
-        try:
-            happened += serve(draw, Rig(family, ("cpu", "torch")[number % 2], **layers))
-        except Exception as error:
-            error.add_note(f"draw {number}: {family} with {layers}")
-            raise
+        happened += drawn(number, family, PATTERNS[family], lambda _: True)
     # Each draw is of little memory; a form that never preempts would show nothing of it.
     for name in ("preemptions", "offloads", "hits", "failed", "aborts"):
         assert happened[name] >= DRAWS // 5, f"{name}: {happened}"
+
+
+def _has_all(engine: Rig) -> bool:
+    """Layers with heads of several numbers, some of which read others' keys, and some with none."""
+    model = engine.model
+    reads = [s not in (i, NO_KEYS) for i, s in enumerate(model.sources)]
+    return model.mixed and any(reads) and NO_KEYS in model.sources and len(model.states) == 2
+
+
+def test_greedy_text_equals_transformers_where_one_model_has_all_kinds_of_layers() -> None:
+    happened = Counter[str]()
+    for number in range(1011, 1011 + MIXTURES):  # the first few have all that is asked for
+        happened += drawn(number, "lfm3", _mixture, _has_all)
+    for name in ("preemptions", "offloads", "hits", "failed", "aborts"):
+        assert happened[name] > MIXTURES // 10, f"{name}: {happened}"

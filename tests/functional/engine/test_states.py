@@ -17,11 +17,14 @@ from fairlead_runtime.device.memory.storage import CacheStorage
 from fairlead_runtime.device.proof import selftest
 from fairlead_runtime.llm import LLM
 from fairlead_runtime.models import loading
+from fairlead_runtime.recording.record import RecordedScheduler, Recording
+from fairlead_runtime.recording.replay import replay
 from fairlead_runtime.request.sequence import SamplingParams
 from fairlead_runtime.scheduling.scheduler import Scheduler, SchedulerStats
 from fairlead_runtime.settings.engine_config import ConfigError
+from fairlead_runtime.sizing.arithmetic import PANEL
 from fairlead_runtime.sizing.shape import ModelShape
-from fairlead_runtime.sizing.weight_bytes import PANEL, panel_rows
+from fairlead_runtime.sizing.weight_bytes import panel_rows
 from support import tiny, tiny_states
 from support.bad_steps import BadSteps, Isolating
 from support.engine_rig import (
@@ -38,6 +41,7 @@ from support.engine_rig import (
 )
 from support.full import LONG_FORM
 from support.kernel_sets import PRODUCT_SETS, rows_to_a_panel
+from support.published import compressed_tensors, publish
 
 SETTINGS = {
     "offload": Setting(block_size=4, chunk=13, num_blocks=28, offload=True),
@@ -69,6 +73,24 @@ def test_greedy_text_equals_transformers_in_too_little_memory(family: str, kerne
     # States alone do not grow.
     assert stats.preemptions > 0 or not engine.groups, "no request was preempted"
     assert stats.prefix_hits > 0, "no prompt began with a snapshot"
+
+
+@pytest.mark.parametrize(
+    "family", ["nemotron_h", pytest.param("qwen3_5_text", marks=pytest.mark.full)]
+)
+def test_a_record_of_steps_of_states_that_fail_replays(family: str, tmp_path: Path) -> None:
+    """In C++, in too little memory; of what bounds time steps in prompts alone, too."""
+    engine, path = rig(family, "cpu"), tmp_path / "run.jsonl"
+    setting = SETTINGS["offload"]
+    scheduler = RecordedScheduler(engine.limits(setting), engine.groups, b"rig", path=path)
+    device = BadSteps(engine.runner(setting))
+    outcome = run_to_end(scheduler, Isolating(device), greedy_arrivals(7))
+    scheduler.close()
+    assert device.failed > 3
+    assert compare_texts(engine, greedy_arrivals(7), outcome).preemptions > 0
+    replayed = replay(Recording(path))
+    assert replayed.difference is None
+    assert replayed.steps == outcome.steps
 
 
 def test_a_prompt_that_is_scored_in_several_passes_of_one_step_keeps_its_state() -> None:
@@ -162,8 +184,8 @@ def test_rounded_weights_of_mixers_give_the_text_of_rounded_weights(
         ("qwen3_5_text", torch.float32, "int8"),
         ("mamba2", torch.bfloat16, "int8"),
         ("nemotron_h", torch.bfloat16, "none"),
-        *[("qwen3_5_text", torch.bfloat16, "none"), ("nemotron_h", torch.float32, "int8")]
-        * LONG_FORM,
+        ("nemotron_h", torch.float32, "int8"),
+        *[("qwen3_5_text", torch.bfloat16, "none")] * LONG_FORM,
     ],
 )
 def test_an_engine_serves_packed_products_of_mixers_as_planned(
@@ -173,18 +195,26 @@ def test_an_engine_serves_packed_products_of_mixers_as_planned(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """With rows to whole panels, of which the plan counts as many at most."""
+    """With rows to whole panels, of which the plan counts those of all matrices in the widest
+    ones.
+    """
     caplog.set_level(logging.INFO)
-    model: Any = tiny_states.build(family, vocab_size=288).to(dtype)
-    int8, head = quantization == "int8", model.get_output_embeddings()
+    int8, more = quantization == "int8", dict[str, Any]()
+    if int8 and family == "nemotron_h":  # experts would stay whole
+        kinds = ["linear_attention", "mlp", "full_attention", "linear_attention"]
+        more = {"layers_block_type": kinds, "num_hidden_layers": len(kinds)}
+    model: Any = tiny_states.build(family, vocab_size=288, **more).to(dtype)
+    head = model.get_output_embeddings()
     linears = [x.weight for x in model.modules() if type(x) is nn.Linear and x is not head]
     packed = [x for x in linears if x.numel() >= SMALLEST and (int8 or len(x) >= PANEL)]
     element = 1 if int8 else dtype.itemsize
     padding = element * sum(rows_to_a_panel(len(x)) * x.shape[1] for x in packed)
     name = str(dtype).removeprefix("torch.")
     shape = ModelShape.from_config(model.config.to_dict() | {"dtype": name})
-    planned = element * panel_rows(shape)
+    planned = element * panel_rows(shape) + shape.narrow_padding * int8
     assert 0 <= padding <= planned
+    counted = [x for x in linears if int8 or len(x) >= PANEL]
+    assert planned == element * sum(-len(x) % PANEL * x.shape[1] for x in counted)
     path = str(tiny.save(model, tmp_path))
     sizes = {"num_blocks": 100, "block_size": 8, "max_batch_tokens": 256, "max_requests": 4}
     with LLM(path, quantization=quantization, **sizes) as llm:
@@ -201,6 +231,46 @@ def test_an_engine_serves_packed_products_of_mixers_as_planned(
     assert not int8 or "int8" in str(terms["weights"])
     for name in ("activations", "logits"):
         assert terms[name]["measuredBytes"] <= terms[name]["plannedBytes"]
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "qwen3_5_text",
+        *(pytest.param(x, marks=pytest.mark.full) for x in ("lfm2", "mamba2", "falcon_h1")),
+    ],
+)
+def test_a_quantized_checkpoint_gives_the_text_of_the_matrices_that_are_stored(
+    family: str, tmp_path: Path
+) -> None:
+    model: Any = tiny_states.build(family, vocab_size=288)
+    form = compressed_tensors(packed=family < "m")
+    quantized, plain = publish(tiny.save(model, tmp_path / "model"), tmp_path, *form)
+    (prompt,) = prompts(3, (40,), 0)
+    with torch.inference_mode():
+        loaded: Any = loading.load(plain).model
+        settings = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, "eos_token_id": 2}
+        out = loaded.generate(torch.tensor([prompt]), **settings)
+    want = out[0, len(prompt) :].tolist()
+    sizes = {"num_blocks": 100, "block_size": 8, "max_batch_tokens": 32, "max_requests": 4}
+    with LLM(str(quantized), **sizes) as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=NEW)
+        (answer,) = llm.generate([{"prompt_token_ids": list(prompt)}], params)
+        report = llm.built_engine.memory.as_dict()
+    assert list(answer.outputs[0].token_ids) == want
+    (weights,) = (term for term in report["terms"] if term["name"] == "weights")
+    assert weights["measuredBytes"] <= weights["plannedBytes"] < loaded.get_memory_footprint()
+
+
+def test_a_quantized_checkpoint_of_which_a_matrix_is_plain_is_refused(tmp_path: Path) -> None:
+    """Its size would be another than the plan's."""
+    saved = tiny.save(tiny_states.build("qwen3_5_text"), tmp_path / "model")
+    quantized, _ = publish(saved, tmp_path, *compressed_tensors(), beside="in_proj_z")
+    loaded = loading.load(quantized)
+    with pytest.raises(ConfigError, match="weights in matrices of 'qwen3_5_text' are in") as error:
+        selftest.prepare_and_test(loaded)
+    assert error.value.field == "quantization"
+    assert error.value.hint == "use the unquantized checkpoint"
 
 
 def test_a_mixer_that_reads_its_weights_itself_is_not_quantized(tmp_path: Path) -> None:
@@ -246,5 +316,6 @@ def test_a_checkpoint_is_planned_loaded_and_served(
     )
     if activation and PRODUCT_SETS:
         assert f"(layer 0: activation: {activation!r} behind a convolution)" in line
-    for name in ("weights", "activations", "logits"):
+    assert terms["weights"]["measuredBytes"] <= terms["weights"]["plannedBytes"]
+    for name in ("activations", "logits"):
         assert terms[name]["measuredBytes"] <= terms[name]["plannedBytes"]

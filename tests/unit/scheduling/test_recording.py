@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ def record(
     *,
     ahead: bool = False,
     kind: type[RecordedScheduler] = RecordedScheduler,
+    draw: Callable[[int, int], whole_run.Scenario] = whole_run.draw,
 ) -> whole_run.Outcome:
     opened: list[RecordedScheduler] = []
 
@@ -41,7 +42,7 @@ def record(
         return opened[-1]
 
     try:
-        return whole_run.run(whole_run.draw(seed, 12), make, ahead=ahead)
+        return whole_run.run(draw(seed, 12), make, ahead=ahead)
     finally:
         opened[0].close()
 
@@ -518,6 +519,24 @@ def test_a_run_with_states_is_replayed_and_pictured(
     assert f"{22 if keys else 5} blocks of 4 tokens" in text
     assert f"{limits.state_units} a state" in text
     assert list(as_events(Recording(path)))
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_random_runs_with_states_replay_to_identical_plans(
+    ahead: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also those whose steps are launched ahead, with a third version, or computed again."""
+    path, launched, versions = tmp_path / "run.jsonl", 0, set[int]()
+    for seed in range(3000, 3060 if LONG_FORM else 3008):
+        outcome = record(seed, path, ahead=ahead, draw=whole_run.draw_states)
+        launched += outcome.ahead
+        assert replay_command.main([str(path)]) == 0
+        assert capsys.readouterr().out == f"identical: {outcome.steps} steps\n"
+        limits = Recording(path).limits
+        assert limits.state_units > 0
+        versions.add(limits.state_versions)
+    assert versions == {2, 3}
+    assert (launched > 0) == ahead
 
 
 def test_a_bound_on_prompts_is_replayed_and_a_recording_from_before_it_has_none(

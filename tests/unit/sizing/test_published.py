@@ -361,6 +361,8 @@ OF_THE_TEXT = (
     *("re:.*mlp.*", r"re:.*layers\.77\..*", "re:.*(vision|mlp).*", "re:.*down_proj$", "re:.*"),
     *("re:.*_proj", r"re:language_model\.model\.layers\.\d+\..*", ".*o_proj", "re:model.*"),
     *(r"re:.*self_attn.*|.*lm_head", r"re:model\.layers\.9.+"),
+    *("re:.*linear_attn.*", "re:.*in_proj_a$", "linear_attn.in_proj_b", "re:.*conv.out_proj"),
+    *("re:.*feed_forward.w2", "model.language_model.layers.3.linear_attn"),
 )
 NOT_TRIED = (
     *("re:(a+)+b", "re:.*.*.*.*vision", "re:(?!visual).*", "re:[v]isual.*", "re:(visual.*"),

@@ -3,6 +3,7 @@ device, and the plan of states beside keys.
 """
 
 import json
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -12,12 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from fairlead_runtime.device.model.state_layers import state_mixers
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
+from fairlead_runtime.sizing.arithmetic import PANEL
 from fairlead_runtime.sizing.config_json import ShapeError
 from fairlead_runtime.sizing.families.with_states import WITH_STATES
 from fairlead_runtime.sizing.groups import NO_KEYS
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.states import ALIGNMENT, DECODES, StateLayout, StatePart
+from fairlead_runtime.sizing.stored import QuantizedError
 from fairlead_runtime.sizing.terms import (
     ENTRY_BYTES,
     GIB,
@@ -26,6 +30,7 @@ from fairlead_runtime.sizing.terms import (
     state_layout,
 )
 from fairlead_runtime.sizing.verdict import plan_memory
+from support.published import awq, compressed_int4, compressed_tensors, gptq
 
 SMALL = {
     "vocab_size": 97,
@@ -77,7 +82,7 @@ CASES: dict[str, tuple[dict[str, Any], ...]] = {
     "qwen3_5_text": (
         DELTA,
         DELTA | {"attention_bias": True, "layer_types": LINEAR, "tie_word_embeddings": True},
-        DELTA | {"full_attention_interval": 3},
+        DELTA | {"full_attention_interval": 3, "linear_num_value_heads": 18},
     ),
     "qwen3_5_moe_text": (DELTA | SHARED, DELTA | SHARED | {"layer_types": LINEAR}),
     "olmo_hybrid": (
@@ -198,6 +203,35 @@ def test_a_saved_config_has_the_same_shape(family: str, case: int) -> None:
     shape = ModelShape.from_config(config)
     for text in (saved.to_json_string(), saved.to_json_string(use_diff=False)):
         assert ModelShape.from_config(json.loads(text)) == shape
+
+
+@pytest.mark.parametrize(("family", "case"), EACH)
+def test_rows_that_make_whole_panels_are_those_of_the_linear_layers(family: str, case: int) -> None:
+    config = config_of(family, case)
+    _, model = build(config)
+    # A single row is never packed, and the head counts apart.
+    apart = ("shared_expert_gate", "lm_head")
+    mixers = {part for mixer in state_mixers(model).values() for part in mixer.modules()}
+    padding = Counter[bool]()
+    for name, x in model.named_modules():
+        if isinstance(x, torch.nn.Linear) and not name.endswith(apart):
+            least = PANEL // 2 if x in mixers else PANEL
+            padding[x.out_features >= least] += -x.out_features % PANEL * x.in_features
+    shape = ModelShape.from_config(config)
+    assert (shape.padding, shape.narrow_padding) == (padding[True], padding[False])
+    assert shape.padding > 0
+
+
+def test_matrices_of_few_rows_are_planned_in_panels_where_they_are_quantized() -> None:
+    shape, cpu = ModelShape.from_config(config_of("qwen3_5_text", 0)), DeviceFacts("cpu", GIB << 6)
+    assert shape.narrow_padding > 0
+    for name in ("none", "int8"):
+        config = EngineConfig(quantization=name, max_batch_tokens=64)
+        planned = [
+            plan_memory(each, config, cpu).terms["weights"]
+            for each in (shape, replace(shape, narrow_padding=0))
+        ]
+        assert planned[0] - planned[1] == shape.narrow_padding * (name == "int8")
 
 
 @pytest.mark.parametrize("family", sorted(WITH_STATES))
@@ -396,6 +430,74 @@ def test_quantized_weights_of_mixers_are_a_byte_each_and_a_scale_a_row() -> None
         assert less == shape.layer_matrices - 4 * shape.layer_channels
         # One row of a large matrix after the other is widened.
         assert 6 << 20 < rounded["logits"] - whole["logits"] < 64 << 20
+
+
+def test_no_more_is_widened_at_a_time_than_a_layer_has() -> None:
+    shape = ModelShape.from_config(config_of("nemotron_h", 2))
+    config = EngineConfig(dtype="bfloat16", max_batch_tokens=640)
+    whole, rounded = (
+        plan_memory(shape, replace(config, quantization=name), GPU).terms["activations"]
+        for name in ("none", "fp8")
+    )
+    assert rounded - whole == 6 * shape.largest_layer + 2 * 640 * shape.most_channels
+
+
+def test_what_a_layer_gives_is_planned_by_the_widest_of_them() -> None:
+    """A single MLP among many layers of attention, by which the mean is less than its rows."""
+    kinds = ["mlp", *["full_attention"] * 9, "linear_attention"]
+    shape = ModelShape.from_config({"model_type": "nemotron_h", "layers_block_type": kinds})
+    inner, hidden = 21504, 4096
+    assert shape.most_channels == inner + hidden > shape.layer_channels / len(kinds)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "nemotron_h", "hybrid_override_pattern": "M*-M-"},
+        {"model_type": "qwen3_next", "mlp_only_layers": [*range(48)]},
+        {"model_type": "lfm2_moe", "layer_types": LFM, "num_hidden_layers": 7}
+        | {"num_dense_layers": 7},
+    ],
+)
+def test_a_family_that_may_have_experts_is_dense_where_no_layer_has_them(
+    config: dict[str, Any],
+) -> None:
+    shape = ModelShape.from_config(config)
+    assert (shape.experts, shape.experts_per_token) == (0, 0)
+    cpu = DeviceFacts("cpu", 4096 * GIB)
+    for wanted in (EngineConfig(quantization="int8"), EngineConfig(deterministic=True)):
+        assert plan_memory(shape, wanted, cpu).fits
+
+
+@pytest.mark.parametrize(("kind", "name"), [("int", "int8"), ("float", "fp8")])
+def test_a_quantized_checkpoint_is_planned_as_weights_that_are_rounded(
+    kind: str, name: str
+) -> None:
+    settings, _ = compressed_tensors(kind=kind)
+    shape = ModelShape.from_config(QWEN_27B | {"quantization_config": settings})
+    assert shape.quantized == name
+    config = EngineConfig(quantization=name)  # type: ignore[arg-type]
+    rounded = plan_memory(ModelShape.from_config(QWEN_27B), config, GPU)
+    assert plan_memory(shape, EngineConfig(), GPU).terms == rounded.terms
+
+
+@pytest.mark.parametrize(
+    ("family", "form", "words"),
+    [
+        ("qwen3_5_text", gptq(), "4-bit layers with states are not supported: 8-bit ones are"),
+        ("mamba2", awq(), "4-bit layers with states"),
+        ("olmo_hybrid", compressed_int4(), "4-bit layers with states"),
+        ("qwen3_5_moe_text", compressed_tensors(), "quantized experts beside layers with states"),
+        ("minimax", compressed_tensors(), "quantized experts beside layers with states"),
+        ("falcon_mamba", compressed_tensors(), "layers with states whose code reads their weights"),
+    ],
+)
+def test_a_quantized_checkpoint_that_no_linear_layers_hold_is_refused(
+    family: str, form: Any, words: str
+) -> None:
+    settings, _ = form
+    with pytest.raises(QuantizedError, match=words):
+        ModelShape.from_config({"model_type": family, "quantization_config": settings})
 
 
 def test_experts_beside_states_stay_whole_and_are_named() -> None:

@@ -19,23 +19,33 @@ class ModuleCall:
     module: nn.Module
     input: Tensor
     output: Tensor
+    identity: int = 0  # of the tensor that it got: calls of one pass with others got other objects
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
-    """A module, what it got and what it returned, whatever that is."""
+    """A module, what it got, with the ``identities`` of these objects, and what it returned."""
 
     module: nn.Module
     inputs: tuple[Any, ...]
     arguments: dict[str, Any]
     output: Any
+    identities: tuple[int, ...] = ()
+
+    @property
+    def is_unary(self) -> bool:
+        """Whether one tensor goes in by its place, and one out."""
+        match self.inputs, self.output:
+            case (Tensor(),), Tensor():
+                return True
+        return False
 
     @property
     def unary(self) -> ModuleCall:
         """The call with one tensor in and one out; with empty ones [0, 1] if it has others."""
         match self.inputs, self.output:
             case (Tensor() as x,), Tensor() as out:
-                return ModuleCall(self.module, x, out)
+                return ModuleCall(self.module, x, out, *self.identities)
         return ModuleCall(self.module, torch.empty(0, 1), torch.empty(0, 1))
 
 
@@ -50,9 +60,10 @@ def record_calls(modules: Iterable[nn.Module]) -> Iterator[list[Call]]:
     def enter(_module: nn.Module, inputs: tuple[Any, ...]) -> None:
         entered.append(tuple(x.clone() if isinstance(x, Tensor) else x for x in inputs))
 
-    def leave(module: nn.Module, _inputs: Any, arguments: dict[str, Any], output: Any) -> None:
+    def leave(module: nn.Module, inputs: Any, arguments: dict[str, Any], output: Any) -> None:
         copied = output.clone() if isinstance(output, Tensor) else output
-        calls.append(Call(module, entered.pop(), arguments, copied))
+        identities = tuple(id(x) for x in inputs)
+        calls.append(Call(module, entered.pop(), arguments, copied, identities))
 
     with ExitStack() as hooks:
         for module in modules:

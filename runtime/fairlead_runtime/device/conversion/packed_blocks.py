@@ -168,8 +168,9 @@ def _gives_the_same(
 def _of_one_input(
     products: Mapping[nn.Module, BiasedWeight], calls: Calls
 ) -> Iterator[list[nn.Module]]:
-    """Modules, in the order in which they were called, that got the same numbers and whose matrices
-    are stored alike: two or more.
+    """Modules, in the order in which they were called, that got the same tensor and whose matrices
+    are stored alike: two or more. Another tensor may have the same numbers, as a product with 1
+    has, and the identity of one that is gone.
     """
     rest = [module for module in calls if module in products]
     while rest:
@@ -178,6 +179,7 @@ def _of_one_input(
             module
             for module in modules
             if alike(products[first].weight, products[module].weight)
+            and calls[first].identity == calls[module].identity
             and torch.equal(calls[first].input, calls[module].input)
         ]
         rest = [module for module in modules if module not in together]

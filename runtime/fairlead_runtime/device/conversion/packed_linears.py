@@ -38,7 +38,7 @@ from fairlead_runtime.device.conversion.rounding import SAMPLES, Noise
 from fairlead_runtime.device.model.paged_attention import ForwardPass
 from fairlead_runtime.device.model.paged_model import PagedModel
 from fairlead_runtime.models.quantized import QuantizedLinear
-from fairlead_runtime.sizing.weight_bytes import PANEL
+from fairlead_runtime.sizing.arithmetic import PANEL
 
 SMALLEST = 2048  # weights; the call of a smaller product costs more than it gains
 
@@ -198,15 +198,20 @@ def owners_of(model: nn.Module) -> Counter[int]:
 
 
 def _record(model: PagedModel, step: ForwardPass) -> dict[nn.Module, ModuleCall]:
-    """The first call of each module that has weights somewhere inside, one tensor in and out."""
+    """The first call of each module that has weights somewhere inside, one tensor in and out. A
+    module that is called in another way, too, is left out: what takes its place has no other way.
+    """
     modules = (x for x in model.model.modules() if any(True for _ in x.parameters()))
     with record_calls(modules) as calls:
         model.run(*recognize_ends.random_tokens(model, seed=0), step)
     first: dict[nn.Module, ModuleCall] = {}
+    called_otherwise: set[nn.Module] = set()
     for call in calls:
-        if not call.arguments and call.unary.input.numel():
+        if call.arguments or not call.is_unary:
+            called_otherwise.add(call.module)
+        elif call.unary.input.numel():
             first.setdefault(call.module, call.unary)
-    return first
+    return {module: call for module, call in first.items() if module not in called_otherwise}
 
 
 def _has_matrix(module: nn.Module, smallest: int) -> bool:

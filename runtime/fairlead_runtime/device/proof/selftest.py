@@ -247,6 +247,8 @@ def prepare_and_test(
         choice = _pick(model, kernels, **settings)
         quantized = loaded.shape.held or quantization
         to = None if loaded.shape.quantized else _rounded_to(quantization)
+        if model.states and loaded.shape.held:
+            _check_linears(model, loaded.shape.layer_matrices, "use the unquantized checkpoint")
         reference = _ReferenceLogits.of(
             model,
             loaded,
@@ -299,13 +301,14 @@ def _rounded_weights(
         head = packs_head and model.heads.dtype is torch.float32
         quantize_weights(model, to, head=head)
         if model.states:
-            _check_linears(model, matrices)
+            _check_linears(model, matrices, "use none")
     yield
 
 
-def _check_linears(model: PagedModel, matrices: int) -> None:
-    """Raise ConfigError where a model with states, whose linear layers are quantized, has other
-    matrices than ``matrices`` elements in these, or where its code reads weights of theirs itself.
+def _check_linears(model: PagedModel, matrices: int, fix: str) -> None:
+    """Raise ConfigError, with what to do, where a model with states, whose linear layers are
+    quantized, has other matrices than ``matrices`` elements in these, or where its code reads
+    weights of theirs itself.
     """
     name, problem = str(model.model.config.model_type), ""
     if (count := quantized_elements(model)) != matrices:
@@ -315,7 +318,7 @@ def _check_linears(model: PagedModel, matrices: int) -> None:
     except (TypeError, AttributeError, RuntimeError) as error:
         problem = f"the code of {name!r} reads weights itself: {type(error).__name__}"
     if problem:
-        raise ConfigError("quantization", problem, "use none")
+        raise ConfigError("quantization", problem, fix)
 
 
 class _Pass(NamedTuple):

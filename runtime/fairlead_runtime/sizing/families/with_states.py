@@ -136,7 +136,7 @@ WITH_STATES: Mapping[str, Family] = {
         | {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
         | {"num_local_experts": 512, "num_experts_per_tok": 10},
         reads_sparse_steps=True,
-        **_QWEN,
+        **{**_QWEN, "mixer": "joined_gated_delta"},
         **_MIXTURE,
     ),
     "qwen3_5_text": Family(
@@ -217,6 +217,7 @@ WITH_STATES: Mapping[str, Family] = {
         full_rule=never,
         experts="intermediate_size",
         shared_experts=(1, "shared_intermediate_size"),
+        joined_gate=True,
         logit_copies=2,
         variant=_of_granite,
         **ATTENTION_BIAS,
