@@ -30,6 +30,7 @@ from fairlead_runtime.device.conversion.replacement import Replacement, by_rows
 from fairlead_runtime.sizing.terms import WIDE_ROWS
 
 Calls = Mapping[nn.Module, ModuleCall]
+HALF_ROUNDING = 2.0**-8  # of a number in bfloat16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -162,7 +163,11 @@ def _gives_the_same(
     else:
         both = torch.cat([product(mlp.gate, rows), up], dim=1)
         gated = reference.gated(both, activation)
-    return close(mlp(rows), product(mlp.down, gated))
+    got, want = mlp(rows), product(mlp.down, gated)
+    if x.dtype is torch.float32:
+        return close(got, want)
+    # A number that lies between two of bfloat16 may be rounded to either.
+    return bool((got - want).abs().max() <= HALF_ROUNDING * want.abs().max())
 
 
 def _of_one_input(
