@@ -4,6 +4,7 @@ user can write; the next ones load it.
 
 import errno
 import fcntl
+import functools
 import grp
 import logging
 import os
@@ -46,6 +47,8 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setenv("CXX", str(compiler.path))
     monkeypatch.delenv(first_start.SETTING, raising=False)
     monkeypatch.setattr(library, "FOLDER", tmp_path / "installed")
+    # What other tests of this process have loaded is not here.
+    monkeypatch.setattr(library, "load", functools.cache(library.load.__wrapped__))
     monkeypatch.setitem(first_start._attempt, "failure", "")
     return Machine(compiler, tmp_path / "installed", [])
 
