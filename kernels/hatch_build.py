@@ -56,7 +56,7 @@ def fill_source_tree(say: Callable[[str], None], *, anew: bool) -> None:
             say(f"the C++ kernels are compiled for this clone alone: {error}")
         else:
             NATIVE.mkdir(exist_ok=True)
-            for library in libraries:
+            for library in reversed(libraries):  # where the baseline's is, all are
                 partial = NATIVE / f"{library.name}.{os.getpid()}"
                 shutil.copyfile(library, partial)
                 partial.replace(NATIVE / library.name)  # a process may have the old one mapped

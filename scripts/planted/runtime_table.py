@@ -5077,6 +5077,20 @@ BUGS = (
         PRODUCT_TESTS,
     ),
     PackageBug(
+        "a matrix in float32 is packed in the model's type",
+        "fairlead_runtime.device.conversion.packed_linears:_packed",
+        "scales is None and parameter.dtype is not dtype",
+        "False",
+        PRODUCT_TESTS,
+    ),
+    PackageBug(
+        "an MLP that limits large numbers is taken for one that does not",
+        "fairlead_runtime.device.conversion.packed_blocks:_mlp_in_float32",
+        "if not close(_compute(mlp, factor * x), call.module(factor * x)):",
+        "if False:",
+        PRODUCT_TESTS,
+    ),
+    PackageBug(
         "an MLP is recognized in bfloat16",
         "fairlead_runtime.device.conversion.packed_blocks:_mlp_in_float32",
         "    with widened_to_float32(call.module), record_calls(inside) as parts:\n",

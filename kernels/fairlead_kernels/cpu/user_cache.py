@@ -66,6 +66,7 @@ def provide(names: Sequence[str], compilers: int | None = None) -> list[Path]:
     """
     place = folder()
     try:
+        _refuse_if_shared(place)  # before anything of it is made, which its user could not remove
         _make(place)
         _refuse_if_shared(place)
         with _locked(place):
@@ -129,6 +130,8 @@ def _refuse_if_shared(place: Path) -> None:
     """
     real = place.resolve()
     for level in (place, real, *place.parents, *real.parents):
+        if not level.exists():
+            continue
         facts = level.stat()
         # The owner of / owns the system, also where a container knows root by another number.
         if facts.st_uid not in _trusted() | {Path("/").stat().st_uid}:

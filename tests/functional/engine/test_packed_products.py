@@ -125,6 +125,49 @@ def test_matrices_in_bfloat16_are_packed_whether_or_not_the_processor_multiplies
     selftest.check(model, attention, expected)
 
 
+def test_a_matrix_in_float32_of_a_model_in_bfloat16_keeps_its_numbers() -> None:
+    """As some families' routers are."""
+    model = paged("olmo2", bfloat16=True, tie_word_embeddings=False)
+    _, operations = kernels_of(model)
+    gate: Any = next(iter(large(model).values()))
+    gate.weight.data = torch.randn(gate.weight.shape)
+    gate.forward = lambda x: nn.functional.linear(x.float(), gate.weight).to(x.dtype)
+    before, matrices = gate.weight.detach().clone(), len(large(model))
+    fused = fuse(model, operations)
+    assert fused.products.matrices == matrices - 2
+    assert torch.equal(gate.weight, before)
+
+
+@pytest.mark.parametrize("bfloat16", [False, True])
+def test_an_mlp_that_limits_large_numbers_stays_a_module(bfloat16: bool) -> None:
+    model = paged("olmo2", bfloat16=bfloat16, tie_word_embeddings=False)
+    _, operations = kernels_of(model)
+    layers: Any = model.model.get_decoder().layers
+    mlp = layers[0].mlp
+    mlp.act_fn = _Limited(mlp.act_fn)
+    x = 1e3 * torch.randn(5, mlp.gate_proj.weight.shape[1]).to(model.heads.dtype)
+    with torch.inference_mode():
+        want = mlp(x)
+    fuse(model, operations)
+    assert "forward" not in vars(mlp)
+    assert "forward" in vars(layers[1].mlp)
+    with torch.inference_mode():
+        got = mlp(x)
+    torch.testing.assert_close(got, want, rtol=0.02, atol=0.05 * float(want.abs().max()))
+
+
+class _Limited(nn.Module):
+    """An activation of numbers up to 7, as some families' experts and MLPs have."""
+
+    def __init__(self, activation: nn.Module) -> None:
+        super().__init__()
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        limited: Tensor = self.activation(x.clamp(max=7.0))
+        return limited
+
+
 @pytest.mark.parametrize("family", ["gpt2", "gemma3_text", "qwen2"])
 def test_matrices_stored_transposed_scaled_embeddings_and_biases_are_packed_too(
     family: str,

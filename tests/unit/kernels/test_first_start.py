@@ -268,6 +268,17 @@ def test_a_folder_that_others_may_write_to_is_refused(
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root")
+def test_nothing_is_made_in_another_users_home(machine: Machine, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    os.chown(home, 12345, -1)
+    machine.start()
+    with pytest.raises(NotAvailableError, match="is another user's"):
+        library.load(BEST)
+    assert not list(home.iterdir())
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root")
 def test_another_users_folder_is_refused(machine: Machine) -> None:
     machine.start()
     os.chown(user_cache.folder(), 12345, -1)

@@ -212,7 +212,7 @@ def fuse(
 
     ``repack`` gives each matrix the layout in which it is served, once its layer is proven;
     ``report`` hears of each layer. ``every_product``: also those of the model's own code are packed
-    that torch computes faster, since their sums then have one order.
+    that gain nothing by it, since their sums then have one order.
 
     With ``ranks`` the model is one rank's shard (``shards.shard``), and every rank must call this
     with the same kind of operations: a layer is fused on all of them or on none, and what lies

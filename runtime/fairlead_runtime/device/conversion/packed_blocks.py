@@ -31,6 +31,7 @@ from fairlead_runtime.sizing.terms import WIDE_ROWS
 
 Calls = Mapping[nn.Module, ModuleCall]
 HALF_ROUNDING = 2.0**-8  # of a number in bfloat16
+FACTORS = (1e2, 1e4)  # of what a module got
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,8 +78,25 @@ def _mlp_in_float32(call: ModuleCall, inside: Sequence[nn.Module]) -> Mlp:
     with widened_to_float32(call.module), record_calls(inside) as parts:
         block = ModuleCall(call.module, x, call.module(x))
         structure = mlp_of(block, [part.unary for part in parts])
-    gate_up = [matrix.module for matrix in structure.gate_up]
-    return Mlp(gate_up, structure.activation, structure.down.module)
+        calls = {part.module: part.unary for part in parts}
+        gate_up = [matrix.module for matrix in structure.gate_up]
+        mlp = Mlp(gate_up, structure.activation, structure.down.module)
+        if calls[gate_up[0]].output.shape[-1] != calls[mlp.down].input.shape[-1]:
+            raise DoesNotFitError("its gate and up are one matrix")
+        for factor in FACTORS:  # it may limit numbers that the tokens of a recording do not reach
+            if not close(_compute(mlp, factor * x), call.module(factor * x)):
+                raise DoesNotFitError("it does more than its MLP with large numbers")
+    return mlp
+
+
+def _compute(mlp: Mlp, x: Tensor) -> Tensor:
+    """What its modules give of x [..., K], with the activation between them."""
+    outs = [module(x) for module in mlp.gate_up]
+    results = [out.reshape(-1, out.shape[-1]) for out in outs]
+    activate = reference.activate if len(results) == 1 else reference.gated
+    mixed = activate(torch.cat(results, dim=1), mlp.activation)
+    out: Tensor = mlp.down(mixed)
+    return out.reshape(*x.shape[:-1], out.shape[-1])
 
 
 def replacements(

@@ -4,9 +4,7 @@ the model's own code runs.
 Owns their proof and their replacement. A module that multiplies by a matrix is recorded, its packed
 matrix must give what it gave, then its ``forward`` becomes the product in C++; transformers' code
 goes on calling it. No matrix is held twice, but for those that are stored [K, N], one at a time.
-Quantized ones are packed as they are, which nobody widens any longer. Of those in bfloat16 it is
-the head alone where the processor multiplies bfloat16: a head has few rows, and of many torch's
-product is then the faster. Where it does not, torch's is the slower one of any number.
+Quantized ones are packed as they are, which nobody widens any longer.
 
 A module whose weights other code reads itself would leave that code nothing. No structure tells, so
 the whole model computes other tokens before and after; if it fails then, or gives other logits,
@@ -237,6 +235,8 @@ def _packed(
     parameters = dict(module.named_parameters(recurse=False))
     parameter = next(p for p in parameters.values() if p.dim() == 2)
     scales = parameters.pop("scales", None) if isinstance(module, QuantizedLinear) else None
+    if scales is None and parameter.dtype is not dtype:  # as packed numbers they would be rounded
+        raise DoesNotFitError(f"its matrix is in {parameter.dtype}")
     with widened_to_float32(module):
         x = call.input.reshape(-1, call.input.shape[-1]).float()
         want = module(call.input.float()).reshape(len(x), -1)
