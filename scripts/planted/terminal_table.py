@@ -128,6 +128,17 @@ BUGS = (
         ("unit/settings/test_config.py",),
     ),
     PackageBug(
+        "what a chat has shown when it is interrupted is no part of it",
+        "fairlead_runtime.commands.chat:_Chat._exchange",
+        """answer.append(piece.text)  # first: what was read is part of the conversation
+                    self._write("\\n\\n" * thinking + terminal.harmless(piece.text))
+""",
+        """self._write("\\n\\n" * thinking + terminal.harmless(piece.text))
+                    answer.append(piece.text)
+""",
+        IN_A_CHAT,
+    ),
+    PackageBug(
         "a chat forgets what the model said",
         "fairlead_runtime.commands.chat:_Chat._exchange",
         'self._messages = [*asked, {"role"',

@@ -159,9 +159,9 @@ class _Chat:
                     thinking = True
                     self._write(paint(terminal.harmless(piece.reasoning), DIM, sys.stdout))
                 if piece.text:
+                    answer.append(piece.text)  # first: what was read is part of the conversation
                     self._write("\n\n" * thinking + terminal.harmless(piece.text))
                     thinking = False
-                    answer.append(piece.text)
                 if piece.finish == "length":
                     self._say("\n(the answer is cut: it has reached its longest length)")
         except KeyboardInterrupt:

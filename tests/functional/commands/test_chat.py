@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,7 +17,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from fairlead_runtime import LLM, SamplingParams
-from fairlead_runtime.commands.chat_client import ChatError, Endpoint
+from fairlead_runtime.commands import chat
+from fairlead_runtime.commands.chat_client import ChatError, Endpoint, Piece
 from fairlead_runtime.hub.source import demo_directory
 from fairlead_runtime.request.sequence import RequestError
 from fairlead_runtime.settings import terminal
@@ -140,6 +141,31 @@ def test_an_interrupt_stops_the_answer_and_the_chat_goes_on(url: str) -> None:
     assert said[0] == "slow"
     assert said[1].startswith("la la")
     assert said[2:] == ["more"], "what failed is no part of the conversation"
+
+
+class Parrot(Endpoint):
+    """Answers with these texts."""
+
+    def __init__(self, *texts: str) -> None:
+        self._texts = texts
+
+    def stream(self, _body: Any) -> Generator[Piece, None, None]:
+        yield from map(Piece, self._texts)
+
+
+def test_what_was_shown_before_an_interrupt_is_part_of_the_conversation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    conversation = chat._Chat(Parrot("la ", "lo "), {"model": "parrot"}, None)
+    conversation._person = True
+
+    def write(text: str) -> None:
+        if text == "lo ":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(conversation, "_write", write)
+    conversation._exchange("sing")
+    assert conversation._messages[1]["content"] == "la lo "
 
 
 def test_a_terminal_is_not_steered_by_a_model(url: str) -> None:
