@@ -102,15 +102,15 @@ BUGS = (
     PackageBug(
         "both numbers of a pair are the first",
         LINEAR_C,
-        "from_float(in[i], &pair.of[i]);",
-        "from_float(in[0], &pair.of[i]);",
+        "convert(in[i], &numbers.of[i]);",
+        "convert(in[0], &numbers.of[i]);",
         C_PAIRS,
     ),
     PackageBug(
         "an odd number of columns has no last pair",
         LINEAR_C,
-        "pack(reinterpret_cast<Two*>(packed), pair, rows, (columns + 1) / 2, first, threads);",
-        "pack(reinterpret_cast<Two*>(packed), pair, rows, columns / 2, first, threads);",
+        "pack_groups<2>(packed, source, rows, columns, stride",
+        "pack_groups<2>(packed, source, rows, columns / 2 * 2, stride",
         C_PAIRS,
     ),
     PackageBug(
@@ -158,8 +158,8 @@ BUGS = (
     PackageBug(
         "the rows of a weight are taken to lie close together",
         LINEAR_C,
-        "source + row * stride + 4 * k",
-        "source + row * columns + 4 * k",
+        "source + row * stride + COUNT * k",
+        "source + row * columns + COUNT * k",
         C_OPERATIONS,
     ),
     PackageBug(
@@ -193,22 +193,22 @@ BUGS = (
     PackageBug(
         "weights for VNNI are packed as signed bytes",
         LINEAR_C,
-        "uint8_t(in[i] + 128)",
-        "uint8_t(in[i])",
+        "uint8_t(value + 128)",
+        "uint8_t(value)",
         C_DIGITS,
     ),
     PackageBug(
         "the last columns of a weight for VNNI are left out",
         LINEAR_C,
-        "four, rows, (columns + 3) / 4",
-        "four, rows, columns / 4",
+        "const int64_t groups = (columns + COUNT - 1) / COUNT;",
+        "const int64_t groups = columns / COUNT;",
         C_DIGITS,
     ),
     PackageBug(
         "four columns of a weight for VNNI are packed in another order",
         LINEAR_C,
-        "bytes.of[i]",
-        "bytes.of[3 - i]",
+        "&numbers.of[i]",
+        "&numbers.of[COUNT - 1 - i]",
         C_DIGITS,
     ),
     PackageBug(

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from fairlead_kernels.cpu.library import CachesStruct, NormStruct, WeightStruct
+from fairlead_kernels.cpu.library import CachesStruct, Library, NormStruct, WeightStruct
 from fairlead_kernels.interface.layer import Activation, Norm, Packed
 
 # As in csrc/activation.h.
@@ -64,6 +64,12 @@ def stored_as(weight: Packed) -> int:
     if weight.data.dtype is torch.bfloat16:
         return BFLOAT16_PAIRS
     return INT8_FOURS if weight.data.dim() == 4 else INT8_TILES
+
+
+def digits_bytes(library: Library, weight: Packed) -> int:
+    """Bytes of a row's digits, if the weight is multiplied by them."""
+    size: int = library.digits_bytes(weight.columns, stored_as(weight))
+    return size
 
 
 def weight_struct(weight: Packed, bias: Tensor | None, name: str) -> WeightStruct:

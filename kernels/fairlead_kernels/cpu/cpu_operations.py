@@ -17,8 +17,8 @@ from fairlead_kernels.cpu.cpu_arguments import (
     ACTIVATIONS,
     caches_struct,
     dense,
+    digits_bytes,
     norm_struct,
-    stored_as,
     weight_struct,
 )
 from fairlead_kernels.cpu.cpu_attention import CpuAttention
@@ -166,8 +166,7 @@ class CpuOperations:
 
     def _digits(self, x: Tensor, weight: Packed) -> Tensor:
         """Memory for the digits of x, if the weight is multiplied by them."""
-        size = self.library.digits_bytes(weight.columns, stored_as(weight))
-        return torch.empty(x.shape[0], size, dtype=torch.int8)
+        return torch.empty(x.shape[0], digits_bytes(self.library, weight), dtype=torch.int8)
 
     def likeliest(
         self, x: Tensor, weight: Packed, bias: Tensor | None = None, norm: Norm | None = None

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fairlead_kernels.cpu.cpu_arguments import ACTIVATIONS, dense, stored_as, weight_struct
+from fairlead_kernels.cpu.cpu_arguments import ACTIVATIONS, dense, digits_bytes, weight_struct
 from fairlead_kernels.cpu.library import Library, Pointer, WeightStruct
 from fairlead_kernels.interface.layer import Activation, Packed
 
@@ -37,7 +37,7 @@ class CpuProducts:
             raise ValueError("parts: matrices of several widths or types")
         structs = [_struct(part) for part in self.parts]
         self._structs = (WeightStruct * len(structs))(*structs)
-        self._rows = [part.weight.rows for part in self.parts]
+        self.rows = [part.weight.rows for part in self.parts]
         self._columns = first.columns
         self._digits = digits_bytes(library, first)
 
@@ -45,7 +45,7 @@ class CpuProducts:
         """Give [T, rows] of each for x [T, columns]."""
         x = dense(x, "x", self._columns)
         count = len(x)
-        outs = [torch.empty(count, rows) for rows in self._rows]
+        outs = [torch.empty(count, rows) for rows in self.rows]
         digits = digits_of(count, self._digits)
         self.library.linears(
             x.data_ptr(),
@@ -119,12 +119,6 @@ def alike(first: Packed, second: Packed) -> bool:
         second.data.dtype,
         second.data.dim(),
     )
-
-
-def digits_bytes(library: Library, weight: Packed) -> int:
-    """Bytes of a row's digits, if the weight is multiplied by them."""
-    size: int = library.digits_bytes(weight.columns, stored_as(weight))
-    return size
 
 
 def digits_of(count: int, size: int) -> Tensor | None:

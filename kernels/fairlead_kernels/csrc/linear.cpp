@@ -36,17 +36,15 @@ void put(float value, float* out) { *out = value; }
 void put(float value, bfloat16* out) { from_float(value, out); }
 void put(int8_t value, int8_t* out) { *out = value; }
 
-// Four numbers of a row, as products of digits read them.
-struct Four {
-  uint8_t of[4];
+// Numbers of a row that lie together: four as products of digits read them, two as those of pairs.
+template <class T, int COUNT>
+struct Group {
+  T of[COUNT];
 };
-void put(Four value, Four* out) { *out = value; }
-
-// Two numbers of a row, as products of pairs read them.
-struct Two {
-  bfloat16 of[2];
-};
-void put(Two value, Two* out) { *out = value; }
+template <class T, int COUNT>
+void put(Group<T, COUNT> value, Group<T, COUNT>* out) {
+  *out = value;
+}
 
 // Columns that are packed at a time: one cache line of a row of floats.
 constexpr int TILE = 16;
@@ -87,6 +85,22 @@ void pack(T* packed, const Source* source, int64_t rows, int64_t columns, int64_
   pack(packed, value, rows, columns, first, threads);
 }
 
+// The same in groups of COUNT numbers, zeros behind the last column: `convert(number, at)` puts one.
+template <int COUNT, class T, class Source, class Convert>
+void pack_groups(T* packed, const Source* source, int64_t rows, int64_t columns, int64_t stride,
+                 int64_t first, int threads, Convert convert) {
+  const auto group = [=](int64_t row, int64_t k) {
+    const Source* in = source + row * stride + COUNT * k;
+    Group<T, COUNT> numbers{};
+    for (int64_t i = 0; i < std::min<int64_t>(COUNT, columns - COUNT * k); i++) {
+      convert(in[i], &numbers.of[i]);
+    }
+    return numbers;
+  };
+  const int64_t groups = (columns + COUNT - 1) / COUNT;
+  pack(reinterpret_cast<Group<T, COUNT>*>(packed), group, rows, groups, first, threads);
+}
+
 }  // namespace
 
 // Bytes of what a row of x becomes for a weight that is stored so, 0 where it stays as it is.
@@ -112,15 +126,8 @@ FL_EXPORT void fairlead_pack_bfloat16(bfloat16* packed, const float* source, int
 FL_EXPORT void fairlead_pack_bfloat16_pairs(bfloat16* packed, const float* source, int64_t rows,
                                              int64_t columns, int64_t stride, int64_t first,
                                              int threads) {
-  const auto pair = [=](int64_t row, int64_t k) {
-    const float* in = source + row * stride + 2 * k;
-    Two pair{};
-    for (int64_t i = 0; i < std::min<int64_t>(2, columns - 2 * k); i++) {
-      from_float(in[i], &pair.of[i]);
-    }
-    return pair;
-  };
-  pack(reinterpret_cast<Two*>(packed), pair, rows, (columns + 1) / 2, first, threads);
+  const auto round = [](float value, bfloat16* at) { from_float(value, at); };
+  pack_groups<2>(packed, source, rows, columns, stride, first, threads, round);
 }
 
 // The same of 8-bit integers.
@@ -133,15 +140,8 @@ FL_EXPORT void fairlead_pack_int8(int8_t* packed, const int8_t* source, int64_t 
 FL_EXPORT void fairlead_pack_int8_fours(uint8_t* packed, const int8_t* source, int64_t rows,
                                          int64_t columns, int64_t stride, int64_t first,
                                          int threads) {
-  const auto four = [=](int64_t row, int64_t k) {
-    const int8_t* in = source + row * stride + 4 * k;
-    Four bytes{};
-    for (int64_t i = 0; i < std::min<int64_t>(4, columns - 4 * k); i++) {
-      bytes.of[i] = uint8_t(in[i] + 128);
-    }
-    return bytes;
-  };
-  pack(reinterpret_cast<Four*>(packed), four, rows, (columns + 3) / 4, first, threads);
+  const auto shift = [](int8_t value, uint8_t* at) { *at = uint8_t(value + 128); };
+  pack_groups<4>(packed, source, rows, columns, stride, first, threads, shift);
 }
 
 // y [count, rows] = x [count, columns] · weightᵀ + bias. `digits`: memory for those of x,

@@ -62,19 +62,15 @@ constexpr PairsBlock pairs_block_of(int rows, std::integer_sequence<int, I...>) 
 }
 
 // y [rows, P] = rows in bfloat16, `stride` bytes apart, times a panel [steps][P][2], or += with
-// `accumulate`. Rows and what is fetched are spread as in `digits_product`.
+// `accumulate`.
 inline void pairs_product(int rows, const char* x, int64_t stride, const uint8_t* panel, int steps,
                           float* y, bool accumulate, bool last) {
-  const int blocks = (rows + MAX_ROWS - 1) / MAX_ROWS;
-  const int advance = last ? 0 : (4 * P + blocks - 1) / blocks;
-  const int64_t ahead = blocks == 1 ? bytes_ahead(rows) : int64_t(steps) * 4 * P;
-  const char* next = reinterpret_cast<const char*>(panel) + (last ? 0 : ahead);
-  for (int block = 0, row = 0; block < blocks; block++, next += int64_t(steps) * advance) {
-    const int count = (rows - row + blocks - block - 1) / (blocks - block);
-    pairs_block_of(count, std::make_integer_sequence<int, MAX_ROWS>())(
-        x + row * stride, stride, panel, steps, y + row * P, accumulate, next, advance);
-    row += count;
-  }
+  spread_rows(rows, MAX_ROWS, panel, steps, last,
+              [&](int row, int count, const char* next, int advance) {
+                pairs_block_of(count, std::make_integer_sequence<int, MAX_ROWS>())(
+                    x + row * stride, stride, panel, steps, y + row * P, accumulate, next,
+                    advance);
+              });
 }
 
 #else

@@ -151,21 +151,31 @@ constexpr DigitsBlock digits_block_of(int rows, std::integer_sequence<int, I...>
   return blocks[rows - 1];
 }
 
-// y [rows, P] = rows of digits, `stride` bytes apart, times a panel [steps][P][4] of w + 128. Rows
-// are spread evenly over blocks. Several blocks fetch the next panel meanwhile, if there is one;
-// one fetches its own panel, a little ahead, and the beginning of the next.
-inline void digits_product(int rows, const char* x, int64_t stride, const uint8_t* panel,
-                           int steps, float* y, bool last) {
-  const int blocks = (rows + MAX_DIGIT_ROWS - 1) / MAX_DIGIT_ROWS;
+// Calls `work(first row, rows, next, advance)` for blocks of at most `most` of some rows, which are
+// spread evenly over them, times a panel of `steps` times 4 · P bytes. Several blocks fetch the next
+// panel meanwhile, if there is one, from `next` on, `advance` bytes each step; one fetches its own
+// panel, a little ahead, and the beginning of the next.
+template <class Work>
+inline void spread_rows(int rows, int most, const uint8_t* panel, int steps, bool last, Work work) {
+  const int blocks = (rows + most - 1) / most;
   const int advance = last ? 0 : (4 * P + blocks - 1) / blocks;
   const int64_t ahead = blocks == 1 ? bytes_ahead(rows) : int64_t(steps) * 4 * P;
   const char* next = reinterpret_cast<const char*>(panel) + (last ? 0 : ahead);
   for (int block = 0, row = 0; block < blocks; block++, next += int64_t(steps) * advance) {
     const int count = (rows - row + blocks - block - 1) / (blocks - block);
-    digits_block_of(count, std::make_integer_sequence<int, MAX_DIGIT_ROWS>())(
-        x + row * stride, stride, panel, steps, y + row * P, next, advance);
+    work(row, count, next, advance);
     row += count;
   }
+}
+
+// y [rows, P] = rows of digits, `stride` bytes apart, times a panel [steps][P][4] of w + 128.
+inline void digits_product(int rows, const char* x, int64_t stride, const uint8_t* panel,
+                           int steps, float* y, bool last) {
+  spread_rows(rows, MAX_DIGIT_ROWS, panel, steps, last,
+              [&](int row, int count, const char* next, int advance) {
+                digits_block_of(count, std::make_integer_sequence<int, MAX_DIGIT_ROWS>())(
+                    x + row * stride, stride, panel, steps, y + row * P, next, advance);
+              });
 }
 
 #else

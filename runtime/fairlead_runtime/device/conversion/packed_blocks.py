@@ -84,19 +84,22 @@ def _mlp_in_float32(call: ModuleCall, inside: Sequence[nn.Module]) -> Mlp:
         if calls[gate_up[0]].output.shape[-1] != calls[mlp.down].input.shape[-1]:
             raise DoesNotFitError("its gate and up are one matrix")
         for factor in FACTORS:  # it may limit numbers that the tokens of a recording do not reach
-            if not close(_compute(mlp, factor * x), call.module(factor * x)):
+            large = factor * x.reshape(-1, x.shape[-1])
+            got = _compute(mlp.gate_up, mlp.activation, mlp.down, large)
+            if not close(got, call.module(factor * x).reshape(got.shape)):
                 raise DoesNotFitError("it does more than its MLP with large numbers")
     return mlp
 
 
-def _compute(mlp: Mlp, x: Tensor) -> Tensor:
-    """What its modules give of x [..., K], with the activation between them."""
-    outs = [module(x) for module in mlp.gate_up]
-    results = [out.reshape(-1, out.shape[-1]) for out in outs]
-    activate = reference.activate if len(results) == 1 else reference.gated
-    mixed = activate(torch.cat(results, dim=1), mlp.activation)
-    out: Tensor = mlp.down(mixed)
-    return out.reshape(*x.shape[:-1], out.shape[-1])
+def _compute(
+    gate_up: Sequence[Callable[[Tensor], Tensor]],
+    activation: Activation,
+    down: Callable[[Tensor], Tensor],
+    x: Tensor,
+) -> Tensor:
+    """What an MLP of these products, one after the other, gives of x [T, K]."""
+    activate = reference.activate if len(gate_up) == 1 else reference.gated
+    return down(activate(torch.cat([product(x) for product in gate_up], dim=1), activation))
 
 
 def replacements(
@@ -114,7 +117,7 @@ def replacements(
             mlp = _mlp(structure, products, operations)
             if _gives_the_same(mlp, structure.activation, calls[module].input, operations):
                 inside |= _modules_of(structure)
-                yield Replacement({module: by_rows(in_float32(mlp, mlp.down.weight.rows))})
+                yield Replacement({module: by_rows(_forward_of(mlp))})
     rest = {module: part for module, part in products.items() if module not in inside}
     for together in _of_one_input(rest, calls):
         joined = CpuProducts(operations.library, [rest[module] for module in together])
@@ -130,21 +133,26 @@ def replacements(
             yield Replacement({module: normalize})
 
 
-def in_float32(compute: Callable[[Tensor], Tensor], width: int) -> Callable[[Tensor], Tensor]:
-    """What gives [T, width] in the type of x [T, K], by what takes and gives float32: in another
-    type so many rows at a time as are planned.
+def in_float32(
+    x: Tensor, compute: Callable[[Tensor], Sequence[Tensor]], widths: Sequence[int]
+) -> list[Tensor]:
+    """What ``compute`` gives of x [T, K], tensors [T, width] of these ``widths``, in the type of x:
+    it takes and gives float32, where x is of another type so many rows at a time as are planned.
     """
+    if x.dtype is torch.float32 or len(x) <= WIDE_ROWS:
+        return [out.to(x.dtype) for out in compute(x.float())]
+    outs = [x.new_empty(len(x), width) for width in widths]
+    for first in range(0, len(x), WIDE_ROWS):
+        rows = slice(first, first + WIDE_ROWS)
+        for out, part in zip(outs, compute(x[rows].float()), strict=True):
+            out[rows] = part
+    return outs
 
-    def product(x: Tensor) -> Tensor:
-        if x.dtype is torch.float32 or len(x) <= WIDE_ROWS:
-            return compute(x.float()).to(x.dtype)
-        out = x.new_empty(len(x), width)
-        for first in range(0, len(x), WIDE_ROWS):
-            rows = slice(first, first + WIDE_ROWS)
-            out[rows] = compute(x[rows].float())
-        return out
 
-    return product
+def _forward_of(mlp: CpuMlp) -> Callable[[Tensor], Tensor]:
+    """What gives [T, rows of down] in the type of x [T, K]."""
+    width = mlp.down.weight.rows
+    return lambda x: in_float32(x, lambda rows: [mlp(rows)], [width])[0]
 
 
 def _modules_of(mlp: Mlp) -> set[nn.Module]:
@@ -172,16 +180,11 @@ def _gives_the_same(
     """Whether an MLP gives what its matrices do one after the other."""
     rows = x.reshape(-1, x.shape[-1]).float()
 
-    def product(part: BiasedWeight, of: Tensor) -> Tensor:
-        return operations.linear(of, part.weight, part.bias)
+    def product(part: BiasedWeight) -> Callable[[Tensor], Tensor]:
+        return lambda of: operations.linear(of, part.weight, part.bias)
 
-    up = product(mlp.up, rows)
-    if mlp.gate is None:
-        gated = reference.activate(up, activation)
-    else:
-        both = torch.cat([product(mlp.gate, rows), up], dim=1)
-        gated = reference.gated(both, activation)
-    got, want = mlp(rows), product(mlp.down, gated)
+    gate_up = [product(part) for part in (mlp.gate, mlp.up) if part is not None]
+    got, want = mlp(rows), _compute(gate_up, activation, product(mlp.down), rows)
     if x.dtype is torch.float32:
         return close(got, want)
     # A number that lies between two of bfloat16 may be rounded to either.
@@ -241,7 +244,7 @@ class _Together:
     def _product(self, place: int, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         if place == 0 and self._gets_one:
-            self._input, outs = x, _in_type_of(rows, self._joined)
+            self._input, outs = x, in_float32(rows, self._joined, self._joined.rows)
             self._rest = dict(enumerate(outs))
         if self._input is x and place in self._rest:
             out = self._rest.pop(place)
@@ -249,19 +252,6 @@ class _Together:
                 self._input = None
             return out
         self._gets_one, self._input, self._rest = False, None, {}
-        (out,) = _in_type_of(rows, self._alone[place])
+        alone = self._alone[place]
+        (out,) = in_float32(rows, alone, alone.rows)
         return out
-
-
-def _in_type_of(x: Tensor, products: CpuProducts) -> list[Tensor]:
-    """What the products give, in the type of x [T, K]: in another than float32 so many rows at a
-    time as are planned.
-    """
-    if x.dtype is torch.float32 or len(x) <= WIDE_ROWS:
-        return [out.to(x.dtype) for out in products(x.float())]
-    outs = [x.new_empty(len(x), part.weight.rows) for part in products.parts]
-    for first in range(0, len(x), WIDE_ROWS):
-        rows = slice(first, first + WIDE_ROWS)
-        for out, some in zip(outs, products(x[rows].float()), strict=True):
-            out[rows] = some
-    return outs

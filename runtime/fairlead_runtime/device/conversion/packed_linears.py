@@ -83,9 +83,10 @@ class _Product:
         bias = None if self.bias is None else self.bias.data.float()
         if self.widens or x.dtype is torch.float32:
             return self.operations.linear(x.float(), self.weight, bias)
-        return in_float32(
-            lambda rows: self.operations.linear(rows, self.weight, bias), self.weight.rows
-        )(x)
+        (out,) = in_float32(
+            x, lambda rows: [self.operations.linear(rows, self.weight, bias)], [self.weight.rows]
+        )
+        return out
 
     def rows(self, ids: Tensor) -> Tensor:
         """Embeddings [..., K] of ids int64 [...], in the model's type."""
