@@ -158,8 +158,8 @@ BUGS = (
     PackageBug(
         "the rows of a weight are taken to lie close together",
         LINEAR_C,
-        "source + row * stride + COUNT * k",
-        "source + row * columns + COUNT * k",
+        "source[row * stride + k]",
+        "source[row * columns + k]",
         C_OPERATIONS,
     ),
     PackageBug(
