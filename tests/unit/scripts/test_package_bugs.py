@@ -54,6 +54,9 @@ class Hunted:
         module = folder / "runtime" / "pkg" / "module.py"
         module.parent.mkdir(parents=True)
         module.write_text("one")
+        self.tests = folder / "tests" / FILE
+        self.tests.parent.mkdir(parents=True)
+        self.tests.write_text("")
         self.file = folder / "catching.json"
         self.copy = Copy(folder)
         self.forks = Forks(module, passing, answer)
@@ -83,6 +86,16 @@ def test_without_such_a_test_whole_files_tell_and_it_is_kept(tmp_path: Path, kno
     assert hunted.hunt(known).how == FIRST
     assert hunted.forks.selections[-3:] == [("two", (FILE,)), ("one", (FIRST,)), ("two", (FIRST,))]
     assert json.loads(hunted.file.read_text()) == {BUG.name: FIRST}
+
+
+def test_tests_with_a_name_like_the_bugs_run_first(tmp_path: Path) -> None:
+    hunted = Hunted(tmp_path, (FIRST, SECOND), Answer(failed={SECOND: "why"}, ended=True))
+    names = ("a_state_is_cleared", "rows_of_a_state", "the_rows_of_each_state_are_read", "other")
+    hunted.tests.write_text("".join(f"def test_{name}(): ...\n" for name in names))
+    bug = BUG._replace(name="a row of a state is not read")
+    assert hunted.hunt(bug=bug).how == SECOND
+    nearest = [f"{FILE}::test_{names[number]}" for number in (2, 1, 0)]
+    assert hunted.forks.selections[0] == ("two", tuple(nearest))
 
 
 def test_tests_that_caught_others_run_before_whole_files(tmp_path: Path) -> None:
