@@ -146,7 +146,8 @@ class LLM:
         ``prompts``: texts or ``{"prompt_token_ids": [...]}``; ``sampling_params``: one for all or
         one per prompt. A prompt that is too long beside others that are not ends with
         ``finish_reason`` "error" and the reason as ``message``. Raises RequestError, before any
-        step, for any other prompt that cannot be served, or when all are too long.
+        step, for any other prompt that cannot be served, or when all are too long, and EngineDead
+        when the engine gives up.
         """
         prompt_list = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
         params_list = _params_per_prompt(sampling_params, len(prompt_list))
@@ -375,6 +376,8 @@ class LLM:
         for event in events:
             if event.request_id not in self._live:
                 continue  # a canary, an aborted one, or a choice that a stop string ended
+            if isinstance(event.error, EngineDead):
+                continue  # the next step raises it: no reader may take it for the request's own end
             live = self._live[event.request_id]
             choice = live.choices[event.choice]
             if not choice.finished:

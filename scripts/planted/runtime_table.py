@@ -2478,6 +2478,13 @@ BUGS = (
         ("unit/api/test_tool_parsers.py",),
     ),
     PackageBug(
+        "an engine that gives up in the last step has answered",
+        "fairlead_runtime.llm:LLM._file",
+        "if isinstance(event.error, EngineDead):",
+        "if False:",
+        ("unit/build/test_llm.py",),
+    ),
+    PackageBug(
         "what a stream has computed of an aborted request is shown",
         "fairlead_runtime.llm:LLM.abort_request",
         "        self._by_hand.drop(request_id)\n",

@@ -12,6 +12,7 @@ from fairlead_runtime.llm import LLM
 from fairlead_runtime.outputs import EngineDead, ModelFacts, Output, Submission
 from fairlead_runtime.request.logprobs import Logprob
 from fairlead_runtime.request.sequence import FinishReason, RequestError, SamplingParams
+from fairlead_runtime.scheduling.plan import DeviceLostError
 from fairlead_runtime.serving.intake import Intake
 from support import tiny
 from support.fake_engine import FakeRunner, rig
@@ -263,6 +264,24 @@ def test_a_dead_engine_ends_every_stream(built: dict[str, Any]) -> None:
         for stream in (first, second):
             with pytest.raises(EngineDead, match="for the test"):
                 list(stream)
+
+
+def test_an_engine_that_gives_up_in_the_last_step_raises(
+    built: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its one request ends in that very step: no later one is asked for."""
+
+    def lose(_: float) -> None:
+        raise DeviceLostError("for the test")
+
+    with LLM("demo:") as one:
+        stream = one.stream([Submission(prompt=(5, 6))])
+        next(stream)
+        monkeypatch.setattr(built["engine"], "_advance", lose)
+        with pytest.raises(EngineDead, match="for the test"):
+            next(stream)
+        with pytest.raises(EngineDead, match="for the test"):
+            one.generate({"prompt_token_ids": [5, 6]}, use_tqdm=False)
 
 
 def test_the_parts_of_a_choice_are_not_copied_at_each_token() -> None:
