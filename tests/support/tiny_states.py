@@ -169,6 +169,7 @@ WHOLES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "qwen3_5_moe": ("qwen3_5_moe_text", _DEPTH),
     "lfm2_vl": ("lfm2", {**_TOWER, "model_type": "siglip2_vision_model"}),
     "lfm3_vl": ("lfm3", {**_TOWER, "num_key_value_heads": 2}),
+    "minicpmv4_6": ("qwen3_5_text", {**_TOWER, "insert_layer_id": 0}),
 }
 
 

@@ -83,9 +83,9 @@ def check(config: PretrainedConfig) -> tuple[int | None, ...]:
     if model_class is None or text_class is None:
         kind = "no class of text with images" if text is not config else "no causal language model"
         raise unsupported(name, f"transformers has {kind} of that type")
+    if getattr(text_class, "_is_stateful", False) and kind not in WITH_STATES:
+        raise unsupported(name, STATE)
     for code in (model_class, text_class):
-        if getattr(code, "_is_stateful", False) and kind not in WITH_STATES:
-            raise unsupported(name, STATE)
         if name not in SERVED and not code._can_set_attn_implementation():  # noqa: SLF001 - there is no public method
             raise unsupported(name, OLD)
     return _windows(text, text_class)

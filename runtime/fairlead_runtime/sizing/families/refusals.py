@@ -105,4 +105,5 @@ REFUSED: dict[str, str] = {
     **dict.fromkeys(["fast_vlm", "perception_lm"], _PACKAGES),
     **dict.fromkeys(["colpali", "colqwen2", "shieldgemma2"], "it writes no text"),
     "paligemma": _PREFIX,
+    "nemotron_h_omni": NO_WHOLE,
 }
