@@ -42,6 +42,7 @@ def test_a_start_tells_its_parts_their_layers_and_bytes(tmp_path: Path) -> None:
     ]
     fused = [(done, total) for part, done, total in told if part == "kernels" and total]
     assert fused == [(layer, LAYERS) for layer in range(LAYERS)]
+    assert told.count(("kernels", 0, 0)) == 2, "again before a package compiles products"
     tested = [done for part, done, total in told if part == "self_test" and total]
     assert sorted(set(tested)) == list(range(LAYERS * PROMPTS + 1))
     assert tested == sorted(tested), "no pass begins anew"
