@@ -7,6 +7,7 @@ tests/functional/commands/test_demo.py start the command without this.
 
 import itertools
 import json
+import logging
 import multiprocessing
 import os
 import queue
@@ -247,13 +248,14 @@ def held_device(held: Path, streams: int, tokens: int) -> None:
 
 
 def hanging_device() -> None:
-    """Make the third step of the engine never end."""
+    """Make the third step of the engine never end, as a line of the log says."""
     from fairlead_runtime.device.step.model_runner import ModelRunner
 
     execute, steps = ModelRunner.execute, itertools.count(1)
 
     def hang(self: ModelRunner, work: Any) -> Any:
         if next(steps) == 3:
+            logging.getLogger("fairlead.test").info("the step hangs")
             threading.Event().wait()
         return execute(self, work)
 

@@ -165,19 +165,26 @@ def test_neither_colours_nor_text_come_where_they_are_not_wanted() -> None:
 
 
 def patient_end() -> None:
-    """Let the HTTP process wait long for a step that hangs, before it ends the engine."""
-    from fairlead_runtime.processes import http_process
+    """Let both processes wait long for a step that hangs, before the engine ends."""
+    from fairlead_runtime.processes import engine_process, http_process
 
-    http_process.STOP_SECONDS = PATIENCE
+    http_process.STOP_SECONDS = engine_process.STOP_SECONDS = PATIENCE
+
+
+def patient_hanging_device() -> None:
+    patient_end()
+    hanging_device()
 
 
 def test_a_second_interrupt_ends_a_server_whose_step_hangs() -> None:
-    flag, prepare = "--drain-grace=3600", hanging_device
+    flag, prepare = "--drain-grace=3600", patient_hanging_device
     with serve("demo:", flag, prepare=prepare, prepare_http=patient_end) as server:
         server.until_logged("serving")
         body = {"prompt": "a", "max_tokens": 9, "ignore_eos": True, "stream": True}
         with server.client() as client, client.stream("POST", "/v1/completions", json=body) as sent:
-            next(sent.iter_lines())
+            lines = sent.iter_lines()  # without a name for it the connection would be closed
+            next(lines)
+            server.until_logged("the step hangs")
             os.kill(server.pid, signal.SIGINT)
             server.until_logged("new requests are refused")
             began = time.monotonic()
