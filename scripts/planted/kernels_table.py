@@ -2063,6 +2063,13 @@ BUGS = (
         FIRST_START,
     ),
     PackageBug(
+        "libraries of other sources count as installed",
+        "fairlead_kernels.cpu.first_start:_has_libraries",
+        "hash_sources(sources).encode() in library.read_bytes()",
+        "bool(hash_sources)",
+        FIRST_START,
+    ),
+    PackageBug(
         "why the kernels did not compile is forgotten",
         "fairlead_kernels.cpu.first_start:compile_missing",
         '_attempt["failure"] = str(error)',

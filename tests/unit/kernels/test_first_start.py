@@ -322,6 +322,27 @@ def test_nothing_is_compiled_where_libraries_were_installed(machine: Machine) ->
     assert library.Library("baseline").instruction_set == "baseline"
 
 
+def test_installed_libraries_of_other_sources_are_compiled_as_if_there_were_none(
+    machine: Machine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a pull without `make setup`."""
+    machine.installed.mkdir()
+    sources = hash_sources(library.SOURCES).encode()
+    old = (NATIVE / "baseline.so").read_bytes().replace(sources, b"0" * 16)
+    (machine.installed / "baseline.so").write_bytes(old)
+    monkeypatch.setenv(first_start.SETTING, "0")
+    machine.start()
+    with pytest.raises(NotAvailableError, match=r"other sources \(run `make setup`.*_KERNELS is 0"):
+        library.load(BEST)
+    monkeypatch.delenv(first_start.SETTING)
+    with pytest.raises(NotAvailableError, match=r"other sources .*no engine has started on a CPU"):
+        library.load(BEST)
+    machine.start()
+    assert machine.compiler.links() == ["machine.so", f"{BEST}.so"]
+    assert "compiling the C++ kernels for this processor" in caplog.text
+    assert library.load(BEST).instruction_set == BEST
+
+
 def test_what_a_killed_start_has_left_is_removed(machine: Machine) -> None:
     place = user_cache.folder()
     (place / "partial-of-a-killed-start").mkdir(parents=True)
