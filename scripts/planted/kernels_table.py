@@ -2093,7 +2093,14 @@ BUGS = (
     PackageBug(
         "two starts compile the kernels beside each other",
         "fairlead_kernels.cpu.user_cache:_locked",
-        "        fcntl.flock(lock, fcntl.LOCK_EX)\n",
+        "            fcntl.flock(lock, fcntl.LOCK_EX)\n",
+        "",
+        FIRST_START,
+    ),
+    PackageBug(
+        "a start that waits for another one does not say for whom",
+        "fairlead_kernels.cpu.user_cache:_locked",
+        "        lock.flush()\n",
         "",
         FIRST_START,
     ),

@@ -8,6 +8,7 @@ Used where a package is built, too, when torch may be absent.
 import fcntl
 import grp
 import hashlib
+import logging
 import os
 import platform
 import pwd
@@ -22,6 +23,8 @@ from pathlib import Path
 from fairlead_kernels.cpu import compilation
 from fairlead_kernels.cpu.compilation import NotBuiltError, compile_libraries
 from fairlead_kernels.cpu.sources import hash_sources
+
+log = logging.getLogger("fairlead.kernels")
 
 _SEAL = b"\nfairlead sha256 "  # then the digest of all before it; a loader reads no such end
 _ELSEWHERE = "or set XDG_CACHE_HOME to another folder"
@@ -113,8 +116,21 @@ def _make(place: Path) -> None:
 
 @contextmanager
 def _locked(place: Path) -> Iterator[None]:
-    with (place / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    """Hold the folder's lock, once whoever has it has let go of it: at the latest when it ends."""
+    with (place / "lock").open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            log.warning(
+                "waiting for %s, which compiles the C++ kernels, about a minute; if it is stopped, "
+                "let it go on (kill -CONT) or end it (kill -KILL)",
+                lock.read() or "another process",
+            )
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {platform.node()}")
+        lock.flush()
         yield
 
 

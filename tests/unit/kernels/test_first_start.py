@@ -8,6 +8,7 @@ import functools
 import grp
 import logging
 import os
+import platform
 import pwd
 import shutil
 import threading
@@ -87,7 +88,9 @@ def test_folders_that_it_makes_are_for_the_user_alone(machine: Machine) -> None:
     )
 
 
-def test_two_starts_at_once_compile_once(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_starts_at_once_compile_once(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     user_cache.provide([PROBE])
     waits_or_compiles = threading.Event()
     compiled: list[str] = []
@@ -104,7 +107,7 @@ def test_two_starts_at_once_compile_once(machine: Machine, monkeypatch: pytest.M
         return compile_really(out, names, compilers=compilers)
 
     def flock(file: int, how: int) -> None:
-        if threading.current_thread() is second:
+        if threading.current_thread() is second and not how & fcntl.LOCK_NB:
             waits_or_compiles.set()
         lock_really(file, how)
 
@@ -114,6 +117,8 @@ def test_two_starts_at_once_compile_once(machine: Machine, monkeypatch: pytest.M
     second.join(60)
     assert compiled == [BEST]
     assert user_cache.find(BEST)
+    (waiting,) = caplog.messages
+    assert waiting.startswith(f"waiting for process {os.getpid()} on {platform.node()}, which")
 
 
 def cut(file: Path) -> None:
