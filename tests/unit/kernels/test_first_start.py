@@ -272,6 +272,29 @@ def test_a_folder_that_others_may_write_to_is_refused(
         assert library.Library(BEST).instruction_set == BEST
 
 
+def test_a_link_that_others_may_replace_leads_nowhere_once_the_folder_is_checked(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It lies in the middle: neither in a folder that the path names nor in one that it ends in."""
+    (tmp_path / "home").mkdir()
+    others = tmp_path / "others"
+    others.mkdir()
+    others.chmod(0o777)
+    (others / "link").symlink_to(tmp_path / "home", target_is_directory=True)
+    (tmp_path / "link").symlink_to(others / "link", target_is_directory=True)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "link" / "cache"))
+    machine.start()
+    checked = user_cache.find(BEST)
+    assert checked is not None
+    content = checked.read_bytes()
+    (others / "link").unlink()
+    (others / "link").symlink_to(others, target_is_directory=True)
+    assert checked.read_bytes() == content
+    assert user_cache.find(BEST) is None
+    with pytest.raises(NotBuiltError, match=f"others may write to {others}"):
+        user_cache.provide([BEST])
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root")
 def test_nothing_is_made_in_another_users_home(machine: Machine, tmp_path: Path) -> None:
     home = tmp_path / "home"
