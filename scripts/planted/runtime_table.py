@@ -477,7 +477,7 @@ BUGS = (
     PackageBug(
         "a plan knows no rows that fill a mixer's panels",
         "fairlead_runtime.sizing.weight_bytes:_packed_weights",
-        "return plain + panel_rows(shape) * element",
+        "return plain + (panel_rows(shape) + narrow * config.deterministic) * element",
         "return plain",
         ("functional/engine/test_states.py",),
     ),
@@ -5135,9 +5135,30 @@ BUGS = (
     PackageBug(
         "a plan knows no rows that fill the panels of a mixer's int8 weights",
         "fairlead_runtime.sizing.weight_bytes:_packed_weights",
-        "plain += panel_rows(shape) + shape.narrow_padding if shape.states else 0",
+        "plain += panel_rows(shape) + narrow",
         "pass",
         ("functional/engine/test_states.py",),
+    ),
+    PackageBug(
+        "a plan knows no rows that fill the panels of fused layers",
+        "fairlead_runtime.sizing.weight_bytes:panel_rows",
+        "shape.joined_padding if shape.slab_width",
+        "0 if shape.slab_width",
+        ("functional/engine/test_planned_memory.py",),
+    ),
+    PackageBug(
+        "queries, keys and values fill panels each in a plan of fused layers",
+        "fairlead_runtime.sizing.parameters:_attention",
+        "    count = replace(count, joined=_panels(hidden, count.channels).joined)\n",
+        "",
+        ("functional/engine/test_planned_memory.py",),
+    ),
+    PackageBug(
+        "a router that is packed fills no panels in a plan",
+        "fairlead_runtime.sizing.parameters:_experts",
+        "        count += _panels(hidden, experts)\n",
+        "        pass\n",
+        ("functional/engine/test_planned_memory.py",),
     ),
     PackageBug(
         "logits are not capped",
