@@ -43,6 +43,7 @@ FACTOR = "it multiplies what a norm after attention or MLP returns"
 LARGE = 1e4  # times the numbers of a recording, which may not reach what a model limits
 LIMITED_MLP = "its MLP computes something else with large numbers"
 PlayBack = Callable[[float], Sequence[ModuleCall]]
+Mix = Callable[[Tensor, Activation], Tensor]
 
 
 class DoesNotFitError(Exception):
@@ -561,7 +562,7 @@ def _mlp(
         raise DoesNotFitError(OTHER_MLP)
     for order, activation in itertools.product(orders, get_args(Activation)):
         gate_up = torch.cat([results[i] for i in order], dim=1)
-        mixes = [] if gate_up.shape[1] % 2 else [reference.gated]
+        mixes: list[Mix] = [] if gate_up.shape[1] % 2 else [reference.gated]
         if len(order) == 1:
             mixes.append(reference.activate)
         for mix in mixes:
