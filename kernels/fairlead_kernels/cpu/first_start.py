@@ -1,5 +1,5 @@
-"""The first start of an engine compiles the C++ kernels where none were installed: of the one
-instruction set that this processor uses, into the user's cache.
+"""The first start of an engine compiles the C++ kernels where none of these sources were installed:
+of the one instruction set that this processor uses, into the user's cache.
 
 docs/design/0005-cpu-kernels.md says why then.
 """
@@ -11,13 +11,15 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from fairlead_kernels.cpu import user_cache
+from fairlead_kernels.cpu import compilation, user_cache
 from fairlead_kernels.cpu.compilation import INSTRUCTION_SETS, PROBE, NotBuiltError
-from fairlead_kernels.cpu.sources import why_not_here
+from fairlead_kernels.cpu.sources import hash_sources, why_not_here
 
 log = logging.getLogger("fairlead.kernels")
 
 SETTING = "FAIRLEAD_BUILD_KERNELS"  # 0: nothing is compiled
+OUTDATED = "those installed are of other sources (run `make setup`, or install again)"
+NOT_STARTED = "no engine has started on a CPU, which compiles them"
 _attempt = {"failure": ""}  # of this process
 
 
@@ -25,7 +27,7 @@ def compile_missing(
     installed: Path, begun: Callable[[], None], compilers: int | None = None
 ) -> None:
     """Let the cache have the library of the widest instruction set that this processor runs, unless
-    the folder ``installed`` has libraries.
+    the folder ``installed`` has libraries of these sources.
 
     ``begun`` is called before anything is compiled, by so many ``compilers`` at a time. A failure
     is logged, and is then the reason that ``find`` gives.
@@ -68,11 +70,10 @@ def find(name: str, installed: Path) -> Path:
         raise NotBuiltError(elsewhere)
     if (library := user_cache.find(name)) is not None:
         return library
-    raise NotBuiltError(
-        _forbidden()
-        or _attempt["failure"]
-        or "they were not installed, and no engine has started on a CPU, which compiles them"
-    )
+    reason = _forbidden() or _attempt["failure"]
+    if _baseline(installed).exists():
+        raise NotBuiltError(f"{OUTDATED}; {reason or NOT_STARTED}")
+    raise NotBuiltError(reason or f"they were not installed; {NOT_STARTED}")
 
 
 def supported(names: Sequence[str], installed: Path) -> list[str]:
@@ -108,8 +109,16 @@ def _supports(installed: Path) -> Callable[[bytes], int]:
     return supports
 
 
+def _baseline(installed: Path) -> Path:
+    return installed / "baseline.so"
+
+
 def _has_libraries(installed: Path) -> bool:
-    return (installed / "baseline.so").exists()
+    """Whether the folder has libraries, of these sources: others may have been pulled since."""
+    library, sources = _baseline(installed), compilation.SOURCES
+    if not library.exists():
+        return False
+    return not sources.exists() or hash_sources(sources).encode() in library.read_bytes()
 
 
 def _forbidden() -> str:

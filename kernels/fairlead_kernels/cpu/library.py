@@ -393,20 +393,17 @@ class Library:
             try:
                 function = loaded[f"fairlead_{name}"]
             except AttributeError as error:
-                raise NotAvailableError(_OUTDATED) from error
+                raise NotAvailableError(first_start.OUTDATED) from error
             function.argtypes, function.restype = arguments, result
             setattr(self, name, function)
         # Beside VNNI or AMX, or without them.
         self.bfloat16 = more != "" and self.supports(b"avx512+bf16") == 1
         if SOURCES.exists() and self.sources().decode() != hash_sources(SOURCES):
-            raise NotAvailableError(_OUTDATED)
+            raise NotAvailableError(first_start.OUTDATED)
         share_threads(self.use_openmp)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         raise AttributeError(f"the library has no function {name}")
-
-
-_OUTDATED = "they were built from other sources (run `make setup`, or install again)"
 
 
 def share_threads(use_openmp: Callable[..., Any]) -> None:

@@ -8,6 +8,7 @@ Used where a package is built, too, when torch may be absent.
 import fcntl
 import grp
 import hashlib
+import logging
 import os
 import platform
 import pwd
@@ -23,6 +24,8 @@ from fairlead_kernels.cpu import compilation
 from fairlead_kernels.cpu.compilation import NotBuiltError, compile_libraries
 from fairlead_kernels.cpu.sources import hash_sources
 
+log = logging.getLogger("fairlead.kernels")
+
 _SEAL = b"\nfairlead sha256 "  # then the digest of all before it; a loader reads no such end
 _ELSEWHERE = "or set XDG_CACHE_HOME to another folder"
 
@@ -32,8 +35,9 @@ class UnusableCacheError(NotBuiltError):
 
 
 def folder() -> Path:
-    """Where the libraries of these sources are, for machines with this C library. Raises
-    UnusableCacheError for a user without a home.
+    """Where the libraries of these sources are, for machines with this C library: by a path without
+    links, since whoever owns a folder with a link may let it lead elsewhere, once that is checked.
+    Raises UnusableCacheError for a user without a home.
     """
     digest = hashlib.sha256(Path(compilation.__file__).read_bytes())
     digest.update(f"{hash_sources(compilation.SOURCES)} {platform.machine()}".encode())
@@ -42,7 +46,7 @@ def folder() -> Path:
         base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute()
     except RuntimeError as error:
         raise UnusableCacheError("this user has no home: set XDG_CACHE_HOME") from error
-    return base / "fairlead" / f"kernels-{digest.hexdigest()[:16]}"
+    return Path(os.path.realpath(base / "fairlead" / f"kernels-{digest.hexdigest()[:16]}"))
 
 
 def find(name: str) -> Path | None:
@@ -113,8 +117,21 @@ def _make(place: Path) -> None:
 
 @contextmanager
 def _locked(place: Path) -> Iterator[None]:
-    with (place / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    """Hold the folder's lock, once whoever has it has let go of it: at the latest when it ends."""
+    with (place / "lock").open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            log.warning(
+                "waiting for %s, which compiles the C++ kernels, about a minute; if it is stopped, "
+                "let it go on (kill -CONT) or end it (kill -KILL)",
+                lock.read() or "another process",
+            )
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {platform.node()}")
+        lock.flush()
         yield
 
 
@@ -125,11 +142,10 @@ def _trusted() -> set[int]:
 
 def _refuse_if_shared(place: Path) -> None:
     """Raise UnusableCacheError where another user may put a file into the folder, or another folder
-    into its place, as OpenSSH asks of its keys' folder. Group permissions of a user's own group,
-    which some systems give everything that is made, say nothing.
+    into its place, as OpenSSH asks of its keys' folder, by its path without links. Group
+    permissions of a user's own group, which some systems give everything that is made, say nothing.
     """
-    real = place.resolve()
-    for level in (place, real, *place.parents, *real.parents):
+    for level in (place, *place.parents):
         if not level.exists():
             continue
         facts = level.stat()
@@ -137,7 +153,7 @@ def _refuse_if_shared(place: Path) -> None:
         if facts.st_uid not in _trusted() | {Path("/").stat().st_uid}:
             raise UnusableCacheError(f"{level} is another user's: {_ELSEWHERE[3:]}")
         # What lies in a sticky folder only its owner may replace.
-        sticky = facts.st_mode & stat.S_ISVTX and level not in (place, real)
+        sticky = facts.st_mode & stat.S_ISVTX and level != place
         writable = facts.st_mode & stat.S_IWOTH
         if not sticky and (writable or (facts.st_mode & stat.S_IWGRP and _is_shared(facts.st_gid))):
             raise UnusableCacheError(

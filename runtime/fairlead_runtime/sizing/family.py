@@ -137,6 +137,7 @@ class Family:
     shared_experts: tuple[int | str, str] | None = None
     shared_gate: bool = False
     router_bias: bool = False
+    linear_router: bool = False  # a linear layer of torch, with its one input
     # The same, as a buffer that is no parameter: "float32", or "typed" as the model.
     choice_buffer: str = ""
     # What a model in 16 bits has in float32 (``_keep_in_fp32_modules_strict``): routers, sinks; in

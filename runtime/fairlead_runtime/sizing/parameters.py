@@ -25,7 +25,8 @@ class ParameterCount:
     ``wide``: those that a model in 16 bits keeps in float32, ``wide_norms``: further ones in
     float16; numbers beside all these: ``buffers`` in float32 in any model, ``typed`` in its type,
     and what whole panels add to the matrices of torch's linear layers, ``padding`` to those that
-    are packed in any model, ``narrow`` to those that are so where they are quantized.
+    are packed in any model, ``narrow`` to those that are so where they are quantized or sums have
+    one order; ``joined`` to those of a fused layer, which has all products of one input in one.
     """
 
     matrices: int = 0
@@ -39,6 +40,7 @@ class ParameterCount:
     typed: int = 0
     padding: int = 0
     narrow: int = 0
+    joined: int = 0
 
     def __add__(self, addend: "ParameterCount") -> "ParameterCount":
         return ParameterCount(
@@ -53,6 +55,7 @@ class ParameterCount:
             self.typed + addend.typed,
             self.padding + addend.padding,
             self.narrow + addend.narrow,
+            self.joined + addend.joined,
         )
 
     def __mul__(self, times: int) -> "ParameterCount":
@@ -68,6 +71,7 @@ class ParameterCount:
             self.typed * times,
             self.padding * times,
             self.narrow * times,
+            self.joined * times,
         )
 
 
@@ -87,12 +91,19 @@ def _rows(inputs: int, outputs: int, *, bias: bool = False) -> ParameterCount:
 
 
 def _panels(inputs: int, *widths: int, least: int = PANEL) -> ParameterCount:
-    """What whole panels add to matrices of so many columns and of these rows each. One of fewer
-    rows than ``least`` would be mostly padding: it is packed only where it is quantized.
+    """What whole panels add to matrices of so many columns and of these rows each, products of one
+    input. One of fewer rows than ``least`` would be mostly padding: it is packed where it is
+    quantized, or where all are.
     """
     added = [inputs * (-width % PANEL) for width in widths if width >= least]
     total = inputs * sum(-width % PANEL for width in widths)
-    return ParameterCount(padding=sum(added), narrow=total - sum(added))
+    joined = inputs * (-sum(widths) % PANEL)
+    return ParameterCount(padding=sum(added), narrow=total - sum(added), joined=joined)
+
+
+def _without_panels(count: ParameterCount) -> ParameterCount:
+    """The same where no linear layer of torch holds the matrices."""
+    return replace(count, padding=0, narrow=0, joined=0)
 
 
 def count_layer(
@@ -260,6 +271,7 @@ def _attention(
     keys = _columns(hidden, made, bias=bias, widths=widths) if keeps else ParameterCount()
     queries = _columns(hidden, q * (1 + family.gate_in_queries), bias=bias)
     count = queries + replace(keys, sharded=0, kv=keys.sharded)
+    count = replace(count, joined=_panels(hidden, count.channels).joined)
     count += _rows(heads.attended_width, hidden, bias=s.flag_or_constant(family.out_bias))
     if family.qk_norm and (not family.qk_norm_if or s.flag(family.qk_norm_if)):
         normed = (heads.dim, heads.dim) if family.qk_norm == "head" else (q, kv)
@@ -279,8 +291,9 @@ def _expert_attention(s: ConfigReader, heads: LayerHeads) -> ParameterCount:
     """
     hidden, experts = s.integer("hidden_size"), s.integer("num_local_experts")
     width = heads.query_width // s.integer("num_experts_per_tok")
-    count = (_columns(hidden, width) + _rows(width, hidden)) * experts
-    return count + _columns(hidden, 2 * width) + ParameterCount(rest=hidden * (experts + 1))
+    count = _without_panels(_columns(hidden, width) + _rows(width, hidden)) * experts
+    router = _panels(hidden, experts) + ParameterCount(rest=hidden * (experts + 1))
+    return count + _columns(hidden, 2 * width) + router
 
 
 def has_experts(s: ConfigReader, family: Family) -> bool:
@@ -324,13 +337,15 @@ def _experts(s: ConfigReader, family: Family) -> tuple[ParameterCount, int]:
     expert += _rows(inner, taken, bias=family.expert_bias)
     # The router is never quantized. No linear layer holds the matrices of experts.
     per_expert = hidden + family.expert_bias + family.router_bias
-    count = replace(expert, padding=0, narrow=0) * experts + ParameterCount(
+    count = _without_panels(expert) * experts + ParameterCount(
         rest=experts * per_expert + hidden * family.sum_bias,
         wide=experts * per_expert * family.wide_router,
         wide_norms=experts * family.router_bias * family.wide_qk_norms,
         buffers=experts * (family.choice_buffer == "float32"),
         typed=experts * (family.choice_buffer == "typed"),
     )
+    if family.linear_router:
+        count += _panels(hidden, experts)
     if latent:
         biased = s.flag_or_constant(family.mlp_bias)
         count += _columns(hidden, latent, bias=biased) + _rows(latent, hidden, bias=biased)

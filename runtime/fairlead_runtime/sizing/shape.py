@@ -122,7 +122,8 @@ class ModelShape:
     layer_channels: int  # output rows of those matrices: one scale each when quantized
     most_channels: int  # the most of them in one layer
     padding: int  # elements of rows that make whole panels of those that are packed in any model
-    narrow_padding: int  # the same of those of few rows, which are packed where quantized
+    narrow_padding: int  # of those of few rows, which are packed where quantized or deterministic
+    joined_padding: int  # of those of fused layers
     # Of a checkpoint in int4: scales of groups of columns, the columns of one (0: all of a row's),
     # and columns that a product orders.
     int4_groups: int
@@ -287,6 +288,7 @@ class ModelShape:
             most_channels=max(c.channels for c, _, _ in counts),
             padding=body.padding,
             narrow_padding=body.narrow,
+            joined_padding=body.joined,
             int4_groups=stored.int4_groups(
                 body.matrices, body.channels, (hidden, most.query_width, *inners)
             ),
@@ -385,6 +387,7 @@ class ModelShape:
                 d[1] * (-d[0] % PANEL) for _, d in matrices if len(d) == 2 and d[0] >= PANEL
             ),
             narrow_padding=0,
+            joined_padding=0,
             int4_groups=stored.int4_groups(in_layers, channels, {d[-1] for _, d in matrices}),
             int4_group_size=stored.int4_group_size,
             # Matrices that share their input may share one.

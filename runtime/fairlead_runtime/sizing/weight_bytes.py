@@ -93,9 +93,10 @@ def _packed_weights(shape: ModelShape, config: EngineConfig, element: int) -> in
     """
     rows = ceil_div(shape.vocab, PANEL) * PANEL
     plain = (shape.parameters + (rows - shape.vocab) * shape.hidden) * element
+    narrow = shape.narrow_padding if shape.states else 0
     if config.quantization == "none":
-        return plain + panel_rows(shape) * element
-    plain += panel_rows(shape) + shape.narrow_padding if shape.states else 0
+        return plain + (panel_rows(shape) + narrow * config.deterministic) * element
+    plain += panel_rows(shape) + narrow
     matrices, channels = shape.layer_matrices, shape.layer_channels
     if not shape.quantized and element == 4 and not shape.states:
         matrices, channels = matrices + rows * shape.hidden, channels + shape.vocab
@@ -103,10 +104,10 @@ def _packed_weights(shape: ModelShape, config: EngineConfig, element: int) -> in
 
 
 def panel_rows(shape: ModelShape) -> int:
-    """Elements, at most, of the rows that make whole panels of the layers' matrices, where the
-    model's own code multiplies by them: as many in the widest panels.
+    """Elements, at most, of the rows that make whole panels of the layers' matrices, in the widest
+    panels: as many where the model's own code multiplies by them, or they are fused.
     """
-    return 0 if shape.slab_width else shape.padding
+    return shape.joined_padding if shape.slab_width else shape.padding
 
 
 def widened(shape: ModelShape, config: EngineConfig, kind: str, tokens: int) -> int:

@@ -52,6 +52,7 @@ EVERY = (*tiny.FAMILIES, *tiny.VARIANTS, *tiny.SIZED, *tiny.UNLISTED)
 NO_NORM = "does not normalize the input of its attention"
 OTHER_NORM = "is no root-mean-square or layer norm"
 OTHER_MLP = "its MLP is not two or three matrices"
+LIMITED = "its MLP computes something else with large numbers"
 ROPE = "are not projected and rotated as Llama's or GLM's"
 REFUSED: dict[str, str] = {
     **dict.fromkeys(("olmo", "olmo2", "olmo3", "exaone4", "gemma3n_text"), NO_NORM),
@@ -664,6 +665,14 @@ def double(_module: Any, _inputs: Any, output: Any) -> Any:
     return (2 * output[0], *output[1:]) if isinstance(output, tuple) else 2 * output
 
 
+def limit(_module: Any, _inputs: Any, output: Any) -> Any:
+    return output.clamp(-7.0, 7.0)
+
+
+def limit_input(_module: Any, inputs: Any) -> Any:
+    return (inputs[0].clamp(-7.0, 7.0),)
+
+
 # Changes of a llama layer of which no name of a module or a class tells.
 CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {
     "attention": (lambda layer: layer.self_attn.o_proj.register_forward_hook(double), "no single"),
@@ -678,6 +687,11 @@ CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {
         lambda layer: setattr(layer.mlp, "act_fn", torch.nn.PReLU()),
         OTHER_MLP,
     ),
+    # Of numbers that the tokens of a recording do not reach, as some families' MLPs have it.
+    "large gates": (lambda layer: layer.mlp.act_fn.register_forward_pre_hook(limit_input), LIMITED),
+    "large numbers": (lambda layer: layer.mlp.up_proj.register_forward_hook(limit), LIMITED),
+    "large inputs": (lambda layer: layer.mlp.register_forward_pre_hook(limit_input), LIMITED),
+    "large results": (lambda layer: layer.mlp.register_forward_hook(limit), LIMITED),
     "shared weights": (
         lambda layer: setattr(layer.mlp.up_proj, "weight", layer.mlp.gate_proj.weight),
         "shares weights",
@@ -697,10 +711,19 @@ def test_a_layer_that_computes_something_else_is_not_fused(change: str, kernels:
     expected = selftest.Expected.of(model, 512)
     fused = fuse(model, operations)
     assert fused.fused == 2
-    assert fused.around_mlp == (kernels == "torch" and reason == OTHER_MLP)
+    assert fused.around_mlp == (kernels == "torch" and reason in (OTHER_MLP, LIMITED))
     assert fused.reason.startswith("layer 1: ")
     assert reason in fused.reason
     assert selftest.check(model, attention, expected).delta < 1e-4
+
+
+def test_an_mlp_without_a_module_that_limits_large_numbers_is_not_fused() -> None:
+    model = paged("opt")
+    layers: Any = decoder_layers(model)
+    layers[1].activation_fn.register_forward_pre_hook(limit_input)
+    fused = fuse(model, reference)
+    assert fused.fused == len(layers) - 1
+    assert fused.reason == f"layer 1: {LIMITED}"
 
 
 def test_a_query_that_changes_only_at_large_positions_is_not_fused() -> None:

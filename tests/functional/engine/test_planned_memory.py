@@ -3,7 +3,7 @@
 import itertools
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -11,17 +11,20 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from fairlead_kernels.choice.backend import pick
 from fairlead_kernels.plain.torch_operations import TorchOperations
-from fairlead_runtime.device.conversion.fusion import fuse
+from fairlead_runtime.device.conversion.fusion import fuse, quantize_weights
 from fairlead_runtime.device.memory.storage import CacheStorage
 from fairlead_runtime.device.model.paged_model import PagedModel
 from fairlead_runtime.device.warmup import profiling
 from fairlead_runtime.models import architecture, families, loading, rope, text_model
 from fairlead_runtime.models.headers import Header, TensorEntry
 from fairlead_runtime.settings.engine_config import EngineConfig
+from fairlead_runtime.sizing.arithmetic import PANEL
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.terms import GIB, DeviceFacts
 from fairlead_runtime.sizing.verdict import plan_memory
-from support import tiny, tiny_parts, tiny_states
+from fairlead_runtime.sizing.weight_bytes import held_weights
+from support import tiny, tiny_any, tiny_parts, tiny_states
+from support.kernel_sets import PRODUCT_SETS, rows_to_a_panel
 
 LENGTH = 512
 SIZES: dict[str, Any] = {
@@ -156,6 +159,54 @@ def test_planned_terms_are_within_a_fifth_of_measured_ones(
         assert 1.0 <= planned[term] / measured[term] <= 1.2, term
     for term in ("attention", "sampling", "batch"):
         assert planned[term] >= measured[term], term
+
+
+# Settings of models whose matrices have rows that make no whole panels.
+NARROW: dict[str, tuple[str, dict[str, Any]]] = {
+    "of fused layers": (
+        "llama",
+        {"intermediate_size": 97, "num_key_value_heads": 1, "head_dim": 18},
+    ),
+    "of layers that do not fuse": ("olmo2", {"intermediate_size": 97}),
+    "of few rows": (
+        "qwen3_5_text",
+        {"layer_types": ["linear_attention"], "num_hidden_layers": 1}
+        | {"linear_num_value_heads": 4, "linear_value_head_dim": 16}
+        | {"linear_num_key_heads": 2, "linear_key_head_dim": 16},
+    ),
+    "of routers": ("afmoe", {"num_experts": 40, "num_hidden_layers": 2}),
+    "of two routers": ("jetmoe", {"num_local_experts": 40, "num_hidden_layers": 1}),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "quantization", "deterministic"),
+    [
+        *((name, "none", name == "of few rows") for name in NARROW),
+        ("of fused layers", "int8", False),
+    ],
+)
+def test_rows_that_make_whole_panels_are_planned_as_they_are_held(
+    name: str, quantization: Literal["none", "int8"], deterministic: bool
+) -> None:
+    if not PRODUCT_SETS:
+        pytest.skip("the C++ kernels are not built")
+    family, settings = NARROW[name]
+    model = tiny_any.build(family, vocab_size=288, **settings)
+    paged = PagedModel(model, families.check(model.config))
+    rope.pin(model, LENGTH)
+    if quantization == "int8":
+        quantize_weights(paged, "int8", head=True)
+    operations = pick(paged.heads, paged.kinds, paged.device, "cpu").operations
+    fuse(paged, operations, every_product=deterministic)
+    limits = EngineConfig(quantization=quantization, deterministic=deterministic)
+    shape = ModelShape.from_config(json.loads(model.config.to_json_string()))
+    planned = held_weights(shape, limits, 1, "cpu")
+    # With VNNI what int8 multiplies has columns to whole fours.
+    fours = 3 * (shape.layers * shape.hidden) if quantization == "int8" else 0
+    assert planned + fours >= paged.weight_bytes
+    if rows_to_a_panel(1) == PANEL - 1:  # the widest, as planned
+        assert planned <= paged.weight_bytes
 
 
 @pytest.mark.parametrize("name", HEADS)

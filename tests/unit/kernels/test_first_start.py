@@ -8,6 +8,7 @@ import functools
 import grp
 import logging
 import os
+import platform
 import pwd
 import shutil
 import threading
@@ -87,7 +88,9 @@ def test_folders_that_it_makes_are_for_the_user_alone(machine: Machine) -> None:
     )
 
 
-def test_two_starts_at_once_compile_once(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_starts_at_once_compile_once(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     user_cache.provide([PROBE])
     waits_or_compiles = threading.Event()
     compiled: list[str] = []
@@ -104,7 +107,7 @@ def test_two_starts_at_once_compile_once(machine: Machine, monkeypatch: pytest.M
         return compile_really(out, names, compilers=compilers)
 
     def flock(file: int, how: int) -> None:
-        if threading.current_thread() is second:
+        if threading.current_thread() is second and not how & fcntl.LOCK_NB:
             waits_or_compiles.set()
         lock_really(file, how)
 
@@ -114,6 +117,8 @@ def test_two_starts_at_once_compile_once(machine: Machine, monkeypatch: pytest.M
     second.join(60)
     assert compiled == [BEST]
     assert user_cache.find(BEST)
+    (waiting,) = caplog.messages
+    assert waiting.startswith(f"waiting for process {os.getpid()} on {platform.node()}, which")
 
 
 def cut(file: Path) -> None:
@@ -267,6 +272,29 @@ def test_a_folder_that_others_may_write_to_is_refused(
         assert library.Library(BEST).instruction_set == BEST
 
 
+def test_a_link_that_others_may_replace_leads_nowhere_once_the_folder_is_checked(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It lies in the middle: neither in a folder that the path names nor in one that it ends in."""
+    (tmp_path / "home").mkdir()
+    others = tmp_path / "others"
+    others.mkdir()
+    others.chmod(0o777)
+    (others / "link").symlink_to(tmp_path / "home", target_is_directory=True)
+    (tmp_path / "link").symlink_to(others / "link", target_is_directory=True)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "link" / "cache"))
+    machine.start()
+    checked = user_cache.find(BEST)
+    assert checked is not None
+    content = checked.read_bytes()
+    (others / "link").unlink()
+    (others / "link").symlink_to(others, target_is_directory=True)
+    assert checked.read_bytes() == content
+    assert user_cache.find(BEST) is None
+    with pytest.raises(NotBuiltError, match=f"others may write to {others}"):
+        user_cache.provide([BEST])
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root")
 def test_nothing_is_made_in_another_users_home(machine: Machine, tmp_path: Path) -> None:
     home = tmp_path / "home"
@@ -320,6 +348,27 @@ def test_nothing_is_compiled_where_libraries_were_installed(machine: Machine) ->
     machine.start()
     assert machine.compiler.links() == []
     assert library.Library("baseline").instruction_set == "baseline"
+
+
+def test_installed_libraries_of_other_sources_are_compiled_as_if_there_were_none(
+    machine: Machine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a pull without `make setup`."""
+    machine.installed.mkdir()
+    sources = hash_sources(library.SOURCES).encode()
+    old = (NATIVE / "baseline.so").read_bytes().replace(sources, b"0" * 16)
+    (machine.installed / "baseline.so").write_bytes(old)
+    monkeypatch.setenv(first_start.SETTING, "0")
+    machine.start()
+    with pytest.raises(NotAvailableError, match=r"other sources \(run `make setup`.*_KERNELS is 0"):
+        library.load(BEST)
+    monkeypatch.delenv(first_start.SETTING)
+    with pytest.raises(NotAvailableError, match=r"other sources .*no engine has started on a CPU"):
+        library.load(BEST)
+    machine.start()
+    assert machine.compiler.links() == ["machine.so", f"{BEST}.so"]
+    assert "compiling the C++ kernels for this processor" in caplog.text
+    assert library.load(BEST).instruction_set == BEST
 
 
 def test_what_a_killed_start_has_left_is_removed(machine: Machine) -> None:

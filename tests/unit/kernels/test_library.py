@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from fairlead_kernels.cpu import library
+from fairlead_kernels.cpu.sources import hash_sources
 from fairlead_kernels.interface.not_available import NotAvailableError
 from support.kernel_sets import every_set, widest_set
 
@@ -121,7 +122,7 @@ def test_on_another_architecture_the_error_says_for_which_they_are(
 
 
 def test_a_library_that_is_none_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "baseline.so").write_bytes(b"text")
+    (tmp_path / "baseline.so").write_text(f"no ELF, {hash_sources(library.SOURCES)}")
     monkeypatch.setattr(library, "FOLDER", tmp_path)
     with pytest.raises(NotAvailableError, match="cannot be loaded"):
         library.Library("baseline")

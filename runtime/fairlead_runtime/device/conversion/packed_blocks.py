@@ -19,7 +19,11 @@ from fairlead_kernels.cpu.cpu_products import BiasedWeight, CpuMlp, CpuProducts,
 from fairlead_kernels.interface import reference
 from fairlead_kernels.interface.layer import Activation, Norm
 from fairlead_runtime.device.conversion.float32_view import has_weights, widened_to_float32
-from fairlead_runtime.device.conversion.module_calls import ModuleCall, record_calls
+from fairlead_runtime.device.conversion.module_calls import (
+    ModuleCall,
+    play_back,
+    record_calls,
+)
 from fairlead_runtime.device.conversion.recognize_layer import (
     DoesNotFitError,
     close,
@@ -31,7 +35,6 @@ from fairlead_runtime.sizing.terms import WIDE_ROWS
 
 Calls = Mapping[nn.Module, ModuleCall]
 HALF_ROUNDING = 2.0**-8  # of a number in bfloat16
-FACTORS = (1e2, 1e4)  # of what a module got
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,21 +77,20 @@ def find_blocks(calls: Calls) -> Blocks:
 
 def _mlp_in_float32(call: ModuleCall, inside: Sequence[nn.Module]) -> Mlp:
     """The MLP that a module computes with these inside it. Raises DoesNotFitError."""
-    x = call.input.float()
-    with widened_to_float32(call.module), record_calls(inside) as parts:
-        block = ModuleCall(call.module, x, call.module(x))
-        structure = mlp_of(block, [part.unary for part in parts])
-        calls = {part.module: part.unary for part in parts}
-        gate_up = [matrix.module for matrix in structure.gate_up]
-        mlp = Mlp(gate_up, structure.activation, structure.down.module)
-        if calls[gate_up[0]].output.shape[-1] != calls[mlp.down].input.shape[-1]:
+    module, x = call.module, call.input.float()
+    with widened_to_float32(module):
+        with record_calls([*inside, module]) as calls:
+            module(x)
+
+        def again(factor: float) -> list[ModuleCall]:
+            return [call.unary for call in play_back(lambda: module(factor * x), calls, factor)]
+
+        *parts, block = (part.unary for part in calls)
+        structure = mlp_of(block, parts, again)
+        if structure.gate_up[0].weight.shape[0] != structure.down.weight.shape[1]:
             raise DoesNotFitError("its gate and up are one matrix")
-        for factor in FACTORS:  # it may limit numbers that the tokens of a recording do not reach
-            large = factor * x.reshape(-1, x.shape[-1])
-            got = _compute(mlp.gate_up, mlp.activation, mlp.down, large)
-            if not close(got, call.module(factor * x).reshape(got.shape)):
-                raise DoesNotFitError("it does more than its MLP with large numbers")
-    return mlp
+    gate_up = [matrix.module for matrix in structure.gate_up]
+    return Mlp(gate_up, structure.activation, structure.down.module)
 
 
 def _compute(

@@ -9,7 +9,7 @@ in a detail does not fit and runs as transformers wrote it.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Self, get_args
@@ -40,6 +40,10 @@ ROUNDING = 1e-6  # of the larger part of a sum
 OTHER_BEGIN = "its MLP does not begin with a norm of the residual or of the residual plus attention"
 OTHER_MLP = "its MLP is not two or three matrices with SiLU, GELU, ReLU or its square"
 FACTOR = "it multiplies what a norm after attention or MLP returns"
+LARGE = 1e4  # times the numbers of a recording, which may not reach what a model limits
+LIMITED_MLP = "its MLP computes something else with large numbers"
+PlayBack = Callable[[float], Sequence[ModuleCall]]
+Mix = Callable[[Tensor, Activation], Tensor]
 
 
 class DoesNotFitError(Exception):
@@ -54,7 +58,8 @@ class Recording:
     ``before`` and ``after``: the calls of its modules before and after its attention, in order;
     ``blocks``: the calls after it of all modules with weights anywhere inside, inner ones first,
     which took and gave [1, T, width]; query, key and value [T, heads, dim] what attention got,
-    ``attended`` what it returned.
+    ``attended`` what it returned. ``play_back`` with a factor: the calls of all modules where those
+    with weights give so many times what they gave.
     """
 
     input: Tensor
@@ -68,6 +73,7 @@ class Recording:
     value: Tensor
     attended: Tensor
     call: AttentionCall
+    play_back: PlayBack
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -503,7 +509,7 @@ def _second_half(
     """
     try:
         rest = calls.without()
-        structure, branch = _mlp(rest, normed)
+        structure, branch = _mlp(rest, normed, r.blocks, r.play_back)
         norm, factor = _added(rest, branch, hidden, r.output)
         return replace(structure, down=structure.down.scaled(factor)), norm
     except DoesNotFitError as error:
@@ -530,20 +536,25 @@ def _added(
     return None if norm is None else norm[0], factor
 
 
-def mlp_of(block: ModuleCall, inside: Sequence[ModuleCall]) -> MlpStructure:
-    """The MLP that a module computes with these modules inside it. Raises DoesNotFitError where it
-    is none or does more.
+def mlp_of(block: ModuleCall, inside: Sequence[ModuleCall], play_back: PlayBack) -> MlpStructure:
+    """The MLP that a module computes with these modules inside it; ``play_back`` as a recording has
+    it, of what the module got so many times. Raises DoesNotFitError where it is none or does more.
     """
     calls = _Calls(list(inside))
-    structure, branch = _mlp(calls, block.input.reshape(-1, block.input.shape[-1]))
+    x = block.input.reshape(-1, block.input.shape[-1])
+    structure, branch = _mlp(calls, x, [block], play_back)
     calls.check_empty()
     if not close(branch, block.output.reshape(branch.shape)):
         raise DoesNotFitError("it does more than its MLP")
     return structure
 
 
-def _mlp(calls: _Calls, normed: Tensor) -> tuple[MlpStructure, Tensor]:
-    """The MLP, and what it gives [T, hidden]."""
+def _mlp(
+    calls: _Calls, normed: Tensor, blocks: Sequence[ModuleCall], play_back: PlayBack
+) -> tuple[MlpStructure, Tensor]:
+    """The MLP, and what it gives [T, hidden]; one of these ``blocks`` may compute it. Raises
+    DoesNotFitError also where it computes something else with large numbers.
+    """
     products = calls.matrices(normed)
     results = [result for _, result in products]
     orders: list[tuple[int, ...]] = [(0,)] if len(products) == 1 else [(0, 1), (1, 0)]
@@ -551,10 +562,11 @@ def _mlp(calls: _Calls, normed: Tensor) -> tuple[MlpStructure, Tensor]:
         raise DoesNotFitError(OTHER_MLP)
     for order, activation in itertools.product(orders, get_args(Activation)):
         gate_up = torch.cat([results[i] for i in order], dim=1)
-        mixes = [] if gate_up.shape[1] % 2 else [reference.gated(gate_up, activation)]
+        mixes: list[Mix] = [] if gate_up.shape[1] % 2 else [reference.gated]
         if len(order) == 1:
-            mixes.append(reference.activate(gate_up, activation))
-        for mixed in mixes:
+            mixes.append(reference.activate)
+        for mix in mixes:
+            mixed = mix(gate_up, activation)
             width = mixed.shape[1]
             if any(
                 call.input.shape[-1] == width and close(call.input.reshape(-1, width), mixed)
@@ -564,5 +576,31 @@ def _mlp(calls: _Calls, normed: Tensor) -> tuple[MlpStructure, Tensor]:
                 if len(downs) != 1:
                     raise DoesNotFitError(OTHER_MLP)
                 ((down, branch),) = downs
-                return MlpStructure([products[i][0] for i in order], activation, down), branch
+                matrices = [products[i][0] for i in order]
+                inputs = {matrix.module: LARGE * normed for matrix in matrices}
+                inputs[down.module] = mix(LARGE * gate_up, activation)
+                outputs = {x.module: LARGE * branch for x in blocks if _same_rows(x.output, branch)}
+                _check_large(play_back(LARGE), inputs, outputs)
+                return MlpStructure(matrices, activation, down), branch
     raise DoesNotFitError(OTHER_MLP)
+
+
+def _same_rows(got: Tensor, want: Tensor) -> bool:
+    """Whether both have the same rows, ``want`` [T, N]."""
+    return got.numel() == want.numel() and close(got.reshape(want.shape), want)
+
+
+def _check_large(
+    calls: Sequence[ModuleCall],
+    inputs: dict[nn.Module, Tensor],
+    outputs: dict[nn.Module, Tensor],
+) -> None:
+    """Raise DoesNotFitError unless in these calls modules got these inputs [T, K] and gave these
+    outputs [T, N].
+    """
+    got = {call.module: call for call in calls}
+    same = all(
+        module in got and _same_rows(got[module].input, want) for module, want in inputs.items()
+    ) and all(_same_rows(got[module].output, want) for module, want in outputs.items())
+    if not same:
+        raise DoesNotFitError(LIMITED_MLP)

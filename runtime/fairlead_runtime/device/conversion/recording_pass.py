@@ -17,7 +17,12 @@ from torch.utils._pytree import tree_map_only
 from fairlead_kernels.formats.row_chunks import row_chunks
 from fairlead_runtime.device.conversion import recognize_ends
 from fairlead_runtime.device.conversion.float32_view import has_weights, widened_to_float32
-from fairlead_runtime.device.conversion.module_calls import Call, record_calls
+from fairlead_runtime.device.conversion.module_calls import (
+    Call,
+    ModuleCall,
+    play_back,
+    record_calls,
+)
 from fairlead_runtime.device.conversion.recognize_layer import DoesNotFitError, Recording
 from fairlead_runtime.device.conversion.rounding import SAMPLES, Changes
 from fairlead_runtime.device.model.paged_attention import CURRENT_PASS, AttentionCall
@@ -134,7 +139,26 @@ def recording_of(recorded: Recorded) -> tuple[Recording, str]:
         value=value_,
         attended=attended,
         call=call,
+        play_back=partial(_played_back, recorded),
     ), name
+
+
+def _played_back(recorded: Recorded, factor: float) -> list[ModuleCall]:
+    """The calls of a layer's modules as ``play_back`` has them."""
+    call = recorded.call
+    step = ProbePass(torch.tensor([0], device=call.inputs[0].device))
+    run = partial(_run, call.module, call.inputs[0], call.arguments, step)
+    return [x.unary for x in play_back(run, recorded.calls, factor)]
+
+
+def _run(layer: nn.Module, hidden: Tensor, arguments: dict[str, Any], step: ProbePass) -> Tensor:
+    """What a layer gives of these hidden states [B, T, hidden] in a pass of its own."""
+    token = CURRENT_PASS.set(step)
+    try:
+        out: Tensor = layer(hidden, **arguments)
+        return out
+    finally:
+        CURRENT_PASS.reset(token)
 
 
 class _ChangingPass(ProbePass):
@@ -162,13 +186,8 @@ def repeat(call: Call, changes: Changes, samples: int = SAMPLES) -> Tensor:
     sampled = partial(_sampled, samples=samples)
     batch, arguments = tree_map_only(Tensor, sampled, (hidden, call.arguments))
     keep = torch.tensor([0], device=hidden.device)
-    token = CURRENT_PASS.set(_ChangingPass(keep, changes, samples))
-    try:
-        with changes.inside(layer.modules()):
-            out: Tensor = layer(batch, **arguments)
-            return out
-    finally:
-        CURRENT_PASS.reset(token)
+    with changes.inside(layer.modules()):
+        return _run(layer, batch, arguments, _ChangingPass(keep, changes, samples))
 
 
 def _sampled(x: Tensor, samples: int) -> Tensor:

@@ -146,6 +146,7 @@ OWN_FORMS: Mapping[str, Family] = {
         expert_loop="sorted",
         more_hidden=1,
         query_experts=True,
+        linear_router=True,
         sum_bias=True,
         at_most=(("num_experts_per_tok", "num_local_experts"),),
         variant=_of_jetmoe,

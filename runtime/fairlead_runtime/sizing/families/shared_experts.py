@@ -59,6 +59,7 @@ SHARED_EXPERTS: Mapping[str, Family] = {
         experts="moe_intermediate_size",
         shared_experts=("num_shared_experts", "moe_intermediate_size"),
         router_bias=True,
+        linear_router=True,
         dense_first="num_dense_layers",
         window="types",
         full_every="global_attn_every_n_layers",
