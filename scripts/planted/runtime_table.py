@@ -4069,6 +4069,13 @@ BUGS = (
         ("unit/sizing/test_shape.py",),
     ),
     PackageBug(
+        "axes of positions that no setting gives are not checked",
+        "fairlead_runtime.sizing.rotary:_check",
+        " or rotary.own_sections)",
+        ")",
+        ("unit/sizing/test_rotary.py",),
+    ),
+    PackageBug(
         "layers that slide without a window are planned as full ones",
         "fairlead_runtime.sizing.layer_windows:windows_of",
         "if window is None and any(kind != FULL for kind in kinds):",

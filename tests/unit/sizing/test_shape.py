@@ -17,6 +17,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 from fairlead_runtime.models import families, text_model
 from fairlead_runtime.sizing.config_json import ShapeError, UnknownFamilyError
 from fairlead_runtime.sizing.families.judged import SIZED
+from fairlead_runtime.sizing.families.rotaries import ROTARIES, Rotary
 from fairlead_runtime.sizing.families.wholes import TRIED, WHOLES
 from fairlead_runtime.sizing.families.with_states import WITH_STATES
 from fairlead_runtime.sizing.family_table import FAMILIES, JUDGED, PARTS, TEXTS
@@ -451,6 +452,15 @@ def test_heads_that_windowed_layers_cannot_share_are_said_to_be_twice_as_many() 
 
 
 TEXT = {**SMALL, "hidden_size": 48, "num_attention_heads": 6}
+
+
+def sections(kind: str, pairs: int = 4) -> dict[str, Any]:
+    """Those of small heads, where the class has some of larger ones."""
+    if not ROTARIES.get(kind, Rotary()).own_sections:
+        return {}
+    return {"rope_parameters": {"rope_theta": 1e4, "mrope_section": [pairs]}}
+
+
 SMALL_PARTS = [
     *((family, {}) for family in sorted(PARTS)),
     *((family, {"tie_word_embeddings": True}) for family in sorted(PARTS)),
@@ -477,7 +487,7 @@ def test_the_text_of_a_model_of_several_parts_equals_transformers(
 ) -> None:
     kind = PARTS[family].text
     text = {"model_type": kind, "tie_word_embeddings": False, **TEXT, **change}
-    text |= FEW_LAYERS.get(kind, {})
+    text |= FEW_LAYERS.get(kind, {}) | sections(kind)
     tied = bool(text["tie_word_embeddings"])
     config = {"model_type": family, "text_config": text, "tie_word_embeddings": tied}
     if family == "aya_vision":  # the sizes that its class has for images do not divide
@@ -512,7 +522,7 @@ def test_a_text_of_another_family_than_the_published_equals_transformers(
     plain = {
         k: v for k, v in (TEXT | size).items() if k != "intermediate_size" or kind not in OWN_INNER
     }
-    text = {"model_type": kind, **plain, "tie_word_embeddings": False}
+    text = {"model_type": kind, **plain, "tie_word_embeddings": False, **sections(kind, 8)}
     config: dict[str, Any] = {"model_type": family, "text_config": text}
     if family == "aya_vision":
         config["vision_config"] = {"model_type": "siglip_vision_model"}
@@ -569,6 +579,7 @@ def test_settings_that_a_class_does_not_read_change_nothing(
     family: str, stray: dict[str, Any]
 ) -> None:
     text = {**TEXT, "num_hidden_layers": 3, "pad_token_id": 0, "tie_word_embeddings": False}
+    text |= sections(WHOLES[family].text) if family in WHOLES else {}
     experts = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4)
     if family not in WHOLES and (SIZED.get(family) or FAMILIES[family]).experts:
         text |= experts | {"num_experts_per_tok": 2}
@@ -842,6 +853,7 @@ def test_the_text_of_public_checkpoints_has_its_published_size(name: str) -> Non
 def test_the_head_is_the_embedding_where_the_whole_or_its_text_says_so(
     outer: dict[str, Any], text: dict[str, Any], *, tied: bool
 ) -> None:
+    text |= sections(WHOLES[outer["model_type"]].text, 64)
     assert ModelShape.from_config({**outer, "text_config": text}).tied is tied
 
 
