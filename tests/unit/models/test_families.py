@@ -135,6 +135,13 @@ def test_without_layer_types_a_window_holds_in_every_layer() -> None:
     assert families.check(config("mistral", sliding_window=None)) == (None,) * 4
 
 
+@pytest.mark.parametrize("name", ["mistral", "gemma2"])
+def test_a_window_of_one_token_is_refused_of_any_class(name: str) -> None:
+    with pytest.raises(ModelError, match="its sliding_window, 1, must be at least 2"):
+        families.check(config(name, sliding_window=1))
+    assert 2 in families.check(config(name, sliding_window=2))
+
+
 def test_a_window_that_the_models_own_mask_ignores_does_not_count() -> None:
     # olmoe passes its window to the attention and masks fully.
     assert families.check(config("olmoe")) == (None,) * 4

@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
-from fairlead_runtime.models import families, text_model
+from fairlead_runtime.models import architecture, families, text_model
+from fairlead_runtime.models.model_error import ModelError
 from fairlead_runtime.sizing.config_json import ShapeError, UnknownFamilyError
 from fairlead_runtime.sizing.families.judged import SIZED
 from fairlead_runtime.sizing.families.rotaries import ROTARIES, Rotary
@@ -22,7 +23,7 @@ from fairlead_runtime.sizing.families.wholes import TRIED, WHOLES
 from fairlead_runtime.sizing.families.with_states import WITH_STATES
 from fairlead_runtime.sizing.family_table import FAMILIES, JUDGED, PARTS, TEXTS
 from fairlead_runtime.sizing.shape import ModelShape
-from support import tiny_parts
+from support import tiny, tiny_parts
 
 assert tiny_parts.FAMILIES  # it registers what stands for a tower that timm builds
 
@@ -630,6 +631,8 @@ def test_null_is_a_number_where_the_class_makes_one_of_it(family: str, key: str)
         ("gpt_oss", {"sliding_window": None}, "sliding_window"),
         ("cohere2", {"sliding_window": None, "layer_types": _KINDS}, "sliding_window"),
         ("qwen2", {"layer_types": _KINDS}, "use_sliding_window"),
+        ("qwen2_moe", {"layer_types": _KINDS}, "use_sliding_window"),
+        ("qwen2_moe", {"use_sliding_window": True, "sliding_window": None}, "sliding_window"),
         ("ministral", {}, "head_dim"),
         ("llama", {"num_attention_heads": 10}, "num_attention_heads"),
         ("gpt2", {"num_attention_heads": 10}, "num_attention_heads"),
@@ -645,10 +648,80 @@ def test_what_transformers_cannot_run_is_refused_by_its_field(
 
 
 def test_layers_without_a_window_need_none() -> None:
-    full: dict[str, Any] = {"layer_types": ["full_attention"] * 7, "sliding_window": None}
+    full: dict[str, Any] = {"layer_types": ["full_attention"] * 7}
     for family in ("gemma3_text", "gpt_oss", "exaone4", "qwen2"):
-        config = {"model_type": family, **SMALL, **MOE, **full}
-        assert ModelShape.from_config(config).windows == (None,) * 7
+        for window in (None, -1, 0, 1):
+            config = {"model_type": family, **SMALL, **MOE, **full, "sliding_window": window}
+            assert ModelShape.from_config(config).windows == (None,) * 7
+
+
+def test_a_switch_of_windows_may_be_null_where_its_class_takes_it_for_off() -> None:
+    for kind in ("qwen2_vl_text", "qwen2_5_vl_text"):
+        text: dict[str, Any] = {"use_sliding_window": None}
+        kinds = CONFIG_MAPPING[kind].from_dict(text).layer_types
+        whole = {"model_type": kind.removesuffix("_text"), "text_config": text}
+        assert {*ModelShape.from_config(whole).windows} == {None}
+        assert {*kinds} == {"full_attention"}
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        name
+        for name in sorted({**FAMILIES, **SIZED})
+        if "sliding_window" in getattr(CONFIG_MAPPING[name], "__dataclass_fields__", ())
+    ],
+)
+def test_null_is_no_window_where_the_class_takes_none(family: str) -> None:
+    config: dict[str, Any] = {"model_type": family, "layer_types": None, "sliding_window": None}
+    row = {**FAMILIES, **SIZED}[family]
+    if row.window == "types":
+        layers = row.defaults["num_hidden_layers"]
+        config["layer_types"] = ["full_attention"] * layers
+    try:
+        CONFIG_MAPPING[family].from_dict(config)
+    except Exception:  # noqa: BLE001 - of its class, whatever it is
+        with pytest.raises(ShapeError, match=r"config\.json: sliding_window: "):
+            ModelShape.from_config(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "field", "least"),
+    [
+        ({"model_type": "mistral", "sliding_window": 1}, "sliding_window", 2),
+        ({"model_type": "gemma3_text", "sliding_window": 1}, "sliding_window", 2),
+        ({"model_type": "lfm3", "sliding_window": 1}, "sliding_window", 2),
+        ({"model_type": "modernbert-decoder", "local_attention": 3}, "local_attention", 4),
+    ],
+    ids=str,
+)
+def test_a_window_of_one_token_is_refused(config: dict[str, Any], field: str, least: int) -> None:
+    with pytest.raises(ModelError, match=f"{field}: must be .* {least}"):
+        architecture.check(config)
+    assert architecture.check({**config, field: least}).layers
+
+
+def test_layers_that_slide_while_windows_are_off_have_none_that_transformers_runs() -> None:
+    """Why they are refused: the class makes their window 0."""
+    kinds = ["sliding_attention", "full_attention"]
+    model: Any = tiny.build("qwen2_moe", layer_types=kinds, num_hidden_layers=2)
+    ids = torch.tensor([[5, 9, 3, 7]])
+    with pytest.raises(RuntimeError, match="must match the size"):
+        model.generate(ids, max_new_tokens=2, do_sample=False)
+    short, longer = (model(part, use_cache=False).logits for part in (ids[:, :2], ids))
+    assert not torch.allclose(short, longer[:, :2], atol=1e-2)  # tokens see later ones
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_of_a_window_of_one_token_transformers_text_depends_on_its_cache(window: int) -> None:
+    """Why it is refused."""
+    model: Any = tiny.build("gemma3_text", sliding_window=window)
+    ids = torch.tensor([[5, 9, 3, 7, 2, 8, 11, 4]])
+    texts = [
+        model.generate(ids, max_new_tokens=6, do_sample=False, eos_token_id=[], use_cache=cached)
+        for cached in (True, False)
+    ]
+    assert torch.equal(*texts) is (window > 1)
 
 
 def test_a_text_whose_class_wants_its_type_is_refused_without_it() -> None:

@@ -60,6 +60,7 @@ DENSE: Mapping[str, Family] = {
             head_dim=128,
             sliding_window=8192,
         ),
+        needs=("sliding_window",),
         mlp_bias="mlp_bias",
         window="types",
         full_rule=first_of_four,

@@ -25,9 +25,9 @@ class Rotary:
     layer, each with embeddings of its own. ``grows``: its layers multiply queries by what grows
     with their positions, by numbers that settings must have, if there are any. ``sections``:
     settings may say how many of a head's pairs each axis of positions has, "all" of them together,
-    or of three "interleaved" axes any; ``own_sections``: of "all", those of its class where settings
-    say none. ``absent``: it has no embeddings; ``switch``: none where
-    this setting has another value; ``null_theta``: none where theta is null.
+    or of three "interleaved" axes any; ``own_sections``: of "all", its class's own where settings
+    say none. ``absent``: it has no embeddings; ``switch``: none where this setting has another
+    value; ``null_theta``: none where theta is null.
     """
 
     by_type: str = ""
