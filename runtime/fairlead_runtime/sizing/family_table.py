@@ -362,5 +362,5 @@ JUDGED = frozenset(
 )
 
 # A family that is not in the table is sized by the most that any family in it keeps alive at once.
-UNKNOWN_DENSE = Family({}, mlp_copies=6, logit_copies=2)
+UNKNOWN_DENSE = Family({}, mlp_copies=6, logit_copies=2, half_logit_copies=5)
 UNKNOWN_EXPERTS = Family({}, mlp_copies=8, logit_copies=2)

@@ -56,6 +56,7 @@ SHARED_EXPERTS: Mapping[str, Family] = {
         norms=4,
         qk_norm="head",
         out_gate=True,
+        half_moments=((7, 1),),  # norms of queries beside their gates
         experts="moe_intermediate_size",
         shared_experts=("num_shared_experts", "moe_intermediate_size"),
         router_bias=True,
@@ -169,6 +170,7 @@ SHARED_EXPERTS: Mapping[str, Family] = {
         made=("num_key_value_heads",),
         reads_sparse_steps=True,
         wide_router=True,
+        repeats_tables=True,
         wide_rotary="tables",
     ),
     "exaone_moe": Family(
