@@ -358,7 +358,7 @@ WIDER: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("family", "more", "dtype"), WIDER, ids=str)
 def test_what_the_code_of_a_family_keeps_more_than_others_is_planned(
-    family: str, more: dict[str, Any], dtype: str
+    family: str, more: dict[str, Any], dtype: Any
 ) -> None:
     model: Any = tiny_any.build(family, **more).to(getattr(torch, dtype))
     paged = PagedModel(model, families.check(model.config))
@@ -375,7 +375,7 @@ def test_what_the_code_of_a_family_keeps_more_than_others_is_planned(
         max_requests=16,
         kernels="torch",
         dtype=dtype,
-        max_model_len=128,  # type: ignore[arg-type]
+        max_model_len=128,
     )
     own = {"model_type": family, **tiny_any.settings_of(family, **more)}
     planned = plan_memory(ModelShape.from_config(own), limits, DeviceFacts("cpu", 8 * GIB)).terms
