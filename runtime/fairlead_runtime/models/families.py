@@ -30,6 +30,7 @@ from fairlead_runtime.sizing.families.refusals import (
 from fairlead_runtime.sizing.families.wholes import WHOLES
 from fairlead_runtime.sizing.families.with_states import WITH_STATES
 from fairlead_runtime.sizing.family_table import FAMILIES, JUDGED, TEXTS
+from fairlead_runtime.sizing.layer_windows import NARROWEST, TOO_NARROW
 
 SERVED = frozenset({*FAMILIES, *WITH_STATES})  # those that are tested as a whole
 # Types of layers that keep a state, beside keys that all see or without any, or that keep nothing.
@@ -132,7 +133,15 @@ def _windows(config: PretrainedConfig, model_class: Any) -> tuple[int | None, ..
     if window is None or not _own(config, "use_sliding_window", True):
         return (None,) * layers
     code = inspect.getsource(sys.modules[model_class.__module__])
-    return ((int(window) if "create_sliding_window_causal_mask" in code else None),) * layers
+    slides = "create_sliding_window_causal_mask" in code
+    return (_wide(window, config) if slides else None,) * layers
+
+
+def _wide(window: int, config: PretrainedConfig) -> int:
+    if window < NARROWEST:
+        problem = f"its sliding_window, {window}, must be at least {NARROWEST}: {TOO_NARROW}"
+        raise unsupported(str(config.model_type), problem)
+    return int(window)
 
 
 def _own(config: PretrainedConfig, name: str, absent: Any = None) -> Any:
@@ -160,7 +169,7 @@ def _window_of(kind: str, window: int | None, config: PretrainedConfig) -> int |
     if kind == "full_attention":
         return None
     if kind in ("sliding_attention", "hybrid_sliding") and window is not None:
-        return int(window)
+        return _wide(window, config)
     if kind in WITHOUT_WINDOW and config.model_type in WITH_STATES:
         return None
     raise unsupported(

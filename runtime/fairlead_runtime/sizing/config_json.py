@@ -343,6 +343,8 @@ class ConfigReader:
 
     def flag(self, name: str) -> bool:
         value = self.get(name)
+        if value is None and name in self.family.made:
+            return False
         if not isinstance(value, bool):
             raise ShapeError(name, f"must be true or false, not {str(value)[:40]}")
         return value

@@ -27,12 +27,19 @@ class Family:
     half_mlp_copies: int = 0  # the same in 16 bits, where some are in float32 and count as two
     more_hidden: int = 0  # hidden states that a layer keeps alive beside the usual four
     logit_copies: int = 1  # the same for logits: 2 where they are scaled or capped afterwards
+    half_logit_copies: int = 0  # the same in 16 bits, where some are in float32 and count as two
+    # Queries and keys that its attention keeps alive at once, as multiples, where that is more than
+    # usual, and those of a model in 16 bits; measured.
+    moments: tuple[tuple[int, int], ...] = ()
+    half_moments: tuple[tuple[int, int], ...] = ()
+    repeats_tables: bool = False  # each layer makes rotary tables of those that all share
     reads_kv_heads: bool = True  # whether num_key_value_heads and head_dim are read at all
     reads_head_dim: bool = True  # False: heads divide the hidden size, whatever head_dim says
-    # Settings whose null stands for what its class makes of others, though it has numbers for them.
+    # Settings whose null stands for what its class makes of others, though it has numbers for them;
+    # of those that switch something on, for false.
     made: tuple[str, ...] = ()
     even_heads: bool = False  # the heads must divide the hidden size, whatever head_dim says
-    needs: tuple[str, ...] = ()  # settings for which its class has no default that works
+    needs: tuple[str, ...] = ()  # settings that must be numbers, whatever else the class has
     exact_heads: bool = False  # the heads must give just the hidden size
     # What its class refuses: two settings that differ, settings that are on, a setting that is not
     # less than another.

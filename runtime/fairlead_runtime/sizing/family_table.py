@@ -141,6 +141,7 @@ FAMILIES: Mapping[str, Family] = {
         | {"head_dim": 192, "v_head_dim": 128, "moe_intermediate_size": 2048}
         | {"num_local_experts": 256, "num_experts_per_tok": 8},
         aliases={"num_local_experts": "n_routed_experts"},
+        needs=("sliding_window",),
         shardable=False,
         qkv_bias="attention_bias",
         experts="moe_intermediate_size",
@@ -291,7 +292,7 @@ FAMILIES: Mapping[str, Family] = {
 _QWEN_VL = Family(
     defaults(152064, 8192, 29568, 80, 64, 32768, num_key_value_heads=8)
     | {"sliding_window": 4096, "max_window_layers": 80},
-    made=("num_key_value_heads",),
+    made=("num_key_value_heads", "use_sliding_window"),
     reads_head_dim=False,
     qkv_bias=True,
     rope_names={"mrope": "default"},
@@ -361,5 +362,5 @@ JUDGED = frozenset(
 )
 
 # A family that is not in the table is sized by the most that any family in it keeps alive at once.
-UNKNOWN_DENSE = Family({}, mlp_copies=6, logit_copies=2)
+UNKNOWN_DENSE = Family({}, mlp_copies=6, logit_copies=2, half_logit_copies=5)
 UNKNOWN_EXPERTS = Family({}, mlp_copies=8, logit_copies=2)

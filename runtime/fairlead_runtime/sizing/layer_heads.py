@@ -16,6 +16,7 @@ from fairlead_runtime.sizing.family import Family
 # is normalized, where rotary embeddings are made, and where each element of attention's result is
 # gated, in float32: one takes two elements.
 WIDE_NORMS = ((5, 1), (1, 5))
+GATES = ((5, 1),)  # where each element of attention's result is gated, in any type
 WIDE_GATES = ((6, 1),)
 WIDE_ROTARY = {
     "tables": ((8, 1), (3, 8)),

@@ -10,21 +10,29 @@ from fairlead_runtime.sizing.family import Family
 from fairlead_runtime.sizing.layer_kinds import FULL, SLIDING
 from fairlead_runtime.sizing.parameters import first_mixture
 
+# Of a window of one token transformers' cache keeps all keys, over which the mask of a decode is
+# spread: its text is another with the cache than without it.
+NARROWEST = 2
+TOO_NARROW = "transformers' own text with a window of one token depends on its cache"
+
 
 def windows_of(s: ConfigReader, family: Family, layers: int) -> tuple[int | None, ...]:
-    """One entry per layer: with W, position p sees the keys p-W+1..p; with None, all of 0..p."""
+    """One entry per layer: with W, position p sees the keys p-W+1..p; with None, all of 0..p.
+    Raises ShapeError.
+    """
     on = family.window in ("all", "types") and (not family.window_if or s.flag(family.window_if))
     # Which layers share keys is told by their kinds, which only a window tells apart here.
     read = s.integer if family.shared else s.optional
-    window = read("sliding_window") if on else None
+    # A class takes any number where no layer slides.
+    window = read("sliding_window", low=-1) if on else None
     if on and family.window_before and s.get(family.window_before) is not None:
         window = s.integer(family.window_before) + 1
     if on and family.window_twice and not s.says("sliding_window"):
         window = s.integer(family.window_twice, low=2) // 2
     if family.window not in ("types", "none"):
-        return (window,) * layers
+        return (_wide(s, family, window),) * layers
     types = s.get("layer_types")
-    if types is None and window is None and family.window_if:
+    if types is None and window is None and family.window_if and not (on and family.window_below):
         return (None,) * layers  # the class has windows in none then
     if types is None:
         types = [SLIDING if _slides(s, family, i, layers) else FULL for i in range(layers)]
@@ -38,13 +46,26 @@ def windows_of(s: ConfigReader, family: Family, layers: int) -> tuple[int | None
     kinds = [*types[:-1], FULL] if family.last_full else types
     if window is None and any(kind != FULL for kind in kinds):
         # The same name for the first layer that slides as for those that say so by themselves.
-        field = "sliding_window" if on else family.window_if
-        raise ShapeError(field, "must be set, or all of layer_types full_attention: some slide")
-    return tuple(window if kind == SLIDING else None for kind in kinds)
+        field, need = ("sliding_window", "set") if on else (family.window_if, "true")
+        problem = f"must be {need}, or all of layer_types full_attention: some slide"
+        raise ShapeError(field, problem)
+    return tuple(_wide(s, family, window) if kind == SLIDING else None for kind in kinds)
+
+
+def _wide(s: ConfigReader, family: Family, window: int | None) -> int | None:
+    if window is not None and window < NARROWEST:
+        twice = family.window_twice and not s.says("sliding_window")
+        field, least = (family.window_twice, 2) if twice else ("sliding_window", 1)
+        raise ShapeError(
+            field, f"must be at least {least * NARROWEST} where layers slide: {TOO_NARROW}"
+        )
+    return window
 
 
 def windows_by_kind(s: ConfigReader, kinds: Sequence[str]) -> tuple[int | None, ...]:
-    return tuple(s.integer("sliding_window") if kind == SLIDING else None for kind in kinds)
+    return tuple(
+        s.integer("sliding_window", low=NARROWEST) if kind == SLIDING else None for kind in kinds
+    )
 
 
 def sources_of(windows: Sequence[int | None], kept: int, setting: str) -> tuple[int, ...]:

@@ -154,10 +154,12 @@ def _check(s: ConfigReader, layers: str, field: str, parameters: Mapping[str, An
         _check_original(s, layers, field, parameters, name)
     elif _rotary(s).grows and parameters:
         _check_number(f"{field}.{_ORIGINAL}", parameters.get(_ORIGINAL))
-    if _rotary(s).sections and _SECTIONS in parameters:
+    rotary = _rotary(s)
+    if rotary.sections and (_SECTIONS in parameters or rotary.own_sections):
         width = int(s.head_dim * (1 if kind == "proportional" else share))
-        pairs = -(-width // 2) if _rotary(s).sections == "all" else None
-        _check_sections(f"{field}.{_SECTIONS}", parameters[_SECTIONS], pairs)
+        pairs = -(-width // 2) if rotary.sections == "all" else None
+        sections = parameters.get(_SECTIONS, rotary.own_sections)
+        _check_sections(f"{field}.{_SECTIONS}", sections, pairs, given=_SECTIONS in parameters)
 
 
 def _name(parameters: Mapping[str, Any]) -> Any:
@@ -259,14 +261,19 @@ def _check_list(s: ConfigReader, field: str, value: object, share: float) -> Non
         raise ShapeError(field, f"must have {counts} numbers, one per pair, not {len(value)}")
 
 
-def _check_sections(field: str, value: object, pairs: int | None) -> None:
-    """Numbers of ``pairs`` for each axis of positions; None: any, of three axes."""
+def _check_sections(field: str, value: object, pairs: int | None, *, given: bool) -> None:
+    """Numbers of ``pairs`` for each axis of positions; None: any, of three axes. ``given``: in the
+    settings; else they are those that the class has of its own.
+    """
     counts = value if isinstance(value, list | tuple) else ()
     whole = all(type(count) is int and count >= 0 for count in counts)
     if not whole or len(counts) < (3 if pairs is None else 1):
         raise ShapeError(field, f"must be a list of whole numbers, not {str(value)[:40]}")
     if pairs is not None and sum(counts) != pairs:
-        raise ShapeError(field, f"must be the {pairs} pairs of a head together, not {sum(counts)}")
+        problem = f"must be the {pairs} pairs of a head together, not {sum(counts)}"
+        if not given:
+            problem += f", as those of its class are, {list(counts)}: set it"
+        raise ShapeError(field, problem)
 
 
 def count_frequencies(s: ConfigReader, dims: Mapping[str, int]) -> int:

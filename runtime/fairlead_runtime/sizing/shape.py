@@ -58,8 +58,8 @@ from fairlead_runtime.sizing.stored import (
     refusal,
 )
 from fairlead_runtime.sizing.token_widths import (
-    half_moments,
     live_layers,
+    moments_of,
     slab_width,
     widths_beside,
 )
@@ -98,13 +98,15 @@ class ModelShape:
     # where an MLP is not running.
     mlp_width: int
     # The same of a model in 16 bits, where an element in float32 counts as two, and what attention
-    # keeps there, as multiples of queries and keys.
+    # keeps beside the usual, as multiples of queries and keys.
     half_mlp_width: int
+    moments: tuple[tuple[int, int], ...]
     half_moments: tuple[tuple[int, int], ...]
     # Elements that a layer in the C++ kernels keeps of each token of a slab for attention or the
     # MLP; 0 where it is not known that they compute its layers.
     slab_width: int
     logit_copies: int  # tensors of vocabulary width alive at once
+    half_logit_copies: int  # in 16 bits
     unfused: str  # what its layers have that fused ones are known to lack; ""
     plain: str  # what its layers have that no product with quantized weights is known to serve; ""
     plain_on_cpus: str  # the same of a CPU's products
@@ -254,7 +256,8 @@ class ModelShape:
             ),
             mixed=len(attention) > 0 and is_mixed(attention),
             head_kinds=tuple(dict.fromkeys(attention)),
-            rotary_width=2 * sum({windows[i]: heads[i].dim for i in attending}.values()),
+            rotary_width=(4 if family.repeats_tables else 2)
+            * sum({windows[i]: heads[i].dim for i in attending}.values()),
             hidden=hidden,
             beside_width=beside,
             mlp_width=max(inside, most_inside),
@@ -264,9 +267,11 @@ class ModelShape:
                 family.half_mlp_copies * max(inners),
                 experts_width(s, family, half=True) if experts else 0,
             ),
-            half_moments=half_moments(s, family),
+            moments=moments_of(s, family),
+            half_moments=moments_of(s, family, half=True),
             slab_width=slab_width(s, family, max(inners)) if family.fuses and not unfused else 0,
             logit_copies=2 if s.get("final_logit_softcapping") is not None else family.logit_copies,
+            half_logit_copies=family.half_logit_copies,
             unfused=unfused,
             plain=plain,
             plain_on_cpus=plain
@@ -365,8 +370,10 @@ class ModelShape:
             # No attention measured so far keeps more than ten times its queries.
             mlp_width=max(width + chosen * (width + 5 * hidden), 10 * s.heads * s.head_dim),
             half_mlp_width=max(width + chosen * (width + 8 * hidden), 10 * s.heads * s.head_dim),
+            moments=(),
             half_moments=WIDE_ROTARY["queries"],
             logit_copies=UNKNOWN_DENSE.logit_copies,
+            half_logit_copies=UNKNOWN_DENSE.half_logit_copies,
             unfused=unfused,
             plain=unfused,
             plain_on_cpus=unfused,

@@ -95,7 +95,7 @@ def terms_of(
     # have two), and the larger of the widest layer's attention and the widest MLP.
     # In 16 bits some of it is in float32, as all of a norm of hidden states is.
     half = element < FLOAT32
-    moments = shape.half_moments if half else ()
+    moments = shape.half_moments if half else shape.moments
     attended = max((heads.alive_width(moments) for heads in shape.heads_on(tp)), default=0)
     norms, indices = (4 * shape.hidden, INDEX_BYTES // element) if half else (0, 0)
     filled = 4 * shape.mixer_width * (-tokens % shape.mixer_chunk)
@@ -120,7 +120,7 @@ def terms_of(
     pairs = 2 * max(shape.hidden, inner) + PAIRS_END
     wide = 4 * (shape.hidden + inner) + pairs if packed and half and not fused else 0
     # Logits that come from all ranks are there in shards, too, before they are joined.
-    copies = shape.logit_copies if tp == 1 else max(3, shape.logit_copies)
+    copies = max(shape.logit_copies, half and shape.half_logit_copies, 3 if tp > 1 else 0)
     # The kernels' head takes and gives float32.
     head = (2 * shape.hidden + copies * shape.vocab) * (4 if packed else element)
     head += 2 * shape.hidden + PAIRS_END if packed and half else 0

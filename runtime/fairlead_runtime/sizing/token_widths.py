@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from fairlead_runtime.sizing.config_json import ConfigReader
 from fairlead_runtime.sizing.family import Family
 from fairlead_runtime.sizing.groups import NO_KEYS
-from fairlead_runtime.sizing.layer_heads import WIDE_GATES, WIDE_NORMS, WIDE_ROTARY
+from fairlead_runtime.sizing.layer_heads import GATES, WIDE_GATES, WIDE_NORMS, WIDE_ROTARY
 from fairlead_runtime.sizing.parameters import has_flat_norm, layer_input_width
 
 FRAME = 4  # elements of a token's ids and masks that a whole's own code keeps
@@ -38,11 +38,17 @@ def widths_beside(s: ConfigReader, family: Family, layers: int, keys: int) -> tu
     return beside, max((2 * streams + 2) * hidden * bool(streams), 6 * inputs + hidden - beside)
 
 
-def half_moments(s: ConfigReader, family: Family) -> tuple[tuple[int, int], ...]:
-    """What attention keeps in a model in 16 bits, as multiples of queries and keys."""
+def moments_of(
+    s: ConfigReader, family: Family, *, half: bool = False
+) -> tuple[tuple[int, int], ...]:
+    """What attention keeps, ``half`` in a model in 16 bits, as multiples of queries and keys."""
+    gates = GATES if s.flag_or_constant(family.out_gate) else ()
+    if not half:
+        return gates + family.moments
     norms = bool(family.qk_norm) and (not family.qk_norm_if or s.flag(family.qk_norm_if))
-    gates = WIDE_GATES if family.wide_gates and s.flag_or_constant(family.out_gate) else ()
-    return (WIDE_NORMS if norms else ()) + WIDE_ROTARY.get(family.wide_rotary, ()) + gates
+    wide = (WIDE_NORMS if norms else ()) + WIDE_ROTARY.get(family.wide_rotary, ())
+    gates = WIDE_GATES if gates and family.wide_gates else gates
+    return wide + gates + family.moments + family.half_moments
 
 
 def slab_width(s: ConfigReader, family: Family, inner: int) -> int:

@@ -391,6 +391,49 @@ def test_no_term_of_a_tiny_model_is_planned_too_low(family: str, hidden: int, dt
     assert not low
 
 
+# By what transformers' own code of a family keeps that others' does not: logits in float32, gates
+# before and after attention, tables of rotary embeddings made again, one product for queries, keys
+# and values, hidden states beside an MLP.
+ONE_KEY: dict[str, Any] = {"num_key_value_heads": 1}
+WIDER: list[tuple[str, dict[str, Any], str]] = [
+    ("beam", {"head_dim": 64}, "float32"),
+    ("beam", {"head_dim": 128, **ONE_KEY}, "float32"),
+    ("beam", {"vocab_size": 2000}, "bfloat16"),
+    ("afmoe", {"head_dim": 64}, "float32"),
+    ("afmoe", {"head_dim": 64}, "bfloat16"),
+    ("ernie4_5", {"head_dim": 128, **ONE_KEY}, "float32"),
+    ("persimmon", {"intermediate_size": 16}, "float32"),
+    ("stablelm", {"hidden_size": 128, **ONE_KEY}, "float32"),
+]
+
+
+@pytest.mark.parametrize(("family", "more", "dtype"), WIDER, ids=str)
+def test_what_the_code_of_a_family_keeps_more_than_others_is_planned(
+    family: str, more: dict[str, Any], dtype: Any
+) -> None:
+    model: Any = tiny_any.build(family, **more).to(getattr(torch, dtype))
+    paged = PagedModel(model, families.check(model.config))
+    rope.pin(model, 128)
+    measured = profiling.profile(
+        paged,
+        pick(paged.heads, paged.kinds, paged.device, "torch").attention,
+        max_batch_tokens=64,
+        max_requests=16,
+        max_model_len=128,
+    ).measured
+    limits = EngineConfig(
+        max_batch_tokens=64,
+        max_requests=16,
+        kernels="torch",
+        dtype=dtype,
+        max_model_len=128,
+    )
+    own = {"model_type": family, **tiny_any.settings_of(family, **more)}
+    planned = plan_memory(ModelShape.from_config(own), limits, DeviceFacts("cpu", 8 * GIB)).terms
+    for term in ("activations", "logits"):
+        assert 1.0 <= planned[term] / measured[term] <= 1.5, term
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", tiny_states.FAMILIES)
 def test_no_term_of_a_tiny_model_with_states_is_planned_too_low(

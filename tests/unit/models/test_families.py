@@ -135,6 +135,13 @@ def test_without_layer_types_a_window_holds_in_every_layer() -> None:
     assert families.check(config("mistral", sliding_window=None)) == (None,) * 4
 
 
+@pytest.mark.parametrize("name", ["mistral", "gemma2"])
+def test_a_window_of_one_token_is_refused_of_any_class(name: str) -> None:
+    with pytest.raises(ModelError, match="its sliding_window, 1, must be at least 2"):
+        families.check(config(name, sliding_window=1))
+    assert 2 in families.check(config(name, sliding_window=2))
+
+
 def test_a_window_that_the_models_own_mask_ignores_does_not_count() -> None:
     # olmoe passes its window to the attention and masks fully.
     assert families.check(config("olmoe")) == (None,) * 4
@@ -278,6 +285,8 @@ def test_the_pod_serves_or_tries_every_model_of_several_parts_that_the_plan_admi
     # The text that the class gives them is not served, and others are.
     others = {name for name, parts in WHOLES.items() if parts.text in ("lfm3", "hyperclovax")}
     others |= {name for name, parts in WHOLES.items() if parts.head}  # of another size by default
+    # By default its class rotates whole heads, of which its sections are half.
+    others |= {name for name, parts in WHOLES.items() if parts.text == "glm4v_text"}
     assert {*admitted} >= {*WHOLES} - others
     for name in admitted if LONG_FORM else admitted[::6]:  # each imports its model's code
         assert families.check(CONFIG_MAPPING[name]())

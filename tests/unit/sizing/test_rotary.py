@@ -351,9 +351,15 @@ def test_layers_of_two_types_are_each_checked() -> None:
     assert ModelShape.from_config(config).max_len == 4 * longest
 
 
+WIDE: dict[str, Any] = {"hidden_size": 256, "num_attention_heads": 2, "num_key_value_heads": 2}
+
+
 @pytest.mark.parametrize(
     ("kind", "sections", "fits"),
     [
+        ("qwen2_vl", ABSENT, False),
+        ("qwen2_5_vl", ABSENT, False),
+        ("glm4v", ABSENT, False),
         ("qwen2_5_vl", [2, 3, 3], True),
         ("qwen2_5_vl", [8], True),
         ("qwen2_5_vl", [2, 3, 2], False),
@@ -383,6 +389,28 @@ def test_axes_of_positions_have_the_pairs_of_a_head(
     whole = factory.from_dict(copy.deepcopy(config))
     model = text_model.class_to_load(whole)._from_config(whole)
     with nullcontext() if fits else pytest.raises((RuntimeError, TypeError, IndexError)):
+        model(input_ids=torch.tensor([[3]]))
+
+
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "glm4v"])
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_axes_that_no_setting_gives_have_the_pairs_of_their_class(kind: str, share: float) -> None:
+    """Of heads of 128: Qwen's class has 64 pairs, GLM's the 32 of half a head."""
+    config = tiny_parts.build(kind, **WIDE).config.to_dict()
+    text = config["text_config"]
+    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4}
+    if kind == "glm4v":
+        text["rope_parameters"]["partial_rotary_factor"] = share
+    fits = kind != "glm4v" or share == 0.5
+    if fits:
+        assert architecture.check(config).layers
+    else:
+        with pytest.raises(ModelError, match=r"not 32, as .* class are, \[8, 12, 12\]: set it"):
+            architecture.check(config)
+    factory: Any = CONFIG_MAPPING[kind]
+    whole = factory.from_dict(copy.deepcopy(config))
+    model = text_model.class_to_load(whole)._from_config(whole)
+    with nullcontext() if fits else pytest.raises(RuntimeError):
         model(input_ids=torch.tensor([[3]]))
 
 

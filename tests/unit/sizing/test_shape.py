@@ -14,14 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
-from fairlead_runtime.models import families, text_model
+from fairlead_runtime.models import architecture, families, text_model
+from fairlead_runtime.models.model_error import ModelError
 from fairlead_runtime.sizing.config_json import ShapeError, UnknownFamilyError
 from fairlead_runtime.sizing.families.judged import SIZED
+from fairlead_runtime.sizing.families.rotaries import ROTARIES, Rotary
 from fairlead_runtime.sizing.families.wholes import TRIED, WHOLES
 from fairlead_runtime.sizing.families.with_states import WITH_STATES
 from fairlead_runtime.sizing.family_table import FAMILIES, JUDGED, PARTS, TEXTS
 from fairlead_runtime.sizing.shape import ModelShape
-from support import tiny_parts
+from support import tiny, tiny_parts
 
 assert tiny_parts.FAMILIES  # it registers what stands for a tower that timm builds
 
@@ -451,6 +453,15 @@ def test_heads_that_windowed_layers_cannot_share_are_said_to_be_twice_as_many() 
 
 
 TEXT = {**SMALL, "hidden_size": 48, "num_attention_heads": 6}
+
+
+def sections(kind: str, pairs: int = 4) -> dict[str, Any]:
+    """Those of small heads, where the class has some of larger ones."""
+    if not ROTARIES.get(kind, Rotary()).own_sections:
+        return {}
+    return {"rope_parameters": {"rope_theta": 1e4, "mrope_section": [pairs]}}
+
+
 SMALL_PARTS = [
     *((family, {}) for family in sorted(PARTS)),
     *((family, {"tie_word_embeddings": True}) for family in sorted(PARTS)),
@@ -477,7 +488,7 @@ def test_the_text_of_a_model_of_several_parts_equals_transformers(
 ) -> None:
     kind = PARTS[family].text
     text = {"model_type": kind, "tie_word_embeddings": False, **TEXT, **change}
-    text |= FEW_LAYERS.get(kind, {})
+    text |= FEW_LAYERS.get(kind, {}) | sections(kind)
     tied = bool(text["tie_word_embeddings"])
     config = {"model_type": family, "text_config": text, "tie_word_embeddings": tied}
     if family == "aya_vision":  # the sizes that its class has for images do not divide
@@ -512,7 +523,7 @@ def test_a_text_of_another_family_than_the_published_equals_transformers(
     plain = {
         k: v for k, v in (TEXT | size).items() if k != "intermediate_size" or kind not in OWN_INNER
     }
-    text = {"model_type": kind, **plain, "tie_word_embeddings": False}
+    text = {"model_type": kind, **plain, "tie_word_embeddings": False, **sections(kind, 8)}
     config: dict[str, Any] = {"model_type": family, "text_config": text}
     if family == "aya_vision":
         config["vision_config"] = {"model_type": "siglip_vision_model"}
@@ -569,6 +580,7 @@ def test_settings_that_a_class_does_not_read_change_nothing(
     family: str, stray: dict[str, Any]
 ) -> None:
     text = {**TEXT, "num_hidden_layers": 3, "pad_token_id": 0, "tie_word_embeddings": False}
+    text |= sections(WHOLES[family].text) if family in WHOLES else {}
     experts = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4)
     if family not in WHOLES and (SIZED.get(family) or FAMILIES[family]).experts:
         text |= experts | {"num_experts_per_tok": 2}
@@ -619,6 +631,8 @@ def test_null_is_a_number_where_the_class_makes_one_of_it(family: str, key: str)
         ("gpt_oss", {"sliding_window": None}, "sliding_window"),
         ("cohere2", {"sliding_window": None, "layer_types": _KINDS}, "sliding_window"),
         ("qwen2", {"layer_types": _KINDS}, "use_sliding_window"),
+        ("qwen2_moe", {"layer_types": _KINDS}, "use_sliding_window"),
+        ("qwen2_moe", {"use_sliding_window": True, "sliding_window": None}, "sliding_window"),
         ("ministral", {}, "head_dim"),
         ("llama", {"num_attention_heads": 10}, "num_attention_heads"),
         ("gpt2", {"num_attention_heads": 10}, "num_attention_heads"),
@@ -634,10 +648,80 @@ def test_what_transformers_cannot_run_is_refused_by_its_field(
 
 
 def test_layers_without_a_window_need_none() -> None:
-    full: dict[str, Any] = {"layer_types": ["full_attention"] * 7, "sliding_window": None}
+    full: dict[str, Any] = {"layer_types": ["full_attention"] * 7}
     for family in ("gemma3_text", "gpt_oss", "exaone4", "qwen2"):
-        config = {"model_type": family, **SMALL, **MOE, **full}
-        assert ModelShape.from_config(config).windows == (None,) * 7
+        for window in (None, -1, 0, 1):
+            config = {"model_type": family, **SMALL, **MOE, **full, "sliding_window": window}
+            assert ModelShape.from_config(config).windows == (None,) * 7
+
+
+def test_a_switch_of_windows_may_be_null_where_its_class_takes_it_for_off() -> None:
+    for kind in ("qwen2_vl_text", "qwen2_5_vl_text"):
+        text: dict[str, Any] = {"use_sliding_window": None}
+        kinds = CONFIG_MAPPING[kind].from_dict(text).layer_types
+        whole = {"model_type": kind.removesuffix("_text"), "text_config": text}
+        assert {*ModelShape.from_config(whole).windows} == {None}
+        assert {*kinds} == {"full_attention"}
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        name
+        for name in sorted({**FAMILIES, **SIZED})
+        if "sliding_window" in getattr(CONFIG_MAPPING[name], "__dataclass_fields__", ())
+    ],
+)
+def test_null_is_no_window_where_the_class_takes_none(family: str) -> None:
+    config: dict[str, Any] = {"model_type": family, "layer_types": None, "sliding_window": None}
+    row = {**FAMILIES, **SIZED}[family]
+    if row.window == "types":
+        layers = row.defaults["num_hidden_layers"]
+        config["layer_types"] = ["full_attention"] * layers
+    try:
+        CONFIG_MAPPING[family].from_dict(config)
+    except Exception:  # noqa: BLE001 - of its class, whatever it is
+        with pytest.raises(ShapeError, match=r"config\.json: sliding_window: "):
+            ModelShape.from_config(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "field", "least"),
+    [
+        ({"model_type": "mistral", "sliding_window": 1}, "sliding_window", 2),
+        ({"model_type": "gemma3_text", "sliding_window": 1}, "sliding_window", 2),
+        ({"model_type": "lfm3", "sliding_window": 1}, "sliding_window", 2),
+        ({"model_type": "modernbert-decoder", "local_attention": 3}, "local_attention", 4),
+    ],
+    ids=str,
+)
+def test_a_window_of_one_token_is_refused(config: dict[str, Any], field: str, least: int) -> None:
+    with pytest.raises(ModelError, match=f"{field}: must be .* {least}"):
+        architecture.check(config)
+    assert architecture.check({**config, field: least}).layers
+
+
+def test_layers_that_slide_while_windows_are_off_have_none_that_transformers_runs() -> None:
+    """Why they are refused: the class makes their window 0."""
+    kinds = ["sliding_attention", "full_attention"]
+    model: Any = tiny.build("qwen2_moe", layer_types=kinds, num_hidden_layers=2)
+    ids = torch.tensor([[5, 9, 3, 7]])
+    with pytest.raises(RuntimeError, match="must match the size"):
+        model.generate(ids, max_new_tokens=2, do_sample=False)
+    short, longer = (model(part, use_cache=False).logits for part in (ids[:, :2], ids))
+    assert not torch.allclose(short, longer[:, :2], atol=1e-2)  # tokens see later ones
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_of_a_window_of_one_token_transformers_text_depends_on_its_cache(window: int) -> None:
+    """Why it is refused."""
+    model: Any = tiny.build("gemma3_text", sliding_window=window)
+    ids = torch.tensor([[5, 9, 3, 7, 2, 8, 11, 4]])
+    texts = [
+        model.generate(ids, max_new_tokens=6, do_sample=False, eos_token_id=[], use_cache=cached)
+        for cached in (True, False)
+    ]
+    assert torch.equal(*texts) is (window > 1)
 
 
 def test_a_text_whose_class_wants_its_type_is_refused_without_it() -> None:
@@ -842,6 +926,7 @@ def test_the_text_of_public_checkpoints_has_its_published_size(name: str) -> Non
 def test_the_head_is_the_embedding_where_the_whole_or_its_text_says_so(
     outer: dict[str, Any], text: dict[str, Any], *, tied: bool
 ) -> None:
+    text |= sections(WHOLES[outer["model_type"]].text, 64)
     assert ModelShape.from_config({**outer, "text_config": text}).tied is tied
 
 

@@ -25,6 +25,7 @@ _GLM = Family(
     shardable=False,
     qkv_bias="attention_bias",
     mlp_copies=4,
+    repeats_tables=True,
     made=("num_key_value_heads", "head_dim"),
 )
 
@@ -60,6 +61,7 @@ DENSE: Mapping[str, Family] = {
             head_dim=128,
             sliding_window=8192,
         ),
+        needs=("sliding_window",),
         mlp_bias="mlp_bias",
         window="types",
         full_rule=first_of_four,
@@ -82,6 +84,7 @@ DENSE: Mapping[str, Family] = {
         out_bias="use_bias",
         mlp_bias="use_bias",
         made=("num_key_value_heads", "head_dim"),
+        repeats_tables=True,
         wide_rotary="tables",
     ),
     "exaone4": Family(
@@ -109,6 +112,7 @@ DENSE: Mapping[str, Family] = {
         qkv_bias="attention_bias",
         mlp_bias="mlp_bias",
         exact_heads=True,
+        repeats_tables=True,
     ),
     "hunyuan_v1_dense": Family(
         defaults(290943, 4096, 11008, 32, 32, 2048),

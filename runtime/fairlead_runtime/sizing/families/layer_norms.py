@@ -61,7 +61,8 @@ LAYER_NORMS: Mapping[str, Family] = {
             use_parallel_residual=False,
             qk_layernorm=False,
         ),
-        mlp_copies=4,
+        mlp_copies=3,
+        more_hidden=2,
         shardable=False,
         qkv_bias="use_qkv_bias",
         norm_bias=True,
@@ -89,6 +90,7 @@ LAYER_NORMS: Mapping[str, Family] = {
     "persimmon": Family(
         defaults(262144, 4096, 16384, 36, 64, 16384, qk_layernorm=True),
         mlp_copies=5,
+        moments=((5, 3),),  # queries, keys and values are parts of one product
         shardable=False,
         qkv_bias=True,
         out_bias=True,

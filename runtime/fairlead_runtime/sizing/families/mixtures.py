@@ -32,6 +32,7 @@ MIXTURES: Mapping[str, Family] = {
         mlp_copies=4,
         half_mlp_copies=8,
         more_hidden=1,
+        half_logit_copies=5,
         shardable=False,
         norms=4,
         qk_norm="head",

@@ -168,6 +168,7 @@ OWN_FORMS: Mapping[str, Family] = {
         router_bias=True,
         mlp_types=True,
         dense_first=1,
+        needs=("sliding_window",),
         window="types",
         full_rule=always,
         never=("moe_apply_router_weight_on_input",),
@@ -213,7 +214,8 @@ OWN_FORMS: Mapping[str, Family] = {
         **ATTENTION_BIAS,
     ),
     "moshi": Family(
-        defaults(32000, 4096, 11264, 32, 32, 3000, num_codebooks=8),
+        defaults(32000, 4096, 11264, 32, 32, 3000, num_codebooks=8, sliding_window=3000),
+        needs=("sliding_window",),
         shardable=False,
         fuses=False,
         fuses_nowhere=True,

@@ -25,8 +25,9 @@ class Rotary:
     layer, each with embeddings of its own. ``grows``: its layers multiply queries by what grows
     with their positions, by numbers that settings must have, if there are any. ``sections``:
     settings may say how many of a head's pairs each axis of positions has, "all" of them together,
-    or of three "interleaved" axes any. ``absent``: it has no embeddings; ``switch``: none where
-    this setting has another value; ``null_theta``: none where theta is null.
+    or of three "interleaved" axes any; ``own_sections``: of "all", its class's own where settings
+    say none. ``absent``: it has no embeddings; ``switch``: none where this setting has another
+    value; ``null_theta``: none where theta is null.
     """
 
     by_type: str = ""
@@ -46,6 +47,7 @@ class Rotary:
     thetas: str = ""
     grows: bool = False
     sections: str = ""
+    own_sections: tuple[int, ...] = ()
     absent: bool = False
     switch: tuple[str, str] = ("", "")
     null_theta: bool = False
@@ -68,7 +70,10 @@ ROTARIES: Mapping[str, Rotary] = {
     "olmo_hybrid": replace(_NEVER, null_theta=True),
     **dict.fromkeys(("ministral", "qwen2", "qwen2_moe", "qwen3", "smollm3"), _NEVER),
     "vaultgemma": _NEVER,
-    **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text"), replace(_NEVER, sections="all")),
+    **dict.fromkeys(
+        ("qwen2_vl_text", "qwen2_5_vl_text"),
+        replace(_NEVER, sections="all", own_sections=(16, 24, 24)),
+    ),
     **dict.fromkeys(("qwen3_vl_text", "qwen3_vl_moe_text"), Rotary(sections="interleaved")),
     **dict.fromkeys(("falcon_mamba", "jamba", "mamba2", "nemotron_h"), _ABSENT),
     "lfm3": _EACH,
@@ -85,7 +90,7 @@ ROTARIES: Mapping[str, Rotary] = {
     "modernbert-decoder": Rotary("both", "global_rope_theta", "local_rope_theta"),
     **dict.fromkeys(("glm", "glm4", "glm4_moe"), _HALF),
     **dict.fromkeys(("nemotron", "persimmon", "phi"), replace(_HALF, needs_share=True)),
-    "glm4v_text": replace(_PART, sections="all"),
+    "glm4v_text": replace(_PART, sections="all", own_sections=(8, 12, 12)),
     "solar_open": replace(_PART, whole_heads=True),
     "minimax_m3_vl_text": replace(_PART, by_type="never"),
     "qwen3_next": replace(_PART, by_type="never", share=0.25),
