@@ -185,7 +185,7 @@ def test_ends_that_one_sample_does_not_explain_are_compared_with_the_noise_of_al
     model = paged("llama")
     attention, operations = kernels_of(model)
     expected = selftest.Expected.of(model, 512)
-    made, taken = [], list[int]()
+    made, taken = list[weakref.ref[Any]](), list[int]()
     logits_and_noise, make = recognize_ends.logits_and_noise, recognize_ends.FusedModel
 
     def counted(*args: Any) -> Any:

@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from fairlead_kernels.choice.backend import pick
+from fairlead_kernels.formats.quantize import Format
 from fairlead_kernels.plain.torch_attention import TorchAttention
 from fairlead_runtime.device.memory.storage import CacheStorage
 from fairlead_runtime.device.model.paged_model import PagedModel
@@ -83,7 +84,8 @@ def test_a_text_is_scored_where_weights_or_cache_are_rounded(
     plain = tiny.build("llama", num_hidden_layers=2)
     monkeypatch.setattr(selftest, "text_ids", lambda _: list(range(3, 63)))
     loaded: Any = SimpleNamespace(max_model_len=512)
-    for to, fp8_cache, counts in ((None, False, 0), ("int8", False, 1), (None, True, 1)):
+    cases: list[tuple[Format | None, bool, int]] = [(None, False, 0), ("int8", False, 1)]
+    for to, fp8_cache, counts in (*cases, (None, True, 1)):
         model = PagedModel(plain, families.check(plain.config), fp8_cache=fp8_cache)
         of = partial(selftest._ReferenceLogits.of, model, loaded, to, nullcontext(), 0.0)
         reference = of(unreported, judged=False)

@@ -295,7 +295,8 @@ def _fuse_ends(
         ends = recognize_ends.recognize(model, decoder_layers(model), step)
         rounding = max(layer.rounding for layer in runs[0].layers)  # as the layers do
         # One sample is no wider than all of them, and explains what nearly all right ends give.
-        proven, reason = None, ""
+        proven: tuple[recognize_ends.FusedModel, Replacement] | None = None
+        reason = ""
         for samples in (1, SAMPLES):
             try:
                 proven = _proven_ends(model, ends, runs[0], operations, rounding, samples)
