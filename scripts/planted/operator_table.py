@@ -1032,4 +1032,18 @@ BUGS = (
         "",
         ("unit/operator/decide/test_status.py",),
     ),
+    PackageBug(
+        "a resource's file is planned as a model of that name",
+        "fairlead_operator.commands.plan:_check",
+        'options.model.endswith((".yaml", ".yml"))',
+        "False",
+        ("unit/operator/test_plan.py",),
+    ),
+    PackageBug(
+        "a wrong flag of the operator is a screen of usage",
+        "fairlead_operator.resource.settings:read",
+        "parser = ArgumentParser(",
+        "parser = ArgumentParser.__base__(",
+        ("unit/operator/test_edges.py",),
+    ),
 )

@@ -125,6 +125,8 @@ def _check(parser: ArgumentParser, options: argparse.Namespace) -> None:
         if given:
             problem = f"{flag_of(given[0])}: the file of -f says it"
             parser.refuse(problem, "set it there, or plan MODEL without -f")
+    elif options.model.endswith((".yaml", ".yml")):
+        parser.refuse(f"{options.model} is no model", f"a resource's file is -f {options.model}")
     elif not options.memory:
         parser.refuse("--memory: is missing", "give the memory of one accelerator, as in 24Gi")
 

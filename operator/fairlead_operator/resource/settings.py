@@ -2,7 +2,6 @@
 environment.
 """
 
-import argparse
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from urllib.parse import urlsplit
 
 from fairlead_operator.resource.json_text import json_value
 from fairlead_operator.resource.kinds import Object
+from fairlead_runtime.settings.arguments import ArgumentParser
 
 # Keys for bookkeeping: no Service, policy or agent is expected to select by them.
 _BOOKKEEPING = r"([a-z0-9.-]+/)?(team|owner|contact|department|cost-cent(er|re)|billing-code)"
@@ -161,10 +161,10 @@ def _matches(patterns: Sequence[str], value: str) -> bool:
 
 
 def read(argv: Sequence[str], environ: Mapping[str, str], hostname: str) -> Settings:
-    """Settings from the command line and the environment. Raises SettingsError; argparse exits by
-    itself.
+    """Settings from the command line and the environment. Raises SettingsError; the parser says
+    what is wrong with a flag and exits by itself.
     """
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog="fairlead operator",
         description=(
             "Serve InferenceDeployments until a signal: exit code 0 after it, 2 for a setting that "
@@ -179,12 +179,6 @@ def read(argv: Sequence[str], environ: Mapping[str, str], hostname: str) -> Sett
     parser.add_argument("--lease-namespace", default="", help="namespace of the leader's Lease")
     parser.add_argument(
         "--probe-port", type=int, default=8080, help="/healthz, /readyz, /metrics (default 8080)"
-    )
-    parser.add_argument(
-        "--log-format",
-        choices=("auto", "text", "json"),
-        default="auto",
-        help="form of logs and refusals; auto: text on a terminal, JSON lines elsewhere",
     )
     options = parser.parse_args(argv)
     pod_namespace = environ.get("POD_NAMESPACE", "")

@@ -121,7 +121,8 @@ def _params(options: argparse.Namespace) -> "SamplingParams":
     from fairlead_runtime.request.sequence import SamplingParams
 
     if options.max_tokens < 1:
-        raise ConfigError("max_tokens", f"{options.max_tokens} is below the smallest allowed, 1")
+        problem = f"{options.max_tokens} is below the smallest allowed, 1"
+        raise ConfigError("max_tokens", problem, "set at least 1")
     return SamplingParams(
         temperature=options.temperature,
         top_p=options.top_p,

@@ -20,7 +20,7 @@ from fairlead_runtime.models import families, rope
 from fairlead_runtime.models.model_error import ModelError, SelfTestError
 from fairlead_runtime.request.sequence import Request, SamplingParams, Sequence
 from fairlead_runtime.scheduling.plan import Row, Work
-from support import flashinfer_standin, tiny
+from support import flashinfer_standin, tiny, tiny_states
 from support.engine_rig import Rig, Setting, check_greedy_texts, greedy, prompts, rig
 from support.layer_faults import change_the_base, hide_each_token_from_itself, scale_a_head
 
@@ -35,6 +35,39 @@ def paged(family: str, dtype: torch.dtype = torch.float32, **overrides: Any) -> 
 
 def self_test(model: PagedModel) -> selftest.SelfTestResult:
     return selftest.run(model, pick(model.heads, model.kinds, model.device, "torch").attention, 512)
+
+
+# -- the probe
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "qwen3_moe"])
+def test_the_probe_of_a_model_without_states_reads_no_weights_of_linear_layers(
+    family: str,
+) -> None:
+    plain = tiny.build(family).bfloat16()
+    windows = families.check(plain.config)
+
+    def seen() -> tuple[Any, ...]:
+        model = PagedModel(plain, windows)
+        calls = [(call.scale, call.softcap, call.sinks is None) for call in model.calls.values()]
+        return model.layer_heads, model.sources, model.kinds, model.logits_dtype, calls
+
+    want = seen()
+    head = plain.get_output_embeddings()
+    linears = [x for x in plain.modules() if type(x) is torch.nn.Linear and x is not head]
+    for linear in linears:
+        linear.weight.data = linear.weight.new_empty(0)
+    assert len(linears) > 8
+    assert seen() == want
+    assert want[3] is torch.bfloat16
+    assert not any("forward" in vars(linear) for linear in linears), "they compute again"
+
+
+def test_the_probe_of_a_model_with_states_computes_what_it_looks_at() -> None:
+    plain = tiny_states.build("mamba2")
+    model = PagedModel(plain, families.check(plain.config))
+    assert model.mixers
+    assert not any(mixer.forgets for mixer in model.mixers.values())
 
 
 # -- the self-test

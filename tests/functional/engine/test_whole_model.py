@@ -1,5 +1,6 @@
 """Models of which no code of their own runs: what lies around their decoder layers."""
 
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from fairlead_kernels.interface.not_available import NotAvailableError
 from fairlead_runtime import LLM, SamplingParams
 from fairlead_runtime.device.conversion import recognize_ends
 from fairlead_runtime.device.conversion.fusion import fuse, quantize_weights
+from fairlead_runtime.device.conversion.rounding import SAMPLES
 from fairlead_runtime.device.model.paged_model import PagedModel
 from fairlead_runtime.device.proof import selftest
 from fairlead_runtime.models.quantized import QuantizedEmbedding, QuantizedLinear
@@ -174,6 +176,35 @@ def test_a_pass_that_differs_is_not_taken(
     assert str(fused).endswith(f", {where} the model's code (its packed ends give other logits)")
     allowed = 2e-3 if quantized and operations.int8_rounding else 1e-4
     assert selftest.check(model, attention, expected, allowed).delta < allowed
+
+
+@pytest.mark.parametrize("explained", [1, SAMPLES, None])
+def test_ends_that_one_sample_does_not_explain_are_compared_with_the_noise_of_all(
+    explained: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = paged("llama")
+    attention, operations = kernels_of(model)
+    expected = selftest.Expected.of(model, 512)
+    made, taken = list[weakref.ref[Any]](), list[int]()
+    logits_and_noise, make = recognize_ends.logits_and_noise, recognize_ends.FusedModel
+
+    def counted(*args: Any) -> Any:
+        assert not any(ref() for ref in made), "the head is held twice"
+        taken.append(args[-1])
+        return logits_and_noise(*args)
+
+    def weakly(*args: Any) -> Any:
+        fused_model = make(*args)
+        made.append(weakref.ref(fused_model))
+        return fused_model
+
+    monkeypatch.setattr(recognize_ends, "logits_and_noise", counted)
+    monkeypatch.setattr(recognize_ends, "FusedModel", weakly)
+    monkeypatch.setattr(recognize_ends, "agrees", lambda *_: taken[-1] == explained)
+    fused = str(fuse(model, operations))
+    assert taken == ([1] if explained == 1 else [1, SAMPLES])
+    assert fused.endswith(", float32 head" if explained else "(its packed ends give other logits)")
+    assert selftest.check(model, attention, expected, 1e-4).delta < 1e-4
 
 
 def model_of(llm: LLM) -> PagedModel:

@@ -2,6 +2,7 @@
 
 import math
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from fairlead_kernels.choice.backend import pick
+from fairlead_kernels.formats.quantize import Format
 from fairlead_kernels.plain.torch_attention import TorchAttention
 from fairlead_runtime.device.memory.storage import CacheStorage
 from fairlead_runtime.device.model.paged_model import PagedModel
@@ -19,6 +21,7 @@ from fairlead_runtime.device.proof import selftest
 from fairlead_runtime.models import families
 from fairlead_runtime.models.model_error import SelfTestError
 from fairlead_runtime.settings.engine_config import ConfigError
+from fairlead_runtime.settings.startup_parts import unreported
 from support import tiny
 
 
@@ -73,6 +76,22 @@ def test_a_half_type_has_a_perplexity_of_its_own_where_it_is_judged() -> None:
     exact, own = selftest.Expected.of(model, 512, text).perplexity
     assert 0 < abs(exact / own - 1) < 0.1
     assert selftest.Expected.of(model, 512, text, judged=False).perplexity == (exact,)
+
+
+def test_a_text_is_scored_where_weights_or_cache_are_rounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain = tiny.build("llama", num_hidden_layers=2)
+    monkeypatch.setattr(selftest, "text_ids", lambda _: list(range(3, 63)))
+    loaded: Any = SimpleNamespace(max_model_len=512)
+    cases: list[tuple[Format | None, bool, int]] = [(None, False, 0), ("int8", False, 1)]
+    for to, fp8_cache, counts in (*cases, (None, True, 1)):
+        model = PagedModel(plain, families.check(plain.config), fp8_cache=fp8_cache)
+        of = partial(selftest._ReferenceLogits.of, model, loaded, to, nullcontext(), 0.0)
+        reference = of(unreported, judged=False)
+        assert len(reference.expected.perplexity) == counts
+        for loss in filter(None, (reference.rounding, reference.cache)):
+            assert len(loss.perplexity) == 2, "before and after"
 
 
 def test_kernels_that_cannot_serve_the_loaded_model_are_refused_by_their_flag(

@@ -97,6 +97,24 @@ def test_settings_come_from_arguments_and_environment() -> None:
 
 
 @pytest.mark.parametrize(
+    ("argument", "message", "hint"),
+    [
+        ("--namespce=x", "unrecognized arguments: --namespce", "did you mean --namespace?"),
+        ("--probe-port=abc", "--probe-port: invalid int value: 'abc'", "write a whole number"),
+    ],
+)
+def test_a_wrong_flag_is_refused_in_one_line_with_the_nearest(
+    argument: str, message: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        read([argument, "--log-format=json"], IMAGE, "host")
+    assert end.value.code == 2
+    [line] = capsys.readouterr().err.splitlines()
+    words = json.loads(line)
+    assert (words["message"], words["hint"]) == (message, hint)
+
+
+@pytest.mark.parametrize(
     ("image", "allowed"),
     [
         ("docker.io/fairlead/runtime:1", True),

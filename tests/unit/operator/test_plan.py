@@ -160,6 +160,7 @@ def test_the_hubs_configuration_is_read_only_when_asked_for(
         (["demo:", "--memory", "24GB"], "--memory: ", ""),
         (["demo:", "--device", "cpu", "--memory", "24GB"], "--memory: ", ""),
         (["-f", "no.yaml"], "no.yaml: No such file or directory", ""),
+        (["cr.yaml"], "cr.yaml is no model", "a resource's file is -f cr.yaml"),
         (["-f", "a.yaml", "demo:"], "two ways", "give -f cr.yaml, or MODEL"),
         (["-f", "a.yaml", "--memory", "1Gi"], "--memory: the file of -f says it", "set it there"),
         (["-f", "a.yaml", "--num-blocks", "9"], "--num-blocks: the file of -f", "set it there"),

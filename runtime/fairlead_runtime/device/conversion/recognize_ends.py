@@ -326,16 +326,20 @@ def noise(
 
 @torch.inference_mode()
 def logits_and_noise(
-    model: PagedModel, layers: Sequence[nn.Module], step: ForwardPass, rounding: float = 0.0
+    model: PagedModel,
+    layers: Sequence[nn.Module],
+    step: ForwardPass,
+    rounding: float = 0.0,
+    samples: int = SAMPLES,
 ) -> tuple[Tensor, Noise]:
     """``other_logits`` and their ``noise`` by one pass, so that the layers' weights are read once.
-    ``step`` takes 1 + SAMPLES sequences, one after the other; of the first nothing is changed.
+    ``step`` takes 1 + ``samples`` sequences, one after the other; of the first nothing is changed.
     """
-    count = 1 + SAMPLES
+    count = 1 + samples
     changes = Changes(model.device, rounding, leaves=(TOKENS, count * TOKENS))
     with changes.inside(_outside(model, layers)):
-        expected, *samples = other_logits(model, step, count).chunk(count)
-    return expected, Noise.from_samples(expected, samples)
+        expected, *changed = other_logits(model, step, count).chunk(count)
+    return expected, Noise.from_samples(expected, changed)
 
 
 def other_logits(model: PagedModel, step: ForwardPass, times: int = 1) -> Tensor:

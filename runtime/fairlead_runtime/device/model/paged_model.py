@@ -10,8 +10,9 @@ for the device, or does not take their widths, they run on ours (``experts``).
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any, Protocol
 
@@ -189,19 +190,19 @@ class PagedModel:
 
     @torch.inference_mode()
     def _probe(self) -> Heads:
-        """The heads that the layers actually use, from a pass of two tokens."""
+        """The heads that the layers actually use, from a pass of two tokens. Without states, which
+        are looked at, its linear layers need not compute: sizes and arguments are all that is read.
+        """
         grouped = self._fast_experts == "grouped_mm"
         if grouped and not experts.groupable(self.model, self.device):
             self._fast_experts = self._experts = experts.LOOPED
             self._set_experts(experts.LOOPED)
         probe = ProbePass(torch.tensor([1], device=self.device))
+        two = torch.tensor([0, 1], device=self.device)
         self.model.set_attn_implementation(paged_attention.PROBE_NAME)
         try:
-            logits = self.run(
-                torch.tensor([0, 1], device=self.device),
-                torch.tensor([0, 1], device=self.device),
-                probe,
-            )
+            with nullcontext() if self.mixers else _linears_of_zeros(self.model):
+                logits = self.run(two, two, probe)
         finally:
             self.model.set_attn_implementation(paged_attention.NAME)
         self.logits_dtype = logits.dtype
@@ -402,6 +403,21 @@ def prepare(
             reason = families.MIXED
         raise families.unsupported(str(loaded.config.model_type), reason)
     return model
+
+
+@contextmanager
+def _linears_of_zeros(model: nn.Module) -> Iterator[None]:
+    """Inside the ``with`` block torch's linear layers give zeros and read no weights."""
+
+    def zeros(linear: nn.Linear, x: Tensor) -> Tensor:
+        return x.new_zeros(*x.shape[:-1], linear.out_features, dtype=linear.weight.dtype)
+
+    with ExitStack() as stack:
+        for module in model.modules():
+            if type(module) is nn.Linear and "forward" not in vars(module):
+                vars(module)["forward"] = partial(zeros, module)
+                stack.callback(vars(module).pop, "forward")
+        yield
 
 
 def _no_heads(dtype: torch.dtype) -> Heads:

@@ -497,7 +497,11 @@ class _ReferenceLogits:
         rounding: Rounding | None = None
         cached: Expected | None = None
         cache: Rounding | None = None
-        expect = partial(Expected.of, model, loaded.max_model_len, text_ids(loaded), report=report)
+        scored = to is not None or model.heads.fp8_cache  # what a rounding is judged by
+        text = text_ids(loaded)
+        expect = partial(
+            Expected.of, model, loaded.max_model_len, text, scored=scored, report=report
+        )
         expected = expect(judged=judged and to is None, input_rounding=input_rounding)
         if to is not None:
             report("kernels")
@@ -612,20 +616,20 @@ class Expected:
         fp8_cache: bool = False,
         judged: bool = True,
         input_rounding: float = 0.0,
+        scored: bool = True,
         report: Report = unreported,
     ) -> Self:
-        """``judged``: whether ``reference_error`` is computed. ``report`` hears of the layers of
-        all passes.
+        """``judged``: whether ``reference_error`` is computed; ``scored``: whether ``perplexity``
+        is. ``report`` hears of the layers of all passes.
         """
         prompts = _prompts(model, max_model_len, text or [])
         chunk_ends = [[end - 1 for end in accumulate(_chunks(len(p)))] for p in prompts]
-        scored = _scored(prompts[0], text or [])
         compute = partial(
             _plain_and_text,
             model,
             prompts,
             chunk_ends,
-            scored,
+            _scored(prompts[0], text or []) if scored else [],
             fp8_cache=fp8_cache,
             report=_CountedLayers(report, len(prompts) * (1 + judged) * len(model.windows)),
         )
