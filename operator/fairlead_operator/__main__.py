@@ -12,9 +12,10 @@ import sys
 from collections.abc import Sequence
 
 from fairlead_operator import logs
+from fairlead_operator.commands.operator_flags import read
 from fairlead_operator.health import Health, serve
 from fairlead_operator.metrics import Metrics
-from fairlead_operator.resource.settings import Settings, SettingsError, read
+from fairlead_operator.resource.settings import Settings, SettingsError
 from fairlead_runtime.settings import terminal
 
 # Of new containers, between two looks for cycles. Lists of thousands of objects make many and no

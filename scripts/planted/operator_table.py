@@ -1041,7 +1041,7 @@ BUGS = (
     ),
     PackageBug(
         "a wrong flag of the operator is a screen of usage",
-        "fairlead_operator.resource.settings:read",
+        "fairlead_operator.commands.operator_flags:read",
         "parser = ArgumentParser(",
         "parser = ArgumentParser.__base__(",
         ("unit/operator/test_edges.py",),

@@ -2,6 +2,7 @@
 environment.
 """
 
+import argparse
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,6 @@ from urllib.parse import urlsplit
 
 from fairlead_operator.resource.json_text import json_value
 from fairlead_operator.resource.kinds import Object
-from fairlead_runtime.settings.arguments import ArgumentParser
 
 # Keys for bookkeeping: no Service, policy or agent is expected to select by them.
 _BOOKKEEPING = r"([a-z0-9.-]+/)?(team|owner|contact|department|cost-cent(er|re)|billing-code)"
@@ -160,27 +160,10 @@ def _matches(patterns: Sequence[str], value: str) -> bool:
     return any(re.fullmatch(pattern, value) for pattern in patterns)
 
 
-def read(argv: Sequence[str], environ: Mapping[str, str], hostname: str) -> Settings:
-    """Settings from the command line and the environment. Raises SettingsError; the parser says
-    what is wrong with a flag and exits by itself.
+def settings_of(options: argparse.Namespace, environ: Mapping[str, str], hostname: str) -> Settings:
+    """The settings that the flags of `fairlead operator` and the environment say. Raises
+    SettingsError.
     """
-    parser = ArgumentParser(
-        prog="fairlead operator",
-        description=(
-            "Serve InferenceDeployments until a signal: exit code 0 after it, 2 for a setting that "
-            "cannot work. The chart sets the flags and the environment."
-        ),
-    )
-    scope = parser.add_mutually_exclusive_group()
-    scope.add_argument(
-        "--namespace", action="append", default=[], help="serve this namespace (repeatable)"
-    )
-    scope.add_argument("--all-namespaces", action="store_true", help="serve the whole cluster")
-    parser.add_argument("--lease-namespace", default="", help="namespace of the leader's Lease")
-    parser.add_argument(
-        "--probe-port", type=int, default=8080, help="/healthz, /readyz, /metrics (default 8080)"
-    )
-    options = parser.parse_args(argv)
     pod_namespace = environ.get("POD_NAMESPACE", "")
     for name in (*options.namespace, options.lease_namespace or pod_namespace or "default"):
         if not _NAMESPACE.fullmatch(name):

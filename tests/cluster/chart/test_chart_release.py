@@ -37,7 +37,8 @@ from cluster.harness.controlplane import ControlPlane
 from cluster.harness.fakekubelet import FakeKubelet
 from cluster.harness.nodes import add_nodes, start_kwok
 from cluster.harness.resources import KIND, PROCESSES, condition, current, idep, status
-from fairlead_operator.resource.settings import Settings, read
+from fairlead_operator.commands.operator_flags import read
+from fairlead_operator.resource.settings import Settings
 
 pytestmark = pytest.mark.cluster("helm", "helm3", "kubectl")
 ROOT = CHART.parents[1]

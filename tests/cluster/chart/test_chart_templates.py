@@ -11,10 +11,11 @@ import yaml
 
 from cluster.harness.apiclient import Object
 from cluster.harness.charts import CHART, Helm, environment, of_kind, only
+from fairlead_operator.commands.operator_flags import read
 from fairlead_operator.decide.children.podtemplate import pod_template
 from fairlead_operator.resource.kinds import NAME_LABEL
 from fairlead_operator.resource.resource import InferenceDeployment
-from fairlead_operator.resource.settings import Settings, read
+from fairlead_operator.resource.settings import Settings
 from support.operator_bodies import resource
 
 pytestmark = pytest.mark.cluster("helm", "helm3")  # whose hook builds helm

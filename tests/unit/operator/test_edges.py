@@ -19,6 +19,7 @@ from kubernetes.aio.client import ApiClient, Configuration
 from fairlead_operator.__main__ import main
 from fairlead_operator.cluster.cache import Store
 from fairlead_operator.cluster.client import Cluster, Pace
+from fairlead_operator.commands.operator_flags import read
 from fairlead_operator.decide.children.upgrade import defaults_hash
 from fairlead_operator.errors import ApiError, FencedError
 from fairlead_operator.health import STALE_SECONDS, Health, serve
@@ -26,7 +27,7 @@ from fairlead_operator.metrics import Metrics
 from fairlead_operator.probe.hub import KEEP_SECONDS, RETRY_SECONDS, Hub, HubError
 from fairlead_operator.probe.pod_client import Pods, ScrapeError
 from fairlead_operator.resource.kinds import DEPLOYMENT, EVENT
-from fairlead_operator.resource.settings import SettingsError, read
+from fairlead_operator.resource.settings import SettingsError
 from fairlead_operator.resource.spec import Source
 from support.ip_families import loopbacks, without_ipv6
 
