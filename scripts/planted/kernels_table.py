@@ -39,6 +39,7 @@ ON_TRITON = ("unit/kernels/test_triton_attention.py",)
 ON_EXPERTS = ("unit/kernels/test_experts.py",)
 ON_HUMMING = ("unit/kernels/test_humming_products.py",)
 ON_CUTS = ("unit/kernels/test_triton_cuts.py",)
+NORM_CPP, ON_NORMS = f"{KERNELS}/csrc/norm.cpp", ("unit/kernels/test_cpu_norms.py",)
 MLP_H, ON_PRODUCTS = f"{KERNELS}/csrc/mlp.h", ("unit/kernels/test_cpu_products.py",)
 ON_COMPARISON = ("unit/kernels/test_comparison.py",)
 
@@ -543,9 +544,51 @@ BUGS = (
     PackageBug(
         "a bfloat16 between two is rounded away from zero",
         SIMD_C,
-        "0x7fff + (bits >> 16 & 1)",
-        "0x8000",
+        "uint16_t((bits + 0x7fff + (bits >> 16 & 1))",
+        "uint16_t((bits + 0x8000)",
         C_OPERATIONS,
+    ),
+    PackageBug(
+        "a vector's bfloat16 between two is rounded away from zero",
+        SIMD_C,
+        "even = (bits + 0x7fff + (bits >> 16 & 1))",
+        "even = (bits + 0x8000)",
+        ON_NORMS,
+    ),
+    PackageBug(
+        "all groups of a norm with a gate have the vectors of the first",
+        NORM_CPP,
+        "part.weight += i;",
+        "",
+        ON_NORMS,
+    ),
+    PackageBug(
+        "a gate that comes last multiplies before the norm, too",
+        NORM_CPP,
+        "gated(in, i, !last)",
+        "gated(in, i, true)",
+        ON_NORMS,
+    ),
+    PackageBug(
+        "a norm with a gate leaves out the last group of columns",
+        NORM_CPP,
+        "for (int64_t i = 0; i < width; i += group) {",
+        "for (int64_t i = 0; i + group < width; i += group) {",
+        ON_NORMS,
+    ),
+    PackageBug(
+        "all rows of what a product multiplies are its first",
+        LINEAR_H,
+        "prepare_row(weight, x + row * weight.columns, in",
+        "prepare_row(weight, x, in",
+        ON_PRODUCTS,
+    ),
+    PackageBug(
+        "rows of bfloat16 are multiplied as if they were floats",
+        f"{KERNELS}/csrc/linear.cpp",
+        "Input{x, digits, half != 0}",
+        "Input{x, digits}",
+        ON_PRODUCTS,
     ),
     PackageBug(
         "a query of a prefill sees the keys after it",

@@ -143,8 +143,8 @@ BUGS = (
     PackageBug(
         "a module that is also called by the name of its input is replaced",
         "fairlead_runtime.device.conversion.packed_linears:_record",
-        "if module not in called_otherwise",
-        "if module",
+        "call in first.items() if module not in called_otherwise",
+        "call in first.items() if module",
         ("functional/engine/test_packed_products.py",),
     ),
     PackageBug(

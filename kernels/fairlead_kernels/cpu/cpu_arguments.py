@@ -17,37 +17,59 @@ ACTIVATIONS: dict[Activation, int] = {
 # As in csrc/linear.h.
 STORED = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 INT8_FOURS, INT8_TILES, BFLOAT16_PAIRS = 3, 4, 5
-CACHE_TYPES = (torch.float32, torch.bfloat16)
+ONE_TYPE = (torch.float32,)
+TYPES = (torch.float32, torch.bfloat16)  # of caches, and of what some operations take and give
 
 
-def dense(x: Tensor, name: str, width: int) -> Tensor:
-    """``x`` itself, or a contiguous copy. Raises ValueError unless it is float32 [T, width]."""
-    if x.dtype is not torch.float32 or x.dim() != 2 or x.shape[1] != width or x.is_cuda:
+def dense(x: Tensor, name: str, width: int, types: tuple[torch.dtype, ...] = ONE_TYPE) -> Tensor:
+    """``x`` itself, or a contiguous copy. Raises ValueError unless it is [T, width] of one of these
+    types.
+    """
+    if x.dtype not in types or x.dim() != 2 or x.shape[1] != width or x.is_cuda:
         raise ValueError(
-            f"{name}: {tuple(x.shape)} of {x.dtype} on {x.device}; float32 [T, {width}] on the CPU "
-            "is needed"
+            f"{name}: {tuple(x.shape)} of {x.dtype} on {x.device}; {_names(types)} [T, {width}] on "
+            "the CPU is needed"
         )
     return x.contiguous()
 
 
-def address(vector: Tensor | None, name: str, size: int) -> int | None:
-    """The address of a float32 vector of ``size`` elements, which the caller keeps alive."""
+def dense_rows(x: Tensor, name: str, width: int, types: tuple[torch.dtype, ...] = TYPES) -> Tensor:
+    """The same of rows [..., width]."""
+    if x.dtype not in types or x.shape[-1:] != (width,) or x.is_cuda:
+        raise ValueError(
+            f"{name}: {tuple(x.shape)} of {x.dtype} on {x.device}; {_names(types)} [..., {width}] "
+            "on the CPU is needed"
+        )
+    return x.contiguous()
+
+
+def _names(types: tuple[torch.dtype, ...]) -> str:
+    return " or ".join(str(kind).removeprefix("torch.") for kind in types)
+
+
+def address(
+    vector: Tensor | None, name: str, size: int, dtype: torch.dtype = torch.float32
+) -> int | None:
+    """The address of a vector of ``size`` elements of this type, which the caller keeps alive."""
     if vector is None:
         return None
-    if vector.dtype is not torch.float32 or vector.shape != (size,) or vector.stride(0) != 1:
+    if vector.dtype is not dtype or vector.shape != (size,) or vector.stride(0) != 1:
         raise ValueError(
-            f"{name}: {tuple(vector.shape)} of {vector.dtype}; a float32 vector of {size} is needed"
+            f"{name}: {tuple(vector.shape)} of {vector.dtype}; a {_names((dtype,))} vector of "
+            f"{size} is needed"
         )
     return vector.data_ptr()
 
 
-def norm_struct(norm: Norm | None, name: str, width: int) -> NormStruct:
-    """A norm, which the caller keeps alive, as C reads it; None: no norm."""
+def norm_struct(
+    norm: Norm | None, name: str, width: int, dtype: torch.dtype = torch.float32
+) -> NormStruct:
+    """A norm of vectors of this type, which the caller keeps alive, as C reads it; None: none."""
     if norm is None:
         return NormStruct()
     return NormStruct(
-        address(norm.weight, f"{name}.weight", width),
-        address(norm.bias, f"{name}.bias", width),
+        address(norm.weight, f"{name}.weight", width, dtype),
+        address(norm.bias, f"{name}.bias", width, dtype),
         norm.eps,
         norm.offset,
         norm.centered,
@@ -66,9 +88,10 @@ def stored_as(weight: Packed) -> int:
     return INT8_FOURS if weight.data.dim() == 4 else INT8_TILES
 
 
-def digits_bytes(library: Library, weight: Packed) -> int:
-    """Bytes of a row's digits, if the weight is multiplied by them."""
-    size: int = library.digits_bytes(weight.columns, stored_as(weight))
+def digits_bytes(library: Library, weight: Packed, dtype: torch.dtype = torch.float32) -> int:
+    """Bytes of what a row of this type becomes before it is multiplied by the weight."""
+    half = dtype is torch.bfloat16
+    size: int = library.digits_bytes(weight.columns, stored_as(weight), half)
     return size
 
 
@@ -90,7 +113,7 @@ def caches_struct(key_cache: Tensor, value_cache: Tensor) -> CachesStruct:
     """
     strides = []
     for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
-        if cache.dtype not in CACHE_TYPES or cache.dtype is not key_cache.dtype:
+        if cache.dtype not in TYPES or cache.dtype is not key_cache.dtype:
             raise ValueError(f"{name}: {cache.dtype}; float32 or bfloat16 is needed")
         blocks, block_size, kv, dim = cache.shape
         block, slot, head, element = cache.stride()

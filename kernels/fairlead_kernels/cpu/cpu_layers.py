@@ -185,7 +185,7 @@ class LayerChain:
 
     def _digits(self, columns: int) -> int:
         """Floats that a row's digits take, if a weight is multiplied by them."""
-        sizes: list[int] = [self._library.digits_bytes(columns, x) for x in self._stored]
+        sizes: list[int] = [self._library.digits_bytes(columns, x, False) for x in self._stored]
         return max(sizes) // 4
 
     def _rotate(self, ropes: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:

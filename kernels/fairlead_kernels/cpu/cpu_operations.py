@@ -15,6 +15,7 @@ from torch import Tensor
 from fairlead_kernels.cpu import library
 from fairlead_kernels.cpu.cpu_arguments import (
     ACTIVATIONS,
+    TYPES,
     caches_struct,
     dense,
     digits_bytes,
@@ -23,6 +24,7 @@ from fairlead_kernels.cpu.cpu_arguments import (
 )
 from fairlead_kernels.cpu.cpu_attention import CpuAttention
 from fairlead_kernels.cpu.cpu_layers import LayerChain
+from fairlead_kernels.cpu.cpu_products import BiasedWeight, CpuProducts
 from fairlead_kernels.formats.quantize import Quantized, as_quantized
 from fairlead_kernels.formats.row_chunks import row_chunks
 from fairlead_kernels.interface.attention import Heads, LayerSpec
@@ -48,7 +50,7 @@ DIGITS_ROUNDING = 0.5 / (127 * 256 + 127)
 
 class CpuOperations:
     """``LayerOperations`` in C++. All tensors are float32 on the CPU, caches also bfloat16, packed
-    weights bfloat16 or int8.
+    weights bfloat16 or int8; what products and norms alone take and give may be bfloat16.
 
     Runs on torch's threads, as many as ``torch.get_num_threads()`` says. Stateless: any thread may
     call any method.
@@ -150,19 +152,8 @@ class CpuOperations:
             self.library.give_back(tensor.data_ptr(), tensor.nbytes)
 
     def linear(self, x: Tensor, weight: Packed, bias: Tensor | None = None) -> Tensor:
-        """``LayerOperations.linear``."""
-        x = dense(x, "x", weight.columns)
-        out = torch.empty(x.shape[0], weight.rows)
-        digits = self._digits(x, weight)
-        self.library.linear(
-            x.data_ptr(),
-            x.shape[0],
-            digits.data_ptr(),
-            ctypes.byref(weight_struct(weight, bias, "bias")),
-            out.data_ptr(),
-            torch.get_num_threads(),
-        )
-        return out
+        """``LayerOperations.linear``, of x [..., columns], in bfloat16, too."""
+        return CpuProducts(self.library, [BiasedWeight(weight, bias)])(x)[0]
 
     def _digits(self, x: Tensor, weight: Packed) -> Tensor:
         """Memory for the digits of x, if the weight is multiplied by them."""
@@ -247,19 +238,22 @@ class CpuOperations:
         return cos, sin
 
     def norm(self, x: Tensor, norm: Norm, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """``LayerOperations.norm``. The sum is written into ``residual``, if it is dense."""
+        """``LayerOperations.norm``, of bfloat16 by vectors in that, too. The sum is written into
+        ``residual``, if it is dense.
+        """
         width = x.shape[1]
-        x = dense(x, "x", width)
-        total = x if residual is None else dense(residual, "residual", width)
+        x = dense(x, "x", width, TYPES)
+        total = x if residual is None else dense(residual, "residual", width, (x.dtype,))
         out = torch.empty_like(x)
         self.library.norm(
             x.data_ptr(),
             None if residual is None else total.data_ptr(),
-            ctypes.byref(norm_struct(norm, "norm", width)),
+            ctypes.byref(norm_struct(norm, "norm", width, x.dtype)),
             x.shape[0],
             width,
             total.data_ptr(),
             out.data_ptr(),
+            x.dtype is torch.bfloat16,
             torch.get_num_threads(),
         )
         return out, total

@@ -11,7 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fairlead_kernels.cpu.cpu_arguments import ACTIVATIONS, dense, digits_bytes, weight_struct
+from fairlead_kernels.cpu.cpu_arguments import (
+    ACTIVATIONS,
+    TYPES,
+    dense_rows,
+    digits_bytes,
+    weight_struct,
+)
 from fairlead_kernels.cpu.library import Library, Pointer, WeightStruct
 from fairlead_kernels.interface.layer import Activation, Packed
 
@@ -39,17 +45,18 @@ class CpuProducts:
         self._structs = (WeightStruct * len(structs))(*structs)
         self.rows = [part.weight.rows for part in self.parts]
         self._columns = first.columns
-        self._digits = digits_bytes(library, first)
+        self._digits = {dtype: digits_bytes(library, first, dtype) for dtype in TYPES}
 
     def __call__(self, x: Tensor) -> list[Tensor]:
-        """Give [T, rows] of each for x [T, columns]."""
-        x = dense(x, "x", self._columns)
-        count = len(x)
-        outs = [torch.empty(count, rows) for rows in self.rows]
-        digits = digits_of(count, self._digits)
+        """Give [..., rows] of each for x [..., columns], of its type: float32 or bfloat16."""
+        x = dense_rows(x, "x", self._columns)
+        count = x.numel() // self._columns
+        outs = [x.new_empty(*x.shape[:-1], rows) for rows in self.rows]
+        digits = digits_of(count, self._digits[x.dtype])
         self.library.linears(
             x.data_ptr(),
             count,
+            x.dtype is torch.bfloat16,
             None if digits is None else digits.data_ptr(),
             self._structs,
             (Pointer * len(outs))(*(out.data_ptr() for out in outs)),
@@ -83,18 +90,24 @@ class CpuMlp:
         self._activation = ACTIVATIONS[activation]
         self._gate = None if gate is None else _struct(gate)
         self._up, self._down = _struct(up), _struct(down)
-        self._digits = [digits_bytes(library, x.weight) for x in (up, down)]
+        self._digits = {dtype: digits_bytes(library, up.weight, dtype) for dtype in TYPES}
+        self._gated_digits = digits_bytes(library, down.weight)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Give [T, rows of down] for x [T, columns]."""
-        x = dense(x, "x", self.up.weight.columns)
-        count = len(x)
+        """Give [..., rows of down] for x [..., columns], of its type: float32 or bfloat16. What the
+        last matrix multiplies is float32 before it is rounded to the type that this takes.
+        """
+        columns = self.up.weight.columns
+        x = dense_rows(x, "x", columns)
+        count = x.numel() // columns
         gated = torch.empty(count, self.up.weight.rows)
-        out = torch.empty(count, self.down.weight.rows)
-        digits, gated_digits = (digits_of(count, size) for size in self._digits)
+        out = x.new_empty(*x.shape[:-1], self.down.weight.rows)
+        digits = digits_of(count, self._digits[x.dtype])
+        gated_digits = digits_of(count, self._gated_digits)
         self._library.mlp(
             x.data_ptr(),
             count,
+            x.dtype is torch.bfloat16,
             None if digits is None else digits.data_ptr(),
             None if self._gate is None else ctypes.byref(self._gate),
             ctypes.byref(self._up),

@@ -274,15 +274,17 @@ _FUNCTIONS: dict[str, tuple[tuple[type, ...], type | None]] = {
     "pack_int8": ((Pointer, Pointer, Long, Long, Long, Long, Int), None),
     "pack_int8_fours": ((Pointer, Pointer, Long, Long, Long, Long, Int), None),
     "pack_bfloat16_pairs": ((Pointer, Pointer, Long, Long, Long, Long, Int), None),
-    "digits_bytes": ((Long, Int), Long),
-    "linear": ((Pointer, Long, Pointer, ctypes.POINTER(WeightStruct), Pointer, Int), None),
+    "digits_bytes": ((Long, Int, Int), Long),
     "linears": (
-        (Pointer, Long, Pointer, ctypes.POINTER(WeightStruct), ctypes.POINTER(Pointer), Int, Int),
+        (
+            *(Pointer, Long, Int, Pointer, ctypes.POINTER(WeightStruct)),
+            *(ctypes.POINTER(Pointer), Int, Int),
+        ),
         None,
     ),
     "mlp": (
         (
-            *(Pointer, Long, Pointer, *(ctypes.POINTER(WeightStruct),) * 2, Int),
+            *(Pointer, Long, Int, Pointer, *(ctypes.POINTER(WeightStruct),) * 2, Int),
             *(ctypes.POINTER(WeightStruct), Pointer, Pointer, Pointer, Int),
         ),
         None,
@@ -304,7 +306,17 @@ _FUNCTIONS: dict[str, tuple[tuple[type, ...], type | None]] = {
         None,
     ),
     "norm": (
-        (Pointer, Pointer, ctypes.POINTER(NormStruct), Long, Long, Pointer, Pointer, Int),
+        (
+            *(Pointer, Pointer, ctypes.POINTER(NormStruct), Long, Long),
+            *(Pointer, Pointer, Int, Int),
+        ),
+        None,
+    ),
+    "gated_norm": (
+        (
+            *(Pointer, Pointer, ctypes.POINTER(NormStruct), Long, Long, Long, Int),
+            *(Pointer, Int, Int, Int),
+        ),
         None,
     ),
     "rope_write": (

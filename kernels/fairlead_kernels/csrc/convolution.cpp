@@ -22,29 +22,11 @@ struct Convolution {
   int32_t activated;
 };
 
-template <class T>
-FL_INLINE Vec load_some(const T* p, int64_t count) {
-  return count >= W ? load(p) : load_part(p, int(count));
-}
-
 FL_INLINE Vec rounded(Vec v, const float*) { return v; }
 FL_INLINE Vec rounded(Vec v, const bfloat16*) {
   bfloat16 values[W];
-  for (int i = 0; i < W; i++) from_float(v[i], values + i);
+  store(values, v);
   return load(values);
-}
-
-template <class T>
-FL_INLINE void store_some(T* p, Vec v, int64_t count) {
-  const int64_t n = count < W ? count : W;
-  for (int64_t i = 0; i < n; i++) from_float(v[i], p + i);
-}
-FL_INLINE void store_some(float* p, Vec v, int64_t count) {
-  if (count >= W) {
-    store(p, v);
-  } else {
-    store_part(p, v, int(count));
-  }
 }
 
 // Calls `work` with the constant 1 to 4 that `taps` is, so that its loops over them become a few
@@ -102,16 +84,15 @@ struct Block {
     for (int64_t t = 0; t < tokens; t++) {
       for (int v = 0; v < VECTORS && v * W < count; v++) {
         const int at_channel = v * W;
-        const int64_t some = count - at_channel;
         Vec total = load(weights + c.taps * BLOCK + at_channel);
         for (int tap = 0; tap < c.taps; tap++) {
           const int64_t input = t + tap - before;
           const Vec value = input < 0 ? load(kept + (input + before) * BLOCK + at_channel)
-                                      : load_some(x + input * c.channels + at_channel, some);
+                                      : load_at(x + input * c.channels, at_channel, count);
           total += load(weights + tap * BLOCK + at_channel) * value;
         }
         if (c.activated) total = activate(rounded(total, out), SILU);
-        store_some(out + t * c.channels + at_channel, total, some);
+        store_at(out + t * c.channels, total, at_channel, count);
       }
     }
     with_taps(before, [&](auto constant) __attribute__((always_inline)) {

@@ -103,9 +103,10 @@ void pack_groups(T* packed, const Source* source, int64_t rows, int64_t columns,
 
 }  // namespace
 
-// Bytes of what a row of x becomes for a weight that is stored so, 0 where it stays as it is.
-FL_EXPORT int64_t fairlead_digits_bytes(int64_t columns, int32_t stored) {
-  return digits_bytes(columns, Stored(stored));
+// Bytes of what a row of x, of bfloat16 where it is `half`, becomes for a weight that is stored so,
+// 0 where it stays as it is.
+FL_EXPORT int64_t fairlead_digits_bytes(int64_t columns, int32_t stored, int half) {
+  return digits_bytes(columns, Stored(stored), half);
 }
 
 // Puts source [rows, columns], with `stride` elements between its rows, at rows `first` … of the
@@ -144,27 +145,15 @@ FL_EXPORT void fairlead_pack_int8_fours(uint8_t* packed, const int8_t* source, i
   pack_groups<4>(packed, source, rows, columns, stride, first, threads, shift);
 }
 
-// y [count, rows] = x [count, columns] · weightᵀ + bias. `digits`: memory for those of x,
-// fairlead_digits_bytes for each row.
-FL_EXPORT void fairlead_linear(const float* x, int64_t count, char* digits, const Weight* packed,
-                                float* y, int threads) {
-  const Weight& weight = *packed;
+// y [count, rows] = x [count, columns] · weightᵀ + bias of each of `weights` weights, which have
+// equally many columns and are stored alike: each one's result in its own y. x and all y are
+// bfloat16 where `half`. `digits`: memory for those of x, fairlead_digits_bytes for each row.
+FL_EXPORT void fairlead_linears(const void* x, int64_t count, int half, char* digits,
+                                const Weight* packed, void* const* y, int weights, int threads) {
   run(threads, [&](Team& team) {
-    share_product(team, weight, Input{x, digits}, int(count),
-                  [&](int panel, int row, int n, const float* tile) {
-                    store_tile(weight, panel, row, n, tile, y, false);
-                  });
-  });
-}
-
-// The same of `weights` weights, which have equally many columns and are stored alike: each one's
-// result in its own y.
-FL_EXPORT void fairlead_linears(const float* x, int64_t count, char* digits, const Weight* packed,
-                                 float* const* y, int weights, int threads) {
-  run(threads, [&](Team& team) {
-    share_products(team, packed, weights, Input{x, digits}, int(count),
+    share_products(team, packed, weights, Input{x, digits, half != 0}, int(count),
                    [&](int place, int panel, int row, int rows, const float* tile) {
-                     store_tile(packed[place], panel, row, rows, tile, y[place], false);
+                     put_tile(packed[place], panel, row, rows, tile, y[place], half);
                    });
   });
 }

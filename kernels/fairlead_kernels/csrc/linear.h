@@ -7,6 +7,8 @@
 #include "team.h"
 #include "vnni.h"
 
+#include <type_traits>
+
 namespace fairlead {
 
 // Rows whose results for one panel are collected before they are stored: they stay in the
@@ -54,34 +56,60 @@ struct Weight {
   }
 };
 
-// Bytes of what a row of x becomes before it is multiplied by a weight that is stored so, its digits
-// or its numbers in bfloat16; 0 where it stays as it is.
-inline int64_t digits_bytes(int64_t columns, Stored stored) {
+// Bytes of what a row of x, of bfloat16 where it is `half`, becomes before it is multiplied by a
+// weight that is stored so: its digits, or its numbers in the weight's type; 0 where it stays as it
+// is.
+inline int64_t digits_bytes(int64_t columns, Stored stored, bool half) {
   if (stored == BFLOAT16_PAIRS) return pairs_bytes(columns);
-  return stored == INT8_FOURS || stored == INT8_TILES ? digits_bytes(columns) : 0;
+  if (stored == INT8_FOURS || stored == INT8_TILES) return digits_bytes(columns);
+  return half ? columns * 4 : 0;
 }
 
-// What weights are multiplied by: x [rows, columns], and memory for its digits, digits_bytes for
-// each row.
+// What weights are multiplied by: x [rows, columns], of floats, or of bfloat16 where it is `half`,
+// and memory for its digits, digits_bytes for each row.
 struct Input {
-  const float* x;
+  const void* x;
   char* digits;
+  bool half = false;
+
+  // Its rows from `row` on, for a weight that multiplies floats.
+  const float* floats(int64_t row, int64_t columns) const {
+    return (half ? reinterpret_cast<const float*>(digits) : static_cast<const float*>(x)) +
+           row * columns;
+  }
 };
+
+// What a row of x becomes before it is multiplied by the weight.
+template <class T>
+void prepare_row(const Weight& weight, const T* x, char* digits) {
+  const int64_t columns = weight.columns;
+  const auto widen = [&](float* to) {
+    for (int64_t k = 0; k < columns; k += W) store_at(to, load_at(x, k, columns), k, columns);
+    return to;
+  };
+  if (weight.stored == BFLOAT16_PAIRS) {
+    round_row(x, columns, digits);
+  } else if (!weight.in_fours()) {
+    widen(reinterpret_cast<float*>(digits));
+  } else if constexpr (std::is_same_v<T, float>) {
+    split_row(x, int(columns), digits);
+  } else {
+    split_row(widen(scratch(size_t(columns))), int(columns), digits);
+  }
+}
 
 // Makes the digits of an input where the weight is multiplied by them: a row's are its own
 // whatever the other rows are. All threads of the team call it.
 inline void prepare(Team& team, const Weight& weight, const Input& in, int rows) {
-  const int64_t columns = weight.columns, stride = digits_bytes(columns, weight.stored);
+  const int64_t stride = digits_bytes(weight.columns, weight.stored, in.half);
   if (stride == 0) return;
-  team.share(rows, 1, [&](int begin, int end) {
-    for (int64_t row = begin; row < end; row++) {
-      char* const digits = in.digits + row * stride;
-      if (weight.in_fours()) {
-        split_row(in.x + row * columns, int(columns), digits);
-      } else {
-        round_row(in.x + row * columns, columns, digits);
+  with_type(in.half, [&](auto number) {
+    const auto* x = static_cast<const decltype(number)*>(in.x);
+    team.share(rows, 1, [&](int begin, int end) {
+      for (int64_t row = begin; row < end; row++) {
+        prepare_row(weight, x + row * weight.columns, in.digits + row * stride);
       }
-    }
+    });
   });
   team.barrier();
 }
@@ -143,7 +171,7 @@ inline void multiply_pairs_panel(const Weight& weight, int panel, const char* x,
 // type.
 inline void multiply_panel(const Weight& weight, int panel, const Input& in, int64_t row, int rows,
                            float* tile, bool last) {
-  const float* x = in.x + row * weight.columns;
+  const float* x = in.floats(row, weight.columns);
   switch (weight.stored) {
     case INT8_FOURS:
     case INT8_TILES: {
@@ -227,8 +255,9 @@ void share_product(Team& team, const Weight& weight, const Input& in, int rows, 
 }
 
 // y [rows, weight.rows] (+)= the tile and the bias: `add` for a residual.
-inline void store_tile(const Weight& weight, int panel, int row, int rows, const float* tile,
-                       float* y, bool add) {
+template <class T>
+void store_tile(const Weight& weight, int panel, int row, int rows, const float* tile, T* y,
+                bool add) {
   const int64_t first = int64_t(panel) * P;
   for (int half = 0; half < 2; half++) {
     const int64_t column = first + half * W;
@@ -236,7 +265,7 @@ inline void store_tile(const Weight& weight, int panel, int row, int rows, const
     if (width <= 0) return;
     const Vec bias = weight.bias == nullptr ? Vec{} : load_part(weight.bias + column, width);
     for (int i = 0; i < rows; i++) {
-      float* out = y + (row + i) * weight.rows + column;
+      T* out = y + (row + i) * weight.rows + column;
       const Vec value = load(tile + i * P + half * W) + bias;
       if (width == W) {
         store(out, add ? load(out) + value : value);
@@ -245,6 +274,14 @@ inline void store_tile(const Weight& weight, int panel, int row, int rows, const
       }
     }
   }
+}
+
+// The same into floats, or bfloat16 where y is `half`, without a residual.
+inline void put_tile(const Weight& weight, int panel, int row, int rows, const float* tile, void* y,
+                     bool half) {
+  with_type(half, [&](auto number) {
+    store_tile(weight, panel, row, rows, tile, static_cast<decltype(number)*>(y), false);
+  });
 }
 
 }  // namespace fairlead

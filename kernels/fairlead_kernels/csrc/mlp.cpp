@@ -6,12 +6,14 @@
 using namespace fairlead;
 
 // y [count, down.rows] = down · (activation(gate · x) * (up · x)), or down · activation(up · x)
-// where `gate` is null, with each one's bias. `gated` [count, up.rows] is overwritten; `digits` and
-// `gated_digits` are memory for those of x and of gated, fairlead_digits_bytes for each row.
-FL_EXPORT void fairlead_mlp(const float* x, int64_t count, char* digits, const Weight* gate,
-                             const Weight* up, int activation, const Weight* down, float* gated,
-                             char* gated_digits, float* y, int threads) {
-  const Input in{x, digits};
+// where `gate` is null, with each one's bias. x and y are bfloat16 where `half`. `gated`
+// [count, up.rows], of floats, is overwritten; `digits` and `gated_digits` are memory for those of x
+// and of gated, fairlead_digits_bytes for each row.
+FL_EXPORT void fairlead_mlp(const void* x, int64_t count, int half, char* digits,
+                            const Weight* gate, const Weight* up, int activation,
+                            const Weight* down, float* gated, char* gated_digits, void* y,
+                            int threads) {
+  const Input in{x, digits, half != 0};
   run(threads, [&](Team& team) {
     if (gate == nullptr) {
       share_activated(team, *up, activation, in, int(count), gated);
@@ -21,7 +23,7 @@ FL_EXPORT void fairlead_mlp(const float* x, int64_t count, char* digits, const W
     team.barrier();
     share_product(team, *down, Input{gated, gated_digits}, int(count),
                   [&](int panel, int row, int rows, const float* tile) {
-                    store_tile(*down, panel, row, rows, tile, y, false);
+                    put_tile(*down, panel, row, rows, tile, y, half);
                   });
   });
 }

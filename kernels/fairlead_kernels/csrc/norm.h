@@ -7,17 +7,20 @@ namespace fairlead {
 
 // x / sqrt(mean(x²) + eps) * (weight + offset) + bias, with x minus its mean where `centered`; no
 // weight: none of the operation.
-struct Norm {
-  const float* weight;
-  const float* bias;  // or null
+template <class T>
+struct NormOf {
+  const T* weight;
+  const T* bias;  // or null
   float eps;
   float offset;
   int32_t centered;
 };
 
+using Norm = NormOf<float>;
+
 // The sum of map(x [width]). It has four parts, so that rounding grows slowly.
-template <class Map>
-inline float sum_of(const float* x, int width, Map map) {
+template <class T, class Map>
+inline float sum_of(const T* x, int width, Map map) {
   Vec parts[4] = {};
   int i = 0;
   for (; i + 4 * W <= width; i += 4 * W) {
@@ -28,8 +31,9 @@ inline float sum_of(const float* x, int width, Map map) {
   return sum((parts[0] + parts[1]) + (parts[2] + parts[3]));
 }
 
-// `out` may be `x`.
-inline void normalize(const float* x, const Norm& norm, int width, float* out) {
+// `out` may be `x`. Computes in float, whatever the types are.
+template <class T, class Weight>
+inline void normalize(const T* x, const NormOf<Weight>& norm, int width, T* out) {
   float mean = 0.0f;
   if (norm.centered) mean = sum_of(x, width, [](Vec v) { return v; }) / float(width);
   const float squares = sum_of(x, width, [&](Vec v) { return (v - mean) * (v - mean); });

@@ -12,9 +12,10 @@ namespace fairlead {
 constexpr int64_t pairs_bytes(int64_t columns) { return ((columns * 2 + 63) / 64 | 1) * 64; }
 
 // x [columns] → bfloat16, with a zero after an odd number of them.
-inline void round_row(const float* x, int64_t columns, char* out) {
+template <class T>
+void round_row(const T* x, int64_t columns, char* out) {
   bfloat16* const rounded = reinterpret_cast<bfloat16*>(out);
-  for (int64_t k = 0; k < columns; k++) from_float(x[k], rounded + k);
+  for (int64_t k = 0; k < columns; k += W) store_at(rounded, load_at(x, k, columns), k, columns);
   if (columns % 2 != 0) rounded[columns] = bfloat16{0};
 }
 

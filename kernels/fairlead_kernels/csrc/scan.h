@@ -37,20 +37,6 @@ inline void write_rows(const StateRows& rows, const StatePlace& place, int64_t s
   write_columns(place, units, first * size * 4, count, size, 0, size, whole(size), in);
 }
 
-// W numbers or, where fewer than W of `count` are left from `at` on, those with zeros behind them.
-template <class T>
-FL_INLINE Vec load_at(const T* row, int64_t at, int64_t count) {
-  return at + W <= count ? load(row + at) : load_part(row + at, int(count - at));
-}
-
-FL_INLINE void store_at(float* row, Vec v, int64_t at, int64_t count) {
-  if (at + W <= count) {
-    store(row + at, v);
-  } else {
-    store_part(row + at, v, int(count - at));
-  }
-}
-
 // `out` [whole(count)] = the row, with zeros behind it.
 template <class T>
 FL_INLINE void spread(const T* row, int64_t count, float* out) {

@@ -65,6 +65,15 @@ FL_INLINE void from_float(float value, bfloat16* out) {
   out->bits = value != value ? 0x7fc0 : uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
+FL_INLINE void store(bfloat16* p, Vec v) {
+  using Bits = uint32_t __attribute__((vector_size(4 * W)));
+  const Bits bits = reinterpret_cast<Bits>(v);
+  const Bits even = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  const Bits rounded = v != v ? Bits{} + 0x7fc0 : even;
+#pragma GCC unroll 16
+  for (int i = 0; i < W; i++) p[i].bits = uint16_t(rounded[i]);
+}
+
 // The first `count` < W elements; the others are zero and their memory is not read.
 template <class T>
 FL_INLINE Vec load_part(const T* p, int count) {
@@ -73,7 +82,37 @@ FL_INLINE Vec load_part(const T* p, int count) {
   return load(part);
 }
 
-FL_INLINE void store_part(float* p, Vec v, int count) { memcpy(p, &v, size_t(count) * 4); }
+template <class T>
+FL_INLINE void store_part(T* p, Vec v, int count) {
+  T part[W];
+  store(part, v);
+  memcpy(p, part, size_t(count) * sizeof(T));
+}
+
+// W numbers or, where fewer than W of `count` are left from `at` on, those with zeros behind them.
+template <class T>
+FL_INLINE Vec load_at(const T* row, int64_t at, int64_t count) {
+  return at + W <= count ? load(row + at) : load_part(row + at, int(count - at));
+}
+
+template <class T>
+FL_INLINE void store_at(T* row, Vec v, int64_t at, int64_t count) {
+  if (at + W <= count) {
+    store(row + at, v);
+  } else {
+    store_part(row + at, v, int(count - at));
+  }
+}
+
+// Calls `work` with a number of the type that numbers have: bfloat16 where they are `half`.
+template <class Work>
+FL_INLINE void with_type(bool half, Work work) {
+  if (half) {
+    work(bfloat16{});
+  } else {
+    work(0.0f);
+  }
+}
 
 template <int... I>
 FL_INLINE Ints counting(std::integer_sequence<int, I...>) {

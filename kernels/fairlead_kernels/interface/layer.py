@@ -91,6 +91,17 @@ class Norm:
         return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class GatedNorm:
+    """``norm`` of each ``group`` of columns of x times SiLU of a gate, by its part of the norm's
+    vectors; ``gate_last``: ``norm`` of those of x, times SiLU of the gate.
+    """
+
+    norm: Norm
+    group: int
+    gate_last: bool
+
+
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class LayerWithoutMlp:
     """A decoder layer without the MLP between two of its parts, which normalizes before its

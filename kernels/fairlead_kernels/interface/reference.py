@@ -8,6 +8,7 @@ and a ``StateOperations``.
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -17,7 +18,7 @@ from fairlead_kernels.formats.int4 import as_int4
 from fairlead_kernels.formats.quantize import Quantized, as_quantized
 from fairlead_kernels.interface.attention import LayerSpec, RaggedRows
 from fairlead_kernels.interface.cache_write import rounded
-from fairlead_kernels.interface.layer import Activation, Norm, Packed
+from fairlead_kernels.interface.layer import Activation, GatedNorm, Norm, Packed
 from fairlead_kernels.interface.states import StatePlace, StateRows
 
 name = "reference"
@@ -190,6 +191,25 @@ def _normalized(x: torch.Tensor, norm: Norm) -> torch.Tensor:
     scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps)
     normal = x * scale * (norm.weight.double() + norm.offset)
     return normal if norm.bias is None else normal + norm.bias.double()
+
+
+def gated_norm(x: torch.Tensor, gate: torch.Tensor, gated: GatedNorm) -> torch.Tensor:
+    """``CpuGatedNorm``."""
+    values, factor, norm = x.double(), F.silu(gate.double()), gated.norm
+    values = values if gated.gate_last else values * factor
+    parts = [
+        _normalized(values[..., columns], _part(norm, columns))
+        for columns in (
+            slice(first, first + gated.group) for first in range(0, x.shape[-1], gated.group)
+        )
+    ]
+    normal = torch.cat(parts, dim=-1)
+    return (normal * factor if gated.gate_last else normal).to(x.dtype)
+
+
+def _part(norm: Norm, columns: slice) -> Norm:
+    bias = None if norm.bias is None else norm.bias[columns]
+    return replace(norm, weight=norm.weight[columns], bias=bias)
 
 
 def rope_write(

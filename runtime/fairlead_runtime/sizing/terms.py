@@ -41,7 +41,7 @@ HISTOGRAM = 33 << 10  # bytes of a row's counts while top-k and top-p search for
 # Of the C++ kernels, in floats: beside a token's digits (csrc/vnni.h); its ids and positions.
 DIGITS_HEAD, TOKEN_INDICES = 32, 8
 PAIRS_END = 128  # bytes at most behind a row in bfloat16 (csrc/pairs.h)
-WIDE_ROWS = 256  # of a product in a model's own code of 16 bits, taken and given in float32
+WIDE_ROWS = 256  # of a product in a model's own code of 16 bits, for which it makes floats at once
 GROWTH = 2  # a batch's host buffers are allocated twice as large as needed
 # Of an id of the vocabulary, in llguidance's tokenizers: the engine's has tries for faster masks,
 # that of the child, which takes GRAMMAR_CHILD besides, has one without.

@@ -11,11 +11,13 @@ from torch import Tensor, nn
 from torch.multiprocessing import reductions
 
 from fairlead_kernels.choice.backend import pick
+from fairlead_kernels.cpu.cpu_norms import CpuGatedNorm, CpuNorm
 from fairlead_kernels.cpu.cpu_operations import CpuOperations
 from fairlead_kernels.cpu.cpu_products import BiasedWeight, CpuMlp, CpuProducts
 from fairlead_kernels.interface.layer import Packed
 from fairlead_kernels.interface.not_available import NotAvailableError
 from fairlead_runtime.device.conversion import fusion
+from fairlead_runtime.device.conversion.float32_view import widened_to_float32
 from fairlead_runtime.device.conversion.fusion import fuse
 from fairlead_runtime.device.conversion.packed_blocks import _Together
 from fairlead_runtime.device.conversion.packed_linears import SMALLEST
@@ -363,10 +365,13 @@ def test_a_block_that_does_more_stays_as_it_is(kind: str) -> None:
 def test_a_module_with_a_forward_pass_of_its_own_keeps_it() -> None:
     model = paged("olmo2")
     _, operations = kernels_of(model)
-    mlp: Any = model.model.model.layers[1].mlp
-    own = mlp.forward = partial(mlp.forward)
+    layer: Any = model.model.model.layers[1]
+    own = {}
+    for module in (layer.mlp, layer.post_attention_layernorm):
+        own[module] = module.forward = partial(module.forward)
     fuse(model, operations)
-    assert vars(mlp)["forward"] is own
+    for module, forward in own.items():
+        assert vars(module)["forward"] is forward
 
 
 def test_a_module_that_is_called_in_several_ways_stays_as_it_is() -> None:
@@ -398,15 +403,127 @@ def test_a_module_that_is_called_in_several_ways_stays_as_it_is() -> None:
 def test_a_block_that_gives_other_results_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     model = paged("olmo2")
     attention, operations = kernels_of(model)
-    call, joined, norm = CpuMlp.__call__, CpuProducts.__call__, CpuOperations.norm
+    call, joined, norm = CpuMlp.__call__, CpuProducts.__call__, CpuNorm.__call__
     monkeypatch.setattr(CpuMlp, "__call__", lambda self, x: call(self, x) * 1.01)
-    monkeypatch.setattr(CpuProducts, "__call__", lambda self, x: [y + 1 for y in joined(self, x)])
-    monkeypatch.setattr(CpuOperations, "norm", lambda self, *x: (norm(self, *x)[0] * 1.01, x[0]))
+    monkeypatch.setattr(
+        CpuProducts,
+        "__call__",
+        lambda self, x: [y + (len(self.parts) > 1) for y in joined(self, x)],
+    )
+    monkeypatch.setattr(CpuNorm, "__call__", lambda self, x: norm(self, x) * 1.01)
     expected = selftest.Expected.of(model, 512)
     fused = fuse(model, operations)
     assert fused.products.blocks == 0
     assert fused.products.matrices > 0
     assert selftest.check(model, attention, expected).delta < 1e-4
+
+
+def norms_of(model: PagedModel) -> dict[str, Any]:
+    return {name: x for name, x in model.model.named_modules() if name.endswith("norm")}
+
+
+def distance(got: Tensor, exact: Tensor) -> float:
+    return float((got.detach().double() - exact).square().mean().sqrt())
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen3_5_text", "nemotron_h", *(("falcon_h1", "olmo_hybrid") if LONG_FORM else ())]
+)
+def test_norms_in_bfloat16_are_nearer_to_float32_than_the_models_own_code(family: str) -> None:
+    model = paged(family, bfloat16=True)
+    _, operations = kernels_of(model)
+    norms, matrices, size = norms_of(model), len(large(model)), model.weight_bytes
+    fuse(model, operations)
+    assert set(norms) <= set(blocks_of(model))
+    gated = [name for name, module in norms.items() if "Gated" in type(module).__name__]
+    assert len(gated) == len(model.mixers)
+    assert model.weight_bytes - size <= 2 * 31 * 128 * (matrices + 1)
+    for name, module in norms.items():
+        own = partial(type(module).forward, module)
+        x, gate = (2 * torch.randn(2, 1, 7, len(module.weight))).bfloat16()
+        rest = (gate,) if name in gated else ()
+        with widened_to_float32(module):
+            exact = own(x.float(), *(y.float() for y in rest)).detach().double()
+        # What an operation on states gives may be float32.
+        for values in (x, x.float()):
+            got, theirs = module(values, *rest), own(values, *rest)
+            assert got.dtype is theirs.dtype
+            if values.dtype is torch.bfloat16:
+                assert distance(got, exact) <= distance(theirs, exact), name
+            else:
+                torch.testing.assert_close(got, theirs, rtol=1e-5, atol=1e-5)
+        module.weight.data.add_(1)  # the vectors that it reads are those that the model holds
+        torch.testing.assert_close(module(x, *rest), own(x, *rest), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("kinds", [(CpuOperations, CpuNorm), (CpuMlp, CpuGatedNorm)])
+def test_what_gives_other_results_of_bfloat16_alone_stays_as_it_is(
+    kinds: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = paged("qwen3_5_text", bfloat16=True)
+    _, operations = kernels_of(model)
+    for kind in kinds:
+        name = "linear" if kind is CpuOperations else "__call__"
+        monkeypatch.setattr(kind, name, differing(getattr(kind, name)))
+    norms, mlp = norms_of(model), model.model.model.layers[0].mlp
+    fused = fuse(model, operations)
+    replaced = {name for name, module in norms.items() if "forward" in vars(module)}
+    with_gate = {name for name in norms if ".linear_attn." in name}
+    if CpuNorm in kinds:
+        assert fused.products.matrices == 0
+        assert replaced == with_gate
+    else:
+        assert fused.products.matrices > 0
+        assert "forward" not in vars(mlp)
+        # One that gets float32, as from an operation on states, computes that still.
+        assert replaced == set(norms)
+        for norm in (norms[name] for name in with_gate):
+            x, gate = torch.randn(2, 5, len(norm.weight)).bfloat16()
+            assert torch.equal(norm(x, gate), type(norm).forward(norm, x, gate))
+
+
+def differing(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def differs(self: Any, x: Tensor, *rest: Any) -> Tensor:
+        out = call(self, x, *rest)
+        return out if x.dtype is torch.float32 else out * 1.01
+
+    return differs
+
+
+def test_a_norm_that_is_called_with_a_gate_and_without_stays_as_it_is() -> None:
+    model = paged("nemotron_h")
+    attention, operations = kernels_of(model)
+    first, second, *_ = (mixer.module for mixer in model.mixers.values())
+    first.norm.register_forward_hook(lambda m, x, out: (m(x[0]), out)[1] if len(x) == 2 else out)
+    expected = selftest.Expected.of(model, 512)
+    fuse(model, operations)
+    assert "forward" not in vars(first.norm)
+    assert "forward" in vars(second.norm)
+    assert selftest.check(model, attention, expected).delta < 1e-4
+
+
+def test_a_norm_with_a_gate_that_does_more_stays_as_it_is() -> None:
+    model = paged("qwen3_5_text")
+    _, operations = kernels_of(model)
+    first, second, *_ = (mixer.module for mixer in model.mixers.values())
+    first.norm.register_forward_hook(lambda _m, _i, out: out + out.sin())
+    fuse(model, operations)
+    assert "forward" not in vars(first.norm)
+    assert "forward" in vars(second.norm)
+
+
+def test_the_epsilon_of_a_norm_with_a_gate_is_found_by_small_numbers() -> None:
+    model = paged("qwen3_5_text")
+    _, operations = kernels_of(model)
+    norms = [mixer.module.norm for mixer in model.mixers.values()][:2]
+    for norm, eps, other in zip(norms, (1e-6, 1e-5), (1e-5, 1e-6), strict=True):
+        norm.variance_epsilon, norm.other = eps, other
+    fuse(model, operations)
+    for norm in norms:
+        assert "forward" in vars(norm)
+        x, gate = torch.randn(2, 5, len(norm.weight))
+        want = type(norm).forward(norm, 1e-3 * x, gate)
+        torch.testing.assert_close(norm(1e-3 * x, gate), want, rtol=1e-4, atol=1e-5)
 
 
 def test_blocks_go_when_the_model_gives_other_logits_with_them() -> None:

@@ -24,12 +24,18 @@ sizes = st.integers(1, 70)
 
 
 def packed(
-    ours: cpu_operations.CpuOperations, rows: int, columns: int, dtype: torch.dtype, *, biased: bool
+    ours: cpu_operations.CpuOperations,
+    rows: int,
+    columns: int,
+    dtype: torch.dtype,
+    *,
+    biased: bool,
+    pairs: bool = False,
 ) -> BiasedWeight:
     weight = torch.randn(rows, columns) / columns**0.5
     matrix = quantize(weight) if dtype is torch.int8 else weight
     bias = torch.randn(rows) if biased else None
-    return BiasedWeight(ours.pack([matrix], dtype=dtype), bias)
+    return BiasedWeight(ours.pack([matrix], dtype=dtype, pairs=pairs), bias)
 
 
 @every_product_set
@@ -137,5 +143,67 @@ def test_matrices_that_do_not_fit_are_refused_by_name() -> None:
             CpuMlp(ours.library, parts[1], parts[0], "silu", down)
     with pytest.raises(ValueError, match="down: 50 columns for 40 numbers"):
         CpuMlp(ours.library, None, wide, "silu", wide)
-    with pytest.raises(ValueError, match=r"x: .*float32 \[T, 50\]"):
+    with pytest.raises(ValueError, match=r"x: .*bfloat16 \[\.\.\., 50\]"):
         CpuProducts(ours.library, (wide,))(torch.randn(3, 30))
+
+
+@every_product_set
+@examples
+@example(tokens=300, columns=1024, inner=40, gated=True, dtype=torch.bfloat16, pairs=True, seed=0)
+@example(tokens=0, columns=20, inner=40, gated=False, dtype=torch.int8, pairs=False, seed=0)
+@given(
+    tokens=sizes,
+    columns=sizes,
+    inner=st.integers(1, 70),
+    gated=st.booleans(),
+    dtype=st.sampled_from(STORED),
+    pairs=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_rows_of_bfloat16_give_what_the_same_floats_give_rounded_as_torch_rounds(
+    instruction_set: str,
+    tokens: int,
+    columns: int,
+    inner: int,
+    gated: bool,
+    dtype: torch.dtype,
+    pairs: bool,
+    seed: int,
+) -> None:
+    torch.manual_seed(seed)
+    ours = cpu_operations.load(instruction_set)
+    gate, up, down = (
+        packed(ours, rows, count, dtype, biased=True, pairs=pairs)
+        for rows, count in ((inner, columns), (inner, columns), (33, inner))
+    )
+    x = torch.randn(2, tokens, columns).bfloat16()
+    calls = (
+        CpuProducts(ours.library, [gate, up]),
+        lambda x: [CpuMlp(ours.library, gate if gated else None, up, "silu", down)(x)],
+        lambda x: [ours.linear(x, up.weight, up.bias)],
+    )
+    for call in calls:
+        for got, want in zip(call(x), call(x.float()), strict=True):
+            assert got.shape == (2, tokens, want.shape[-1])
+            assert torch.equal(got, want.bfloat16())
+
+
+@every_product_set
+@pytest.mark.parametrize("dtype", STORED)
+def test_a_number_that_is_none_in_a_row_of_bfloat16_makes_its_results_none(
+    instruction_set: str, dtype: torch.dtype
+) -> None:
+    ours = cpu_operations.load(instruction_set)
+    part = packed(ours, 40, 37, dtype, biased=False, pairs=True)
+    x = torch.randn(3, 37).bfloat16()
+    x[1, 36] = float("nan")
+    assert ours.linear(x, part.weight).isnan().all(dim=1).tolist() == [False, True, False]
+
+
+def test_rows_of_another_type_or_width_are_refused() -> None:
+    ours = cpu_operations.load()
+    part = packed(ours, 4, 6, torch.float32, biased=False)
+    products = CpuProducts(ours.library, [part])
+    for x in (torch.zeros(2, 6, dtype=torch.float16), torch.zeros(2, 5), torch.zeros(())):
+        with pytest.raises(ValueError, match=r"x: .* float32 or bfloat16 \[\.\.\., 6\] on the CPU"):
+            products(x)

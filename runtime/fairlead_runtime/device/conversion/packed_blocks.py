@@ -1,5 +1,4 @@
-"""Blocks of a model's own code in one call of the C++ kernels each: norms, MLPs, products of one
-input.
+"""Blocks of a model's own code in one call of the C++ kernels each: MLPs, products of one input.
 
 Owns their recognition, before matrices are packed, their proof and their replacement, for layers
 that do not fuse as a whole: those that keep a state, for one. As with products alone
@@ -17,24 +16,19 @@ from torch import Tensor, nn
 from fairlead_kernels.cpu.cpu_operations import CpuOperations
 from fairlead_kernels.cpu.cpu_products import BiasedWeight, CpuMlp, CpuProducts, alike
 from fairlead_kernels.interface import reference
-from fairlead_kernels.interface.layer import Activation, Norm
+from fairlead_kernels.interface.layer import Activation
 from fairlead_runtime.device.conversion.float32_view import has_weights, widened_to_float32
 from fairlead_runtime.device.conversion.module_calls import (
     ModuleCall,
     play_back,
     record_calls,
 )
-from fairlead_runtime.device.conversion.recognize_layer import (
-    DoesNotFitError,
-    close,
-    mlp_of,
-    norm_of,
-)
-from fairlead_runtime.device.conversion.replacement import Replacement, by_rows
+from fairlead_runtime.device.conversion.packed_norms import HALF_ROUNDING
+from fairlead_runtime.device.conversion.recognize_layer import DoesNotFitError, close, mlp_of
+from fairlead_runtime.device.conversion.replacement import Replacement
 from fairlead_runtime.sizing.terms import WIDE_ROWS
 
 Calls = Mapping[nn.Module, ModuleCall]
-HALF_ROUNDING = 2.0**-8  # of a number in bfloat16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,31 +42,17 @@ class Mlp:
     down: nn.Module
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Blocks:
-    """The norms and MLPs of a pass, by their module."""
-
-    norms: Mapping[nn.Module, Norm]
-    mlps: Mapping[nn.Module, Mlp]
-
-
-def find_blocks(calls: Calls) -> Blocks:
-    """The blocks among these calls, of modules whose weights are there yet; norms only in
-    float32, whose weights they share.
-    """
-    norms: dict[nn.Module, Norm] = {}
+def find_mlps(calls: Calls) -> dict[nn.Module, Mlp]:
+    """The MLPs among these calls by their module, of modules whose weights are there yet."""
     mlps: dict[nn.Module, Mlp] = {}
     for module, call in calls.items():
         if "forward" in vars(module) or not call.input.is_floating_point():
             continue
         inside = [part for part in module.modules() if has_weights(part)]
-        with suppress(DoesNotFitError):
-            if inside == [module] and all(p.dim() == 1 for p in module.parameters()):
-                if call.input.dtype is torch.float32:
-                    norms[module] = norm_of(call)
-            elif module not in inside and all(part in calls for part in inside):
+        if module not in inside and all(part in calls for part in inside):
+            with suppress(DoesNotFitError):
                 mlps[module] = _mlp_in_float32(call, inside)
-    return Blocks(norms, mlps)
+    return mlps
 
 
 def _mlp_in_float32(call: ModuleCall, inside: Sequence[nn.Module]) -> Mlp:
@@ -105,64 +85,58 @@ def _compute(
 
 
 def replacements(
-    blocks: Blocks,
+    mlps: Mapping[nn.Module, Mlp],
     calls: Calls,
     products: Mapping[nn.Module, BiasedWeight],
     operations: CpuOperations,
 ) -> Iterator[Replacement]:
     """What takes the place of each block that is proven, with these packed ``products`` by module:
-    MLPs, products of one input, norms.
+    MLPs, products of one input.
     """
     inside: set[nn.Module] = set()
-    for module, structure in blocks.mlps.items():
+    for module, structure in mlps.items():
         with suppress(KeyError, ValueError):
             mlp = _mlp(structure, products, operations)
             if _gives_the_same(mlp, structure.activation, calls[module].input, operations):
                 inside |= _modules_of(structure)
-                yield Replacement({module: by_rows(_forward_of(mlp))})
+                yield Replacement({module: _forward_of(mlp)})
     rest = {module: part for module, part in products.items() if module not in inside}
     for together in _of_one_input(rest, calls):
         joined = CpuProducts(operations.library, [rest[module] for module in together])
         x = calls[together[0]].input
-        if _same_bits(joined, x.reshape(-1, x.shape[-1]).float(), operations):
+        if _same_bits(joined, x.reshape(-1, x.shape[-1]), operations):
             shared = _Together(joined)
             forwards = {module: shared.forward_of(i) for i, module in enumerate(together)}
             yield Replacement(forwards)
-    for module, norm in blocks.norms.items():
-        normalize = _normalizing(norm, operations)
-        call = calls[module]
-        if close(normalize(call.input), call.output):
-            yield Replacement({module: normalize})
 
 
-def in_float32(
+def in_parts(
     x: Tensor, compute: Callable[[Tensor], Sequence[Tensor]], widths: Sequence[int]
 ) -> list[Tensor]:
-    """What ``compute`` gives of x [T, K], tensors [T, width] of these ``widths``, in the type of x:
-    it takes and gives float32, where x is of another type so many rows at a time as are planned.
+    """What ``compute`` gives of x [..., K], tensors [..., width] of these ``widths`` of its type:
+    where that is not float32 of so many rows at a time as memory is planned for what it makes of
+    them.
     """
-    if x.dtype is torch.float32 or len(x) <= WIDE_ROWS:
-        return [out.to(x.dtype) for out in compute(x.float())]
-    outs = [x.new_empty(len(x), width) for width in widths]
-    for first in range(0, len(x), WIDE_ROWS):
+    count = x.numel() // x.shape[-1]
+    if x.dtype is torch.float32 or count <= WIDE_ROWS:
+        return [*compute(x)]
+    outs = [x.new_empty(count, width) for width in widths]
+    all_rows = x.reshape(count, -1)
+    for first in range(0, count, WIDE_ROWS):
         rows = slice(first, first + WIDE_ROWS)
-        for out, part in zip(outs, compute(x[rows].float()), strict=True):
+        for out, part in zip(outs, compute(all_rows[rows]), strict=True):
             out[rows] = part
-    return outs
+    return [out.view(*x.shape[:-1], -1) for out in outs]
 
 
 def _forward_of(mlp: CpuMlp) -> Callable[[Tensor], Tensor]:
-    """What gives [T, rows of down] in the type of x [T, K]."""
+    """What gives [..., rows of down] in the type of x [..., K]."""
     width = mlp.down.weight.rows
-    return lambda x: in_float32(x, lambda rows: [mlp(rows)], [width])[0]
+    return lambda x: in_parts(x, lambda rows: [mlp(rows)], [width])[0]
 
 
 def _modules_of(mlp: Mlp) -> set[nn.Module]:
     return {*mlp.gate_up, mlp.down}
-
-
-def _normalizing(norm: Norm, operations: CpuOperations) -> Callable[[Tensor], Tensor]:
-    return by_rows(lambda x: operations.norm(x, norm)[0])
 
 
 def _mlp(
@@ -190,7 +164,8 @@ def _gives_the_same(
     if x.dtype is torch.float32:
         return close(got, want)
     # A number that lies between two of bfloat16 may be rounded to either.
-    return bool((got - want).abs().max() <= HALF_ROUNDING * want.abs().max())
+    near = bool((got - want).abs().max() <= HALF_ROUNDING * want.abs().max())
+    return near and torch.equal(mlp(rows.to(x.dtype)), got.to(x.dtype))
 
 
 def _of_one_input(
@@ -238,15 +213,13 @@ class _Together:
         """What takes the place of a module's ``forward``."""
 
         def forward(x: Tensor) -> Tensor:
-            out = self._product(place, x)
-            return out.view(*x.shape[:-1], out.shape[-1])
+            return self._product(place, x)
 
         return forward
 
     def _product(self, place: int, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
         if place == 0 and self._gets_one:
-            self._input, outs = x, in_float32(rows, self._joined, self._joined.rows)
+            self._input, outs = x, in_parts(x, self._joined, self._joined.rows)
             self._rest = dict(enumerate(outs))
         if self._input is x and place in self._rest:
             out = self._rest.pop(place)
@@ -255,5 +228,5 @@ class _Together:
             return out
         self._gets_one, self._input, self._rest = False, None, {}
         alone = self._alone[place]
-        (out,) = in_float32(rows, alone, alone.rows)
+        (out,) = in_parts(x, alone, alone.rows)
         return out

@@ -12,7 +12,9 @@ every module gets its weights back, which a packed matrix still has.
 """
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -25,13 +27,18 @@ from fairlead_kernels.interface.layer import Packed
 from fairlead_runtime.device.conversion import recognize_ends
 from fairlead_runtime.device.conversion.float32_view import widened_to_float32
 from fairlead_runtime.device.conversion.module_calls import ModuleCall, record_calls
-from fairlead_runtime.device.conversion.packed_blocks import find_blocks, in_float32, replacements
+from fairlead_runtime.device.conversion.packed_blocks import find_mlps, in_parts, replacements
+from fairlead_runtime.device.conversion.packed_norms import (
+    GatedCall,
+    gated_call,
+    norm_replacements,
+)
 from fairlead_runtime.device.conversion.recognize_layer import (
     DoesNotFitError,
     factor_of,
     matrix_of,
 )
-from fairlead_runtime.device.conversion.replacement import Replacement, by_rows
+from fairlead_runtime.device.conversion.replacement import Replacement
 from fairlead_runtime.device.conversion.rounding import SAMPLES, Noise
 from fairlead_runtime.device.model.paged_attention import ForwardPass
 from fairlead_runtime.device.model.paged_model import PagedModel
@@ -79,14 +86,21 @@ class _Product:
     widens: bool
 
     def multiply(self, x: Tensor) -> Tensor:
-        """Give [T, N] of x [T, K], in the type of x, or in float32 where it ``widens``."""
+        """Give [..., N] of x [..., K], in the type of x, or in float32 where it ``widens``."""
         bias = None if self.bias is None else self.bias.data.float()
-        if self.widens or x.dtype is torch.float32:
+        if self.widens:
             return self.operations.linear(x.float(), self.weight, bias)
-        (out,) = in_float32(
+        (out,) = in_parts(
             x, lambda rows: [self.operations.linear(rows, self.weight, bias)], [self.weight.rows]
         )
         return out
+
+    def rounds(self, x: Tensor) -> bool:
+        """Whether it gives of x what it gives of it in float32, in the type of x."""
+        if x.dtype is torch.float32:
+            return True
+        out = self.multiply(x)
+        return torch.equal(out, self.multiply(x.float()).to(out.dtype))
 
     def rows(self, ids: Tensor) -> Tensor:
         """Embeddings [..., K] of ids int64 [...], in the model's type."""
@@ -102,7 +116,7 @@ class _Product:
 
     @property
     def replacement(self) -> Replacement:
-        forwards = {self.module: by_rows(self.multiply)}
+        forwards: dict[nn.Module, Callable[..., Tensor]] = {self.module: self.multiply}
         if self.embedding is not None:
             forwards[self.embedding] = self.rows
         weights = [self.parameter, *([] if self.scales is None else [self.scales])]
@@ -129,8 +143,8 @@ def pack_products(
     dtype, owners = model.heads.dtype, owners_of(model.model)
     half = dtype is not torch.float32
     smallest = 1 if every else SMALLEST
-    calls = _record(model, step)
-    blocks = find_blocks(calls)
+    calls, gated_calls = _record(model, step)
+    mlps = find_mlps(calls)
     expected = recognize_ends.other_logits(model, step)
     # In half precision rounding may send a token to other experts, so there only the self-test
     # judges the logits.
@@ -167,7 +181,10 @@ def pack_products(
     around: list[Replacement] = []
     layers = (product for product in products if product.module is not head)
     biased = {product.module: biased for product in layers if (biased := product.biased)}
-    for replacement in replacements(blocks, calls, biased, operations):
+    for replacement in chain(
+        replacements(mlps, calls, biased, operations),
+        norm_replacements(calls, gated_calls, operations),
+    ):
         replacement.apply()
         around.append(replacement)
 
@@ -196,21 +213,29 @@ def owners_of(model: nn.Module) -> Counter[int]:
     return Counter(id(x) for module in model.modules() for x in module.parameters(recurse=False))
 
 
-def _record(model: PagedModel, step: ForwardPass) -> dict[nn.Module, ModuleCall]:
-    """The first call of each module that has weights somewhere inside, one tensor in and out. A
-    module that is called in another way, too, is left out: what takes its place has no other way.
+def _record(
+    model: PagedModel, step: ForwardPass
+) -> tuple[dict[nn.Module, ModuleCall], dict[nn.Module, GatedCall]]:
+    """The first call of each module that has weights somewhere inside, one tensor in and out; and
+    of each that takes a gate besides. A module that is called in another way, too, is left out:
+    what takes its place has no other way.
     """
     modules = (x for x in model.model.modules() if any(True for _ in x.parameters()))
     with record_calls(modules) as calls:
         model.run(*recognize_ends.random_tokens(model, seed=0), step)
     first: dict[nn.Module, ModuleCall] = {}
+    gated: dict[nn.Module, GatedCall] = {}
     called_otherwise: set[nn.Module] = set()
     for call in calls:
-        if call.arguments or not call.is_unary:
+        if (with_gate := gated_call(call)) is not None:
+            gated.setdefault(call.module, with_gate)
+        elif call.arguments or not call.is_unary:
             called_otherwise.add(call.module)
         elif call.unary.input.numel():
             first.setdefault(call.module, call.unary)
-    return {module: call for module, call in first.items() if module not in called_otherwise}
+    called_otherwise |= first.keys() & gated.keys()
+    alone = {module: call for module, call in first.items() if module not in called_otherwise}
+    return alone, {module: x for module, x in gated.items() if module not in called_otherwise}
 
 
 def _has_matrix(module: nn.Module, smallest: int) -> bool:
@@ -267,7 +292,7 @@ def _packed(
             widens,
         )
         product.replacement.prove(
-            lambda: noise.explains(product.multiply(x), want),
+            lambda: noise.explains(product.multiply(x), want) and product.rounds(x.to(dtype)),
             "its packed matrix gives other results",
         )
         return product
