@@ -246,7 +246,7 @@ def test_a_quantized_checkpoint_gives_the_text_of_the_matrices_that_are_stored(
     model: Any = tiny_states.build(family, vocab_size=288)
     form = compressed_tensors(packed=family < "m")
     quantized, plain = publish(tiny.save(model, tmp_path / "model"), tmp_path, *form)
-    (prompt,) = prompts(3, (40,), 0)
+    prompt = [3 + token % 280 for token in prompts(4, (40,), 0)[0]]  # its text has no near tie
     with torch.inference_mode():
         loaded: Any = loading.load(plain).model
         settings = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, "eos_token_id": 2}
