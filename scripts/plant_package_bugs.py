@@ -62,8 +62,7 @@ CATCHING = Path(__file__).parent / "planted" / "catching_tests.json"
 SECONDS = 600.0  # for one test file without a bug
 HANGS = 10  # times what the tests take without a bug: then a test hangs, on a busy machine too
 LEAST = 30.0  # seconds after which a test may hang: what it imports takes some, too
-# Tests that are tried by their names: one of them catches four of five bugs.
-NEAREST = 6
+NEAREST = 6  # tests that are tried by their names
 
 BUGS: tuple[PackageBug, ...] = (
     *operator_table.BUGS,

@@ -4119,9 +4119,16 @@ BUGS = (
     ),
     PackageBug(
         "a window of one token is planned",
-        "fairlead_runtime.sizing.layer_windows:_wide",
-        "window < NARROWEST",
-        "window < 0",
+        "fairlead_runtime.sizing.layer_windows:narrow_window",
+        "window >= NARROWEST",
+        "window >= 1",
+        ("unit/sizing/test_shape.py",),
+    ),
+    PackageBug(
+        "a window of no tokens is refused where no layer slides",
+        "fairlead_runtime.sizing.config_json:ConfigReader.__init__",
+        'low=-1 if name == "sliding_window" else 1',
+        "low=1",
         ("unit/sizing/test_shape.py",),
     ),
     PackageBug(
@@ -4133,9 +4140,9 @@ BUGS = (
     ),
     PackageBug(
         "a window of one token of a class that no table has is served",
-        "fairlead_runtime.models.families:_wide",
-        "window < NARROWEST",
-        "window < 0",
+        "fairlead_runtime.models.families:_check_window",
+        "narrow_window(window)",
+        '""',
         ("unit/models/test_families.py",),
     ),
     PackageBug(

@@ -217,9 +217,9 @@ def compile_cpu(
     compilers: int,
     begun: Callable[[], None],
 ) -> None:
-    """Compile the C++ kernels if they are those of a model of this type, and neither installed nor
-    compiled by an earlier start, by so many ``compilers`` at a time; ``begun`` is called first. A
-    failure is logged.
+    """Compile the C++ kernels if they are those of a model of this type, and neither installed, of
+    these sources, nor compiled by an earlier start, by so many ``compilers`` at a time; ``begun``
+    is called first. A failure is logged.
     """
     if kernels not in ("auto", "cpu"):
         return

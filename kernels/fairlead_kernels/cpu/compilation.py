@@ -109,7 +109,8 @@ def compile_libraries(
         jobs.sort(key=lambda job: job[0].stat().st_size, reverse=True)
         with ThreadPoolExecutor(compilers or len(os.sched_getaffinity(0))) as pool:
             list(pool.map(compile_file, jobs))  # after a failure what has not begun does not begin
-            return list(pool.map(link, names))
+            # The baseline's last: where it is, all are, after an end in between, too.
+            return [link(name) for name in sorted(names, key="baseline".__eq__)]
 
 
 def _files(name: str) -> list[Path]:

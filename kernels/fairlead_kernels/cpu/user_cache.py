@@ -124,8 +124,8 @@ def _locked(place: Path) -> Iterator[None]:
         except BlockingIOError:
             lock.seek(0)
             log.warning(
-                "waiting for %s, which compiles the C++ kernels, about a minute; if it is stopped, "
-                "let it go on (kill -CONT) or end it (kill -KILL)",
+                "waiting for %s, which compiles the C++ kernels, a minute or more; if it is "
+                "stopped there, let it go on (kill -CONT) or end it",
                 lock.read() or "another process",
             )
             fcntl.flock(lock, fcntl.LOCK_EX)

@@ -30,7 +30,7 @@ from fairlead_runtime.sizing.families.refusals import (
 from fairlead_runtime.sizing.families.wholes import WHOLES
 from fairlead_runtime.sizing.families.with_states import WITH_STATES
 from fairlead_runtime.sizing.family_table import FAMILIES, JUDGED, TEXTS
-from fairlead_runtime.sizing.layer_windows import NARROWEST, TOO_NARROW
+from fairlead_runtime.sizing.layer_windows import narrow_window
 
 SERVED = frozenset({*FAMILIES, *WITH_STATES})  # those that are tested as a whole
 # Types of layers that keep a state, beside keys that all see or without any, or that keep nothing.
@@ -134,13 +134,12 @@ def _windows(config: PretrainedConfig, model_class: Any) -> tuple[int | None, ..
         return (None,) * layers
     code = inspect.getsource(sys.modules[model_class.__module__])
     slides = "create_sliding_window_causal_mask" in code
-    return (_wide(window, config) if slides else None,) * layers
+    return (_check_window(window, config) if slides else None,) * layers
 
 
-def _wide(window: int, config: PretrainedConfig) -> int:
-    if window < NARROWEST:
-        problem = f"its sliding_window, {window}, must be at least {NARROWEST}: {TOO_NARROW}"
-        raise unsupported(str(config.model_type), problem)
+def _check_window(window: int, config: PretrainedConfig) -> int:
+    if problem := narrow_window(window):
+        raise unsupported(str(config.model_type), f"its sliding_window, {window}, {problem}")
     return int(window)
 
 
@@ -169,7 +168,7 @@ def _window_of(kind: str, window: int | None, config: PretrainedConfig) -> int |
     if kind == "full_attention":
         return None
     if kind in ("sliding_attention", "hybrid_sliding") and window is not None:
-        return _wide(window, config)
+        return _check_window(window, config)
     if kind in WITHOUT_WINDOW and config.model_type in WITH_STATES:
         return None
     raise unsupported(

@@ -50,11 +50,13 @@ def hint_for(name: str, settings: Iterable[str], spell: Callable[[str], str] = s
     """What to write in place of ``name``, which is none of ``settings``; "" if nothing is like it.
     ``spell`` writes a setting as the reader does, such as a flag.
     """
-    if alias := _BY_NAME.get(name):
+    settings = list(settings)
+    alias = _BY_NAME.get(name)
+    if alias and (not alias.setting or alias.setting in settings):
         if not alias.setting:
             return alias.note
         note = f" ({alias.note})" if alias.note else ""
         theirs = f"-{name}" if name in SHORT else spell(name)
         return f"use {spell(alias.setting)}, {alias.whose}'s {theirs}{note}"
-    nearest = difflib.get_close_matches(name, list(settings), n=1)
+    nearest = difflib.get_close_matches(name, settings, n=1)
     return f"did you mean {spell(nearest[0])}?" if nearest else ""

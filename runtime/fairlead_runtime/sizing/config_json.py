@@ -289,7 +289,8 @@ class ConfigReader:
         self.heads = self.integer("num_attention_heads")
         for name in family.needs:
             if not isinstance(self.get(name), float):
-                self.integer(name)
+                # Windows are judged where layers slide.
+                self.integer(name, low=-1 if name == "sliding_window" else 1)
         kv_heads = self.own("num_key_value_heads") if family.reads_kv_heads else None
         one = bool(family.one_kv_head_if) and self.flag(family.one_kv_head_if)
         self.kv_heads = 1 if one else kv_heads or self.heads

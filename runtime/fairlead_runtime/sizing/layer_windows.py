@@ -13,7 +13,17 @@ from fairlead_runtime.sizing.parameters import first_mixture
 # Of a window of one token transformers' cache keeps all keys, over which the mask of a decode is
 # spread: its text is another with the cache than without it.
 NARROWEST = 2
-TOO_NARROW = "transformers' own text with a window of one token depends on its cache"
+_CACHED = "transformers' own text with a window of one token depends on its cache"
+
+
+def narrow_window(window: int, factor: int = 1) -> str:
+    """What is wrong with a window of so many tokens, in words behind the name of a setting that is
+    ``factor`` times it; "" for one that is served.
+    """
+    if window >= NARROWEST:
+        return ""
+    reason = _CACHED if window == 1 else "null is no window"
+    return f"must be at least {factor * NARROWEST} where layers slide: {reason}"
 
 
 def windows_of(s: ConfigReader, family: Family, layers: int) -> tuple[int | None, ...]:
@@ -23,14 +33,14 @@ def windows_of(s: ConfigReader, family: Family, layers: int) -> tuple[int | None
     on = family.window in ("all", "types") and (not family.window_if or s.flag(family.window_if))
     # Which layers share keys is told by their kinds, which only a window tells apart here.
     read = s.integer if family.shared else s.optional
-    # A class takes any number where no layer slides.
+    # Classes take 0 and -1 where no layer slides.
     window = read("sliding_window", low=-1) if on else None
     if on and family.window_before and s.get(family.window_before) is not None:
         window = s.integer(family.window_before) + 1
     if on and family.window_twice and not s.says("sliding_window"):
         window = s.integer(family.window_twice, low=2) // 2
     if family.window not in ("types", "none"):
-        return (_wide(s, family, window),) * layers
+        return (_check_window(s, family, window),) * layers
     types = s.get("layer_types")
     if types is None and window is None and family.window_if and not (on and family.window_below):
         return (None,) * layers  # the class has windows in none then
@@ -49,16 +59,14 @@ def windows_of(s: ConfigReader, family: Family, layers: int) -> tuple[int | None
         field, need = ("sliding_window", "set") if on else (family.window_if, "true")
         problem = f"must be {need}, or all of layer_types full_attention: some slide"
         raise ShapeError(field, problem)
-    return tuple(_wide(s, family, window) if kind == SLIDING else None for kind in kinds)
+    return tuple(_check_window(s, family, window) if kind == SLIDING else None for kind in kinds)
 
 
-def _wide(s: ConfigReader, family: Family, window: int | None) -> int | None:
-    if window is not None and window < NARROWEST:
-        twice = family.window_twice and not s.says("sliding_window")
-        field, least = (family.window_twice, 2) if twice else ("sliding_window", 1)
-        raise ShapeError(
-            field, f"must be at least {least * NARROWEST} where layers slide: {TOO_NARROW}"
-        )
+def _check_window(s: ConfigReader, family: Family, window: int | None) -> int | None:
+    twice = family.window_twice and not s.says("sliding_window")
+    field, factor = (family.window_twice, 2) if twice else ("sliding_window", 1)
+    if window is not None and (problem := narrow_window(window, factor)):
+        raise ShapeError(field, problem)
     return window
 
 

@@ -71,7 +71,7 @@ def broken_model(folder: Path) -> str:
         ("serve demo: --record /no/such/run.jsonl", "--record: /no/such/run.jsonl", "writable"),
         ("serve demo: --safety-margin 20", "--safety-margin: 20.0 is above", "it is a share"),
         ("serve", "required: MODEL", "see fairlead serve --help"),
-        ("generate demo: --prompt x --max-tokens -1", "-1 is below the smallest", "set at least 1"),
+        ("generate demo: --prompt x --max-tokens -1", "max-tokens: -1 is", "set at least 1"),
         ("generate demo: --prompt x --max-tokens 5000", "max_tokens: 5000 leave no room", ""),
         ("generate demo: --prompt x --temperature -1", "temperature: must be from 0", ""),
         ("generate demo:", "--prompt: is missing", "the text on stdin"),

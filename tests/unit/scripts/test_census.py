@@ -51,7 +51,11 @@ def tiny(name: str) -> dict[str, Any]:
     """A config.json of the type: of one that is judged, with small sizes."""
     more = tiny_any.settings_of(name) if name in SIZED else {}
     kinds = {"layer_types": ["conv"] * 32} if name == "lfm2_moe" else {}  # has no default
-    return census.config_of(name) | more | kinds
+    config = census.config_of(name) | more | kinds
+    text = config.get("text_config", {})
+    if text.get("model_type") == "glm4v_text":  # its axes are those of half a head
+        text["rope_parameters"] = {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+    return config
 
 
 def test_the_report_counts_the_admitted_and_the_refused_by_reason() -> None:

@@ -143,7 +143,8 @@ def test_a_flag_of_vllm_without_a_place_here_comes_with_what_to_do() -> None:
 
 
 def test_a_short_flag_of_vllm_is_said_with_one_dash() -> None:
-    assert hint_for("tp", ["seed"], flag_of) == "use --tensor-parallel, vLLM's -tp"
+    assert hint_for("tp", ["tensor_parallel"], flag_of) == "use --tensor-parallel, vLLM's -tp"
+    assert hint_for("tp", ["seed"], flag_of) == "", "a command without that flag"
     assert hint_for("dp", ["seed"], flag_of).startswith("a pod is one process group")
 
 

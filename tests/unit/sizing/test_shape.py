@@ -655,6 +655,19 @@ def test_layers_without_a_window_need_none() -> None:
             assert ModelShape.from_config(config).windows == (None,) * 7
 
 
+@pytest.mark.parametrize(
+    "family", [name for name, row in {**FAMILIES, **SIZED}.items() if "sliding_window" in row.needs]
+)
+@pytest.mark.parametrize("window", [0, -1])
+def test_a_class_that_takes_no_null_for_a_window_takes_other_numbers(
+    family: str, window: int
+) -> None:
+    layers = {**FAMILIES, **SIZED}[family].defaults["num_hidden_layers"]
+    config = {"model_type": family, "layer_types": ["full_attention"] * layers}
+    shape = ModelShape.from_config({**config, "sliding_window": window})
+    assert shape.windows == (None,) * layers
+
+
 def test_a_switch_of_windows_may_be_null_where_its_class_takes_it_for_off() -> None:
     for kind in ("qwen2_vl_text", "qwen2_5_vl_text"):
         text: dict[str, Any] = {"use_sliding_window": None}

@@ -87,12 +87,16 @@ def play_back(run: Callable[[], object], calls: Sequence[Call], factor: float) -
             results.setdefault(call.module, []).append(call.output)
 
     def play(outputs: Iterator[Any]) -> Callable[..., Any]:
-        return lambda *_, **__: tree_map_only(Tensor, lambda x: factor * x, next(outputs))
+        # Not of ids, as those of the experts that a router chose.
+        def scale(x: Tensor) -> Tensor:
+            return factor * x if x.is_floating_point() else x
+
+        return lambda *_, **__: tree_map_only(Tensor, scale, next(outputs))
 
     with ExitStack() as stack:
         for module, outputs in results.items():
-            own = {name: value for name, value in vars(module).items() if name == "forward"}
-            stack.callback(vars(module).update, own)
+            before = {name: value for name, value in vars(module).items() if name == "forward"}
+            stack.callback(vars(module).update, before)
             stack.callback(vars(module).pop, "forward")
             vars(module)["forward"] = play(iter(outputs))
         again = stack.enter_context(record_calls({call.module: None for call in calls}))

@@ -70,8 +70,8 @@ def norm_replacements(
         gate = gated.gate
         if _may_be_norm(module, gate):
             with suppress(DoesNotFitError):
-                found, want = _gated_norm_in_float32(gated)
-                with_gate = CpuGatedNorm(operations.library, found)
+                gated_norm, want = _gated_norm_in_float32(gated)
+                with_gate = CpuGatedNorm(operations.library, gated_norm)
                 # What an operation on states gives may be float32 in a model of another type.
                 types = set[torch.dtype]()
                 for x in (gated.x, gated.x.float()):
@@ -84,12 +84,12 @@ def norm_replacements(
 def _may_be_norm(module: nn.Module, x: Tensor) -> bool:
     """Whether it has nothing but vectors, of the type of x, which the kernels read."""
     parameters = list(module.parameters())
-    own = list(module.parameters(recurse=False))
+    direct = list(module.parameters(recurse=False))
     return (
         "forward" not in vars(module)
         and x.dtype in (torch.float32, torch.bfloat16)
-        and len(own) == len(parameters)
-        and all(p.dim() == 1 and p.dtype is x.dtype for p in own)
+        and len(direct) == len(parameters)
+        and all(p.dim() == 1 and p.dtype is x.dtype for p in direct)
     )
 
 
@@ -97,17 +97,17 @@ def _norm_in_float32(call: ModuleCall) -> tuple[Norm, Tensor]:
     """The norm that a module computes, of the vectors that it holds, and what it gives in float32.
     Raises DoesNotFitError.
     """
-    with _widened(call.module) as held:
+    with _widened(call.module) as vector_of:
         x = call.input.float()
         want = call.module(x)
         norm = norm_of(ModuleCall(call.module, x, want))
-        bias = None if norm.bias is None else held(norm.bias)
-        return replace(norm, weight=held(norm.weight), bias=bias), want
+        bias = None if norm.bias is None else vector_of(norm.bias)
+        return replace(norm, weight=vector_of(norm.weight), bias=bias), want
 
 
 def _gated_norm_in_float32(call: GatedCall) -> tuple[GatedNorm, Tensor]:
     """The same of a norm with a gate."""
-    with _widened(call.module) as held:
+    with _widened(call.module) as vector_of:
         x, gate, width = call.x.float(), call.gate.float(), call.x.shape[-1]
         want = call.module(x, gate)
         vectors = [parameter.data for parameter in call.module.parameters()]
@@ -124,7 +124,7 @@ def _gated_norm_in_float32(call: GatedCall) -> tuple[GatedNorm, Tensor]:
                 if close(reference.gated_norm(x, gate, gated), want) and close(
                     reference.gated_norm(small, gate, gated), call.module(small, gate)
                 ):
-                    return replace(gated, norm=Norm(held(vectors[0]), eps, offset)), want
+                    return replace(gated, norm=Norm(vector_of(vectors[0]), eps, offset)), want
     kind = type(call.module).__name__
     raise DoesNotFitError(f"its norm with a gate {kind} is no root-mean-square norm with SiLU")
 
@@ -157,12 +157,12 @@ def _forward(
     """What takes the place of a module's ``forward``: for tensors of other types than those that
     were recorded its own stays, with the vectors that it has.
     """
-    own: Any = type(module).forward
+    forward_of_class: Any = type(module).forward
 
     def forward(x: Tensor, *gates: Tensor) -> Tensor:
         if x.dtype in types and all(y.dtype is gate for y in gates):
             return compute(x, *gates)
-        out: Tensor = own(module, x, *gates)
+        out: Tensor = forward_of_class(module, x, *gates)
         return out
 
     return forward

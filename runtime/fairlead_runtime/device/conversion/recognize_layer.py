@@ -599,8 +599,10 @@ def _check_large(
     outputs [T, N].
     """
     got = {call.module: call for call in calls}
-    same = all(
-        module in got and _same_rows(got[module].input, want) for module, want in inputs.items()
-    ) and all(_same_rows(got[module].output, want) for module, want in outputs.items())
+    same = (
+        {*inputs, *outputs} <= {*got}
+        and all(_same_rows(got[module].input, want) for module, want in inputs.items())
+        and all(_same_rows(got[module].output, want) for module, want in outputs.items())
+    )
     if not same:
         raise DoesNotFitError(LIMITED_MLP)
