@@ -485,7 +485,7 @@ def test_what_gives_other_results_of_bfloat16_alone_stays_as_it_is(
 def differing(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def differs(self: Any, x: Tensor, *rest: Any) -> Tensor:
         out = call(self, x, *rest)
-        return out if x.dtype is torch.float32 else out * 1.01
+        return out if x.dtype is torch.float32 else out * 1.005
 
     return differs
 
@@ -516,14 +516,15 @@ def test_the_epsilon_of_a_norm_with_a_gate_is_found_by_small_numbers() -> None:
     model = paged("qwen3_5_text")
     _, operations = kernels_of(model)
     norms = [mixer.module.norm for mixer in model.mixers.values()][:2]
-    for norm, eps, other in zip(norms, (1e-6, 1e-5), (1e-5, 1e-6), strict=True):
+    # What a step gives tells neither of them.
+    for norm, eps, other in zip(norms, (1e-12, 1e-11), (1e-11, 1e-12), strict=True):
         norm.variance_epsilon, norm.other = eps, other
     fuse(model, operations)
     for norm in norms:
         assert "forward" in vars(norm)
         x, gate = torch.randn(2, 5, len(norm.weight))
-        want = type(norm).forward(norm, 1e-3 * x, gate)
-        torch.testing.assert_close(norm(1e-3 * x, gate), want, rtol=1e-4, atol=1e-5)
+        want = type(norm).forward(norm, 1e-6 * x, gate)
+        torch.testing.assert_close(norm(1e-6 * x, gate), want, rtol=1e-4, atol=1e-5)
 
 
 def test_blocks_go_when_the_model_gives_other_logits_with_them() -> None:
