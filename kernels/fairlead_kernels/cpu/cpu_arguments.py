@@ -21,26 +21,28 @@ ONE_TYPE = (torch.float32,)
 TYPES = (torch.float32, torch.bfloat16)  # of caches, and of what some operations take and give
 
 
-def dense(x: Tensor, name: str, width: int, types: tuple[torch.dtype, ...] = ONE_TYPE) -> Tensor:
+def dense(
+    x: Tensor,
+    name: str,
+    width: int,
+    types: tuple[torch.dtype, ...] = ONE_TYPE,
+    leading: str = "T",
+) -> Tensor:
     """``x`` itself, or a contiguous copy. Raises ValueError unless it is [T, width] of one of these
-    types.
+    types; with "..." for ``leading`` it may have any dimensions before the last.
     """
-    if x.dtype not in types or x.dim() != 2 or x.shape[1] != width or x.is_cuda:
+    fits = x.shape[-1:] == (width,) and (x.dim() == 2 or leading == "...")
+    if x.dtype not in types or not fits or x.is_cuda:
         raise ValueError(
-            f"{name}: {tuple(x.shape)} of {x.dtype} on {x.device}; {_names(types)} [T, {width}] on "
-            "the CPU is needed"
+            f"{name}: {tuple(x.shape)} of {x.dtype} on {x.device}; {_names(types)} "
+            f"[{leading}, {width}] on the CPU is needed"
         )
     return x.contiguous()
 
 
 def dense_rows(x: Tensor, name: str, width: int, types: tuple[torch.dtype, ...] = TYPES) -> Tensor:
     """The same of rows [..., width]."""
-    if x.dtype not in types or x.shape[-1:] != (width,) or x.is_cuda:
-        raise ValueError(
-            f"{name}: {tuple(x.shape)} of {x.dtype} on {x.device}; {_names(types)} [..., {width}] "
-            "on the CPU is needed"
-        )
-    return x.contiguous()
+    return dense(x, name, width, types, "...")
 
 
 def _names(types: tuple[torch.dtype, ...]) -> str:

@@ -295,17 +295,13 @@ def _fuse_ends(
         ends = recognize_ends.recognize(model, decoder_layers(model), step)
         rounding = max(layer.rounding for layer in runs[0].layers)  # as the layers do
         # One sample is no wider than all of them, and explains what nearly all right ends give.
-        proven: tuple[recognize_ends.FusedModel, Replacement] | None = None
-        reason = ""
-        for samples in (1, SAMPLES):
-            try:
-                proven = _proven_ends(model, ends, runs[0], operations, rounding, samples)
-                break
-            except DoesNotFitError as error:  # with which its packed head goes
-                reason = str(error)
-        if proven is None:
-            raise DoesNotFitError(reason)
-    fused_model, replacement = proven
+        prove = partial(_proven_ends, model, ends, runs[0], operations, rounding)
+        try:
+            proven = prove(1)
+        except DoesNotFitError:
+            proven = None
+        # Outside the handler, whose error holds the packed head.
+        fused_model, replacement = prove(SAMPLES) if proven is None else proven
     replacement.apply()
     model.full_pass = fused_model
     model.packed += fused_model.packed
