@@ -104,9 +104,23 @@ ECHOES = (
     ),
     PackageBug(
         "a refusal names whatever key the client wrote",
-        "fairlead_runtime.front.strict_json:_field_at",
-        "if depth and _FIELD.fullmatch(key) else None",
-        "if depth else None",
+        "fairlead_runtime.front.strict_json:_field_name",
+        "return key if _FIELD.fullmatch(key) else None",
+        "return key",
+        ("unit/api/test_strict_json.py",),
+    ),
+    PackageBug(
+        "an integer that two pieces of a body share is not found",
+        "fairlead_runtime.front.strict_json:_has_long_number",
+        "body[place : place + _PIECE + rest]",
+        "body[place : place + _PIECE]",
+        ("unit/api/test_strict_json.py",),
+    ),
+    PackageBug(
+        "an integer of 65 bits is a float",
+        "fairlead_runtime.front.strict_json:parse_object",
+        "    if _has_long_number(body):\n",
+        "    if not body:\n",
         ("unit/api/test_strict_json.py",),
     ),
 )

@@ -28,6 +28,7 @@ _BRACKETS = frozenset((b"[", b"]", b"{", b"}"))
 _NOT_MARKS = bytes(sorted(set(range(256)) - set(b'[]{}:"')))
 _DIGITS = bytes(b"0"[0] if byte in b"0123456789" else b" "[0] for byte in range(256))
 _LONG = b"0" * 19  # no integer of fewer digits needs more than 64 bits
+_PIECE = 24_000  # bytes: CPython finds in fewer than 30,000 by skipping, twice as fast as in more
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
@@ -38,7 +39,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
     """
     keys, objects = _check_shape(body)
     value = _parsed(body)
-    if _LONG in body.translate(_DIGITS):
+    if _has_long_number(body):
         _check_integers(body)
     if _keys(value, objects) != keys:
         raise invalid(None, "a key appears twice in one object", "invalid_json")
@@ -94,6 +95,15 @@ def _parsed(body: bytes) -> Any:
         field = _field_at(body, len(body.decode()[: error.pos].encode()))
         message = f"the body is not JSON: {error.msg}, at character {error.pos}"
         raise invalid(field, message, "invalid_json") from None
+
+
+def _has_long_number(body: bytes) -> bool:
+    """Also for one in a string, and for what follows a point."""
+    rest = len(_LONG) - 1  # of a number that begins at the end of a piece
+    return any(
+        _LONG in body[place : place + _PIECE + rest].translate(_DIGITS)
+        for place in range(0, len(body), _PIECE)
+    )
 
 
 def _check_integers(body: bytes) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fairlead_runtime.front.errors import ApiError
-from fairlead_runtime.front.strict_json import parse_object
+from fairlead_runtime.front.strict_json import _PIECE, parse_object
 
 KEYS = st.sampled_from(["a", "b", '"', "\\", '\\"', ":", "{", "é"])
 PARTS = ['"', "\\", '\\"', "\\\\", "\\n", "[", "]", "{", "}", ":", ",", "1", "-", "e", " ", "a"]
@@ -97,9 +97,22 @@ def test_a_refusal_names_the_field_where_parsing_ended(text: str) -> None:
     assert refused.value.param == ("user" if "user" in text else "n")
 
 
+@pytest.mark.parametrize("integer", [2**64, -(2**63) - 1])
+def test_an_integer_that_is_too_long_is_found_wherever_it_begins(integer: int) -> None:
+    fits = integer - 1 if integer > 0 else integer + 1
+    for before in (0, 3 * _PIECE, *range(_PIECE - 60, _PIECE)):
+        text = f'{{"prompt": "{"x" * before}", "seed": [1, {{"a": {integer}}}], "n": 1}}'
+        with pytest.raises(ApiError) as refused:
+            parse_object(text.encode())
+        assert refused.value.param == "seed"
+        body = parse_object(text.replace(str(integer), str(fits)).encode())
+        assert body["seed"] == [1, {"a": fits}]
+
+
 @pytest.mark.parametrize("key", ["My Secret", "sk-1234", "x" * 65, "\u05e9", ""])
 def test_a_refusal_names_no_key_that_is_no_fields_name(key: str) -> None:
-    with pytest.raises(ApiError) as refused:
-        parse_object(f'{{"{key}": NaN}}'.encode())
-    assert refused.value.param is None
-    assert refused.value.message.startswith("the body is not JSON")
+    for value, message in (("NaN", "the body is not JSON"), ("1" * 30, "an integer needs")):
+        with pytest.raises(ApiError) as refused:
+            parse_object(f'{{"{key}": {value}}}'.encode())
+        assert refused.value.param is None
+        assert refused.value.message.startswith(message)
