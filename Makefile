@@ -24,7 +24,7 @@ PYTEST := $(BIN)/python -m pytest
 LONG_UNITS := $(addprefix tests/unit/, \
   $(addprefix device/test_,decode_steps.py determinism.py launches_never_wait.py) \
   $(addprefix kernels/test_,attention_timing.py cpu_attention.py cpu_layers.py fixed_kernels.py \
-    gpu_operations.py humming_compiles.py library.py triton_attention.py) \
+    gpu_operations.py humming_compiles.py library.py triton_attention.py triton_cuts.py) \
   images/test_cpu_torch.py images/test_keep_names.py processes/test_lean_imports.py)
 
 # Python keeps what it compiles, also where the environment says otherwise, as in many containers:

@@ -42,7 +42,10 @@ def row(name: str, config: Mapping[str, Any]) -> tuple[str, ...]:
     if refused or not has_sizes(config):
         return (name, refused or served(config), "", *("" for _ in MEMORY))
     shape = ModelShape.from_config(config)
-    fits = (tokens(longest(config, shape.max_len, size)) for size in MEMORY)
+    lengths = [shape.max_len]
+    for size in reversed(MEMORY):  # less memory never holds more
+        lengths.append(lengths[-1] and longest(config, lengths[-1], size))
+    fits = map(tokens, reversed(lengths[1:]))
     return (name, served(config), f"{shape.parameters / 1e9:.1f}", *fits)
 
 

@@ -27,15 +27,21 @@ PACKAGES = ("operator", "runtime", "kernels")
 OURS = ("fairlead_operator", "fairlead_runtime", "fairlead_kernels", "support")
 # What the tests import beside the project. Importing starts no thread that a fork would lack.
 LIBRARIES = (
+    "_hypothesis_pytestplugin",
+    "_pytest.junitxml",
+    "_pytest.unittest",
     "anyio.pytest_plugin",
     "hypothesis",
     "llguidance",
     "msgspec",
     "numpy",
+    "pdb",
     "pytest_timeout",
     "tokenizers",
     "torch",
     "transformers.modeling_utils",
+    "xdist.looponfail",
+    "xdist.plugin",
 )
 # A test of a second that has not ended by then hangs, on a busy machine too.
 SECONDS = 300.0

@@ -107,8 +107,8 @@ def _has_long_number(body: bytes) -> bool:
 
 
 def _check_integers(body: bytes) -> None:
-    """orjson reads those beyond 64 bits as floating point, and writes none that another parser has
-    read as they are.
+    """The parser reads those beyond 64 bits as floating point. Another one reads them as they are,
+    and orjson writes none such.
     """
     value = from_json(body)
     for key, member in value.items() if isinstance(value, dict) else [("", value)]:

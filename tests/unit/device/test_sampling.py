@@ -2,6 +2,7 @@
 faults.
 """
 
+import functools
 import math
 import random
 from collections import abc
@@ -157,7 +158,9 @@ def chi_square(counts: Tensor, expected: Tensor) -> float:
     return (statistic - free) / math.sqrt(2 * free)
 
 
-def draws_by(varying: str, count: int, **params: Any) -> Tensor:
+@functools.cache
+def draws_by(varying: str, **params: Any) -> Tensor:
+    count = COUNT if varying != "generated" else 4_000  # building long sequences takes time
     sequences = [a_sequence(**{varying: number}, **params) for number in range(count)]
     rows = PROBABILITIES.log().float()[None, :].expand(count, -1)
     return torch.tensor(tokens_of(rows, sequences))
@@ -165,25 +168,24 @@ def draws_by(varying: str, count: int, **params: Any) -> Tensor:
 
 @pytest.mark.parametrize("varying", ["seed", "choice", "generated"])
 def test_draws_follow_the_softmax_over_seeds_choices_and_positions(varying: str) -> None:
-    count = COUNT if varying != "generated" else 2_000  # building long sequences takes time
-    counts = torch.bincount(draws_by(varying, count), minlength=8)
-    assert chi_square(counts, PROBABILITIES * count) < 5
+    draws = draws_by(varying)
+    counts = torch.bincount(draws, minlength=8)
+    assert chi_square(counts, PROBABILITIES * len(draws)) < 5
 
 
 def test_draws_follow_the_softmax_at_another_temperature() -> None:
     sharper = PROBABILITIES.log().div(0.7).softmax(dim=-1)
-    counts = torch.bincount(draws_by("seed", COUNT, temperature=0.7), minlength=8)
+    counts = torch.bincount(draws_by("seed", temperature=0.7), minlength=8)
     assert chi_square(counts, sharper * COUNT) < 5
 
 
 @pytest.mark.parametrize("varying", ["seed", "choice", "generated"])
 @pytest.mark.parametrize("apart", [1, 2, 64])
 def test_neighbouring_draws_are_independent(varying: str, apart: int) -> None:
-    count = COUNT if varying != "generated" else 4_000
-    tokens = draws_by(varying, count).clamp(max=3)  # four cells: {0}, {1}, {2}, the rest
+    tokens = draws_by(varying).clamp(max=3)  # four cells: {0}, {1}, {2}, the rest
     pairs = torch.bincount(tokens[:-apart] * 4 + tokens[apart:], minlength=16)
     each = torch.cat([PROBABILITIES[:3], PROBABILITIES[3:].sum()[None]])
-    expected = (each[:, None] * each[None, :]).flatten() * (count - apart)
+    expected = (each[:, None] * each[None, :]).flatten() * (len(tokens) - apart)
     assert chi_square(pairs, expected) < 5
 
 

@@ -25,6 +25,7 @@ from support.grammars import HOSTILE, LARGE, facts
 
 WITHIN = 300.0  # seconds; a limit for what hangs, long enough for a busy machine
 PATIENT = CheckLimits(seconds=WITHIN)  # processor time alone decides
+SHORT = CheckLimits(seconds=WITHIN, cpu_seconds=1)
 SLOW = ("counts of counts", "rules of counts")
 ANSWER = 60.0  # seconds; for a child that only has to start
 
@@ -38,7 +39,7 @@ def shared() -> Iterator[Checker]:
 
 @pytest.fixture
 def checker() -> Iterator[Checker]:
-    checker = Checker(facts(), limits=PATIENT, max_wait=WITHIN)
+    checker = Checker(facts(), limits=SHORT, max_wait=WITHIN)
     yield checker
     checker.close()
 

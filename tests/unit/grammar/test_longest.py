@@ -14,6 +14,7 @@ from fairlead_runtime.grammar.compile import PANIC, GrammarError, compile_matche
 from fairlead_runtime.grammar.gbnf import LIBRARY_FAILS, lark_of, why_by_characters
 from fairlead_runtime.grammar.longest import TOO_DEEP, TOO_LARGE
 from fairlead_runtime.request.structured import StructuredOutputs
+from support.full import LONG_FORM
 
 BYTES = LLTokenizer("byte")
 ARITHMETIC = r"""
@@ -111,7 +112,7 @@ def test_a_grammar_that_rules_call_each_other_in_gives_characters_back_too() -> 
 
 PIECES = ('"a"', '"b"', '"ab"', '"ba"', '"aab"', "[ab]", "[b]", "")
 TIMES = ("", "", "", "?", "*", "+", "{0,2}", "{1,2}", "{2}")
-RANDOM_GRAMMARS = 400
+RANDOM_GRAMMARS = 400 if LONG_FORM else 150
 TEXTS = ["".join(text) for size in range(7) for text in itertools.product("ab", repeat=size)]
 
 
