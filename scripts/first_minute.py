@@ -34,6 +34,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 from support.pseudo_terminal import PseudoTerminal, on_a_terminal  # noqa: E402 - of the tests
 
 DEMO = "make demo"
+SET_UP = "$ fairlead serve"  # what `make demo` says first when that is done
 QUESTION = "What is a KV cache?"
 ADDRESS = "http://127.0.0.1:8000"
 ENDS = "Ctrl-C ends this server"
@@ -127,14 +128,15 @@ class Walk:
             elif " chat " in command:
                 self._chat(command)
             else:
-                until = "> What is" if command == DEMO else ""
-                self._until_its_end(command, block.output, until)
+                self._until_its_end(command, block.output)
 
-    def _until_its_end(self, command: str, output: Sequence[str], until: str) -> None:
+    def _until_its_end(self, command: str, output: Sequence[str]) -> None:
         began = time.monotonic()
         with self._terminal(command) as terminal:
-            if until:
-                terminal.until(until)
+            if command == DEMO:
+                terminal.until(SET_UP)
+                self._row(command, began, terminal, "set-up")
+                terminal.until("> What is")
                 terminal.until("\n")
                 terminal.until("\n")
                 self._row(command, began, terminal, "first answer")
@@ -186,7 +188,7 @@ class Walk:
         file = self.folder / "block.py"
         file.write_text(program.replace(ADDRESS, self.url))
         name = "LLM" if "import LLM" in program else "openai"
-        self._until_its_end(f".venv/bin/python {file.name}", (), "")
+        self._until_its_end(f".venv/bin/python {file.name}", ())
         self.rows[-1] = (f"Python with {name}", *self.rows[-1][1:])
 
     def _answer(self) -> None:

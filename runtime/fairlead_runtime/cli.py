@@ -20,6 +20,7 @@ from fairlead_runtime.settings import terminal
 GROUP = "fairlead.commands"
 # Those that a newcomer needs first; others follow by name.
 ORDER = ("serve", "chat", "generate", "fetch", "plan", "trace", "replay", "backtest", "operator")
+FLAGS = ("--help", "--version")  # of no command
 Command = Callable[[Sequence[str]], int]
 
 
@@ -112,9 +113,11 @@ def summary(point: EntryPoint) -> str:
 
 
 def _nearest(name: str, commands: Mapping[str, EntryPoint]) -> str:
-    matches = difflib.get_close_matches(name, commands, n=1)
+    matches = difflib.get_close_matches(name, [*commands, *FLAGS], n=1)
     if matches:
         return f"did you mean {matches[0]}?"
+    if name.startswith("-"):
+        return "write the command first, as in fairlead serve demo: --port 8000"
     return "the commands are " + ", ".join(sorted(commands))
 
 

@@ -8,7 +8,7 @@ from support.pseudo_terminal import on_a_terminal
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "scripts"))
 
-from first_minute import DEMO, ROOT, blocks, missing
+from first_minute import DEMO, ROOT, SET_UP, blocks, missing
 
 
 def test_the_demo_answers_shows_engine_figures_and_exits_with_0() -> None:
@@ -16,6 +16,7 @@ def test_the_demo_answers_shows_engine_figures_and_exits_with_0() -> None:
         code = terminal.end()
     said = terminal.text.replace("\r\n", "\n")
     assert code == 0, said
+    assert said.startswith(SET_UP), "the walk takes this for the end of the set-up"
     readme = (ROOT / "README.md").read_text("utf-8")
     (block,) = (block for block in blocks(readme) if DEMO in block.commands)
     assert block.output

@@ -1,9 +1,10 @@
 """What the walk through the README takes of it, and how it compares."""
 
 import re
+from contextlib import ExitStack
 from pathlib import Path
 
-from first_minute import ROOT, Walk, blocks, missing
+from first_minute import DEMO, ROOT, SET_UP, Block, Walk, blocks, missing
 
 PAGE = """
 ```
@@ -59,6 +60,22 @@ def test_every_block_of_the_readme_is_walked() -> None:
     assert len(found) == sum(language in ("", "python") for language in fences) > 7
     assert {*fences} == {"", "python", "yaml"}
     assert all(block.commands or block.program for block in found)
+
+
+def test_the_demo_has_a_row_for_its_set_up_and_one_for_its_first_answer(tmp_path: Path) -> None:
+    said = ("packages", SET_UP, "> What is it?", "An answer.", "the end")
+    lines = "".join(f"\t@echo '{line.replace('$', '$$')}'\n" for line in said)
+    (tmp_path / "Makefile").write_text(f"demo:\n{lines}")
+    walk = Walk(tmp_path)
+    with ExitStack() as servers:
+        walk.run(Block((DEMO,), ("An answer.",)), servers)
+    assert [(row[0], row[3]) for row in walk.rows] == [
+        (DEMO, "set-up"),
+        (DEMO, "first answer"),
+        (DEMO, "end"),
+    ]
+    assert walk.rows[0][1] <= walk.rows[1][1] <= walk.rows[2][1]
+    assert not walk.faults
 
 
 def test_the_table_has_a_row_for_each_command() -> None:
