@@ -331,6 +331,7 @@ def _experts(s: ConfigReader, family: Family) -> tuple[ParameterCount, int]:
     """Parameters of one layer's experts and their router, and the elements they keep per token."""
     hidden = s.integer("hidden_size")
     inner, experts = (s.integer(k) for k in (family.experts, "num_local_experts"))
+    _check_choice(s, experts)
     latent = s.optional(family.expert_latent) if family.expert_latent else None
     taken = latent or hidden
     expert = _columns(taken, (2 if family.gated else 1) * inner, bias=family.expert_bias)
@@ -353,6 +354,21 @@ def _experts(s: ConfigReader, family: Family) -> tuple[ParameterCount, int]:
         gate = ParameterCount(rest=hidden if family.shared_gate else 0)
         count += _dense(s, family, shared) + gate
     return count, experts_width(s, family)
+
+
+def _check_choice(s: ConfigReader, experts: int) -> None:
+    """Raise ShapeError unless so many experts are as many as each token meets, and make the groups
+    of which routers choose some first, by the best two of each.
+    """
+    chosen = s.integer("num_experts_per_tok")
+    if chosen > experts:
+        problem = f"{chosen} experts a token are more than there are, {experts}"
+        raise ShapeError("num_experts_per_tok", problem)
+    groups, taken = (s.integer(k) if s.says(k) else 1 for k in ("n_group", "topk_group"))
+    if groups > 1 and (experts % groups or experts < 2 * groups):
+        raise ShapeError("n_group", f"{groups} groups of two or more are not {experts} experts")
+    if taken > groups:
+        raise ShapeError("topk_group", f"{taken} groups are more than there are, {groups}")
 
 
 def experts_width(s: ConfigReader, family: Family, *, half: bool = False) -> int:

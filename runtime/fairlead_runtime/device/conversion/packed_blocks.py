@@ -17,14 +17,16 @@ from fairlead_kernels.cpu.cpu_operations import CpuOperations
 from fairlead_kernels.cpu.cpu_products import BiasedWeight, CpuMlp, CpuProducts, alike
 from fairlead_kernels.interface import reference
 from fairlead_kernels.interface.layer import Activation
+from fairlead_runtime.device.conversion.closeness import close
 from fairlead_runtime.device.conversion.float32_view import has_weights, widened_to_float32
+from fairlead_runtime.device.conversion.large_numbers import Replay
 from fairlead_runtime.device.conversion.module_calls import (
     ModuleCall,
     play_back,
     record_calls,
 )
 from fairlead_runtime.device.conversion.packed_norms import HALF_ROUNDING
-from fairlead_runtime.device.conversion.recognize_layer import DoesNotFitError, close, mlp_of
+from fairlead_runtime.device.conversion.recognize_layer import DoesNotFitError, mlp_of
 from fairlead_runtime.device.conversion.replacement import Replacement
 from fairlead_runtime.sizing.terms import WIDE_ROWS
 
@@ -62,8 +64,9 @@ def _mlp_in_float32(call: ModuleCall, inside: Sequence[nn.Module]) -> Mlp:
         with record_calls([*inside, module]) as calls:
             module(x)
 
-        def again(factor: float) -> list[ModuleCall]:
-            return [call.unary for call in play_back(lambda: module(factor * x), calls, factor)]
+        def again(factor: float) -> Replay:
+            replayed = play_back(lambda: module(factor * x), calls, factor)
+            return Replay([call.unary for call in replayed])
 
         *parts, block = (part.unary for part in calls)
         structure = mlp_of(block, parts, again)

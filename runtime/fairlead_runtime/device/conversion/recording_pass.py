@@ -4,6 +4,7 @@ Owns that pass. A layer of another type is recorded in float32, with its weights
 widened: what is compared with it later can then tell a wrong function from rounding.
 """
 
+import functools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -17,12 +18,8 @@ from torch.utils._pytree import tree_map_only
 from fairlead_kernels.formats.row_chunks import row_chunks
 from fairlead_runtime.device.conversion import recognize_ends
 from fairlead_runtime.device.conversion.float32_view import has_weights, widened_to_float32
-from fairlead_runtime.device.conversion.module_calls import (
-    Call,
-    ModuleCall,
-    play_back,
-    record_calls,
-)
+from fairlead_runtime.device.conversion.large_numbers import Replay
+from fairlead_runtime.device.conversion.module_calls import Call, play_back, record_calls
 from fairlead_runtime.device.conversion.recognize_layer import DoesNotFitError, Recording
 from fairlead_runtime.device.conversion.rounding import SAMPLES, Changes
 from fairlead_runtime.device.model.paged_attention import CURRENT_PASS, AttentionCall
@@ -139,16 +136,17 @@ def recording_of(recorded: Recorded) -> tuple[Recording, str]:
         value=value_,
         attended=attended,
         call=call,
-        play_back=partial(_played_back, recorded),
+        play_back=functools.cache(partial(_played_back, recorded)),
     ), name
 
 
-def _played_back(recorded: Recorded, factor: float) -> list[ModuleCall]:
-    """The calls of a layer's modules as ``play_back`` has them."""
+def _played_back(recorded: Recorded, factor: float) -> Replay:
+    """A layer as ``play_back`` runs it."""
     call = recorded.call
-    step = ProbePass(torch.tensor([0], device=call.inputs[0].device))
+    step = _ReplayPass(torch.tensor([0], device=call.inputs[0].device))
     run = partial(_run, call.module, call.inputs[0], call.arguments, step)
-    return [x.unary for x in play_back(run, recorded.calls, factor)]
+    calls = play_back(run, recorded.calls, factor)
+    return Replay([x.unary for x in calls], step.attention)
 
 
 def _run(layer: nn.Module, hidden: Tensor, arguments: dict[str, Any], step: ProbePass) -> Tensor:
@@ -159,6 +157,19 @@ def _run(layer: nn.Module, hidden: Tensor, arguments: dict[str, Any], step: Prob
         return out
     finally:
         CURRENT_PASS.reset(token)
+
+
+class _ReplayPass(ProbePass):
+    """Keeps what the attention of one layer gets and returns."""
+
+    attention: tuple[Tensor, ...] = ()
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
+    ) -> Tensor:
+        out = super().attend(layer, query, key, value, call)
+        self.attention = (query, key, value, out)
+        return out
 
 
 class _ChangingPass(ProbePass):
