@@ -18,24 +18,27 @@ from fairlead_runtime.device.conversion.module_calls import ModuleCall
 LARGE = 1e4  # times the numbers of a recording
 
 
+PlayBack = Callable[[float], Sequence[ModuleCall]]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Replay:
-    """The calls of modules that were played back, and the queries, keys and values [T, heads, dim]
-    that attention got in it, with what it returned; empty where it has none.
+    """The calls of a layer's modules where those before its attention gave LARGE times what they
+    gave, and those after it just that; the queries, keys and values [T, heads, dim] that attention
+    got, and what it returned.
     """
 
     calls: Sequence[ModuleCall]
-    attention: tuple[Tensor, ...] = ()
-
-
-PlayBack = Callable[[float], Replay]
+    attention: tuple[Tensor, ...]
 
 
 def mlp_is_same(
-    replay: Replay, inputs: Mapping[nn.Module, Tensor], outputs: Mapping[nn.Module, Tensor]
+    calls: Sequence[ModuleCall],
+    inputs: Mapping[nn.Module, Tensor],
+    outputs: Mapping[nn.Module, Tensor],
 ) -> bool:
-    """Whether modules got these inputs [T, K] and gave these outputs [T, N]."""
-    got = {call.module: call for call in replay.calls}
+    """Whether in these calls modules got these inputs [T, K] and gave these outputs [T, N]."""
+    got = {call.module: call for call in calls}
     return (
         {*inputs, *outputs} <= {*got}
         and all(same_rows(got[module].input, want) for module, want in inputs.items())

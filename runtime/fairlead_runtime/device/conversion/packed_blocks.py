@@ -19,7 +19,6 @@ from fairlead_kernels.interface import reference
 from fairlead_kernels.interface.layer import Activation
 from fairlead_runtime.device.conversion.closeness import close
 from fairlead_runtime.device.conversion.float32_view import has_weights, widened_to_float32
-from fairlead_runtime.device.conversion.large_numbers import Replay
 from fairlead_runtime.device.conversion.module_calls import (
     ModuleCall,
     play_back,
@@ -64,9 +63,8 @@ def _mlp_in_float32(call: ModuleCall, inside: Sequence[nn.Module]) -> Mlp:
         with record_calls([*inside, module]) as calls:
             module(x)
 
-        def again(factor: float) -> Replay:
-            replayed = play_back(lambda: module(factor * x), calls, factor)
-            return Replay([call.unary for call in replayed])
+        def again(factor: float) -> list[ModuleCall]:
+            return [call.unary for call in play_back(lambda: module(factor * x), calls, factor)]
 
         *parts, block = (part.unary for part in calls)
         structure = mlp_of(block, parts, again)

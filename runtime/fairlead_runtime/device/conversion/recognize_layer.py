@@ -31,6 +31,7 @@ from fairlead_runtime.device.conversion.closeness import close, factor_of, same_
 from fairlead_runtime.device.conversion.large_numbers import (
     LARGE,
     PlayBack,
+    Replay,
     attention_is_same,
     mlp_is_same,
 )
@@ -61,8 +62,9 @@ class Recording:
     ``before`` and ``after``: the calls of its modules before and after its attention, in order;
     ``blocks``: the calls after it of all modules with weights anywhere inside, inner ones first,
     which took and gave [1, T, width]; query, key and value [T, heads, dim] what attention got,
-    ``attended`` what it returned. ``play_back`` with a factor: the calls of all modules, and of
-    attention, where modules with weights give so many times what they gave.
+    ``attended`` what it returned. ``play_back`` with a factor: the calls of all modules where those
+    with weights give so many times what they gave; ``attend_again``: where those before attention
+    give LARGE times as much.
     """
 
     input: Tensor
@@ -77,6 +79,7 @@ class Recording:
     attended: Tensor
     call: AttentionCall
     play_back: PlayBack
+    attend_again: Callable[[], Replay]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -271,7 +274,7 @@ def recognize(recording: Recording) -> LayerStructure:
     if len(outs) != 1:
         raise DoesNotFitError("no single matrix multiplies what its attention returns")
     ((out, branch),) = outs
-    if not attention_is_same(r.play_back(LARGE), (r.query, r.key, r.value), out.module):
+    if not attention_is_same(r.attend_again(), (r.query, r.key, r.value), out.module):
         raise DoesNotFitError(LIMITED_ATTENTION)
     after_attention = calls.norm(branch)
     branch = branch if after_attention is None else after_attention[1]
