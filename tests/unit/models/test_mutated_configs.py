@@ -1,5 +1,5 @@
-"""Whole configurations with one or two settings changed: plan and pod agree, transformers builds and
-runs what they take, and its modules have the parameters that the plan counts.
+"""Whole configurations with one or two settings changed: plan and pod agree, transformers builds
+and runs what they take, and its modules have the parameters that the plan counts.
 """
 
 import sys
