@@ -5378,6 +5378,13 @@ BUGS = (
         ("functional/engine/test_planned_memory.py",),
     ),
     PackageBug(
+        "a plan of int8 weights knows no columns that make whole fours",
+        "fairlead_runtime.sizing.weight_bytes:_packed_weights",
+        "    plain += shape.fours_padding\n",
+        "",
+        ("functional/engine/test_planned_memory.py",),
+    ),
+    PackageBug(
         "queries, keys and values fill panels each in a plan of fused layers",
         "fairlead_runtime.sizing.parameters:_attention",
         "    count = replace(count, joined=_panels(hidden, count.channels).joined)\n",

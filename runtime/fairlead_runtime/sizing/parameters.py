@@ -26,7 +26,8 @@ class ParameterCount:
     float16; numbers beside all these: ``buffers`` in float32 in any model, ``typed`` in its type,
     and what whole panels add to the matrices of torch's linear layers, ``padding`` to those that
     are packed in any model, ``narrow`` to those that are so where they are quantized or sums have
-    one order; ``joined`` to those of a fused layer, which has all products of one input in one.
+    one order; ``joined`` to those of a fused layer, which has all products of one input in one;
+    ``fours``: the most that columns to whole fours add where products are of integers.
     """
 
     matrices: int = 0
@@ -41,6 +42,7 @@ class ParameterCount:
     padding: int = 0
     narrow: int = 0
     joined: int = 0
+    fours: int = 0
 
     def __add__(self, addend: "ParameterCount") -> "ParameterCount":
         return ParameterCount(
@@ -56,6 +58,7 @@ class ParameterCount:
             self.padding + addend.padding,
             self.narrow + addend.narrow,
             self.joined + addend.joined,
+            self.fours + addend.fours,
         )
 
     def __mul__(self, times: int) -> "ParameterCount":
@@ -72,6 +75,7 @@ class ParameterCount:
             self.padding * times,
             self.narrow * times,
             self.joined * times,
+            self.fours * times,
         )
 
 
@@ -98,12 +102,13 @@ def _panels(inputs: int, *widths: int, least: int = PANEL) -> ParameterCount:
     added = [inputs * (-width % PANEL) for width in widths if width >= least]
     total = inputs * sum(-width % PANEL for width in widths)
     joined = inputs * (-sum(widths) % PANEL)
-    return ParameterCount(padding=sum(added), narrow=total - sum(added), joined=joined)
+    fours = -inputs % 4 * sum(width + -width % PANEL for width in widths)
+    return ParameterCount(padding=sum(added), narrow=total - sum(added), joined=joined, fours=fours)
 
 
 def _without_panels(count: ParameterCount) -> ParameterCount:
     """The same where no linear layer of torch holds the matrices."""
-    return replace(count, padding=0, narrow=0, joined=0)
+    return replace(count, padding=0, narrow=0, joined=0, fours=0)
 
 
 def count_layer(
@@ -350,9 +355,9 @@ def _experts(s: ConfigReader, family: Family) -> tuple[ParameterCount, int]:
     if latent:
         biased = s.flag_or_constant(family.mlp_bias)
         count += _columns(hidden, latent, bias=biased) + _rows(latent, hidden, bias=biased)
+    count += ParameterCount(rest=hidden * family.shared_gate)  # of a shared expert of no width, too
     if shared := _shared_width(s, family):
-        gate = ParameterCount(rest=hidden if family.shared_gate else 0)
-        count += _dense(s, family, shared) + gate
+        count += _dense(s, family, shared)
     return count, experts_width(s, family)
 
 

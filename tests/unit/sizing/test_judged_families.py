@@ -211,6 +211,7 @@ def test_public_checkpoints_have_their_published_size(name: str) -> None:
         ("mellum", {"num_experts": 6, "num_local_experts": None}),
         ("ernie4_5_moe", {"moe_layer_end_index": 2, "moe_layer_start_index": 0}),
         ("qwen2_moe", {"mlp_only_layers": [1], "decoder_sparse_step": 1}),
+        ("qwen2_moe", {"shared_expert_intermediate_size": 0}),
         ("opt", {"do_layer_norm_before": False}),
         ("persimmon", {"qk_layernorm": False}),
         ("gpt_bigcode", {"n_head": 8}),
