@@ -23,6 +23,7 @@ _WORDS = {
     "float": "a number with a decimal point",
     "str": "text",
     "dict": "an object",
+    "list": "a list",
     "null": "null",
 }
 # The settings that name a function: a class looks it up when it is built.
@@ -137,4 +138,6 @@ def _is(value: object, name: str) -> bool:
             return isinstance(value, str)
         case "dict":
             return isinstance(value, Mapping)
+        case "list":
+            return isinstance(value, list)
     return value == name.removeprefix("=")

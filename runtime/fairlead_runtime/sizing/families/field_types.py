@@ -1,4 +1,4 @@
-"""The types of settings, as transformers' configuration classes of served families declare them.
+"""The types of settings that configuration classes of served families declare.
 
 Written by ``scripts/make_field_types.py``. A line of ROWS has a setting, its types and the
 model_types whose class declares it so, or after ``-`` those of SERVED whose class does not.
