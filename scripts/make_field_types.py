@@ -2,10 +2,12 @@
 
     python scripts/make_field_types.py
 
+`--check` writes nothing and exits with 1 when the file is out of date.
 Writes ``sizing/families/field_types.py`` of the runtime, which the plan reads without transformers.
 A class refuses a value of another type, whether a size follows from it or not.
 """
 
+import argparse
 import textwrap
 import types
 import typing
@@ -97,5 +99,15 @@ def text() -> str:
     return _HEAD + "".join(parts) + 'ROWS = """\n' + "\n".join(lines) + '\n"""\n'
 
 
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--check", action="store_true")
+    written = text()
+    if parser.parse_args().check:
+        return int(FILE.read_text() != written)
+    FILE.write_text(written)
+    return 0
+
+
 if __name__ == "__main__":
-    FILE.write_text(text())
+    raise SystemExit(main())

@@ -57,6 +57,8 @@ def settings_of(family: str) -> dict[str, Any]:
 
 def _whole(family: str) -> dict[str, Any]:
     kind = WHOLES[family].text
+    text: dict[str, Any]
+    vision: Mapping[str, Any]
     if family in tiny_parts.FAMILIES:
         text, vision, _ = tiny_parts._FAMILIES[family]
         text = {**tiny_parts._SIZES, "model_type": kind, **text}

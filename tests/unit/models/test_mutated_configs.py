@@ -16,15 +16,13 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "scripts"))
 import make_field_types
 
 SEEDS = range(1, 41) if LONG_FORM else range(1)  # of each family
-# Some wholes build towers of gigabytes, if without memory, which takes seconds.
-KINDS = [*mutated_configs.ALONE, *sorted(mutated_configs.WHOLES)]
 
 
 @pytest.mark.parametrize(
     "family",
     [
         pytest.param(family, marks=[pytest.mark.full] * bool(number % 2))
-        for number, family in enumerate(KINDS)
+        for number, family in enumerate(mutated_configs.SERVED)
         if LONG_FORM or family in mutated_configs.ALONE
     ],
 )
