@@ -127,6 +127,7 @@ test-full: lint plant ## everything that needs no GPU, long forms whole
 # run gives others.
 generate: setup ## write what git tracks and other files determine: tables, OpenAPI, the drawing, the chart's CRD
 	cp crds/inferencedeployments.yaml charts/fairlead/crds/
+	$(BIN)/python scripts/make_field_types.py
 	$(BIN)/python scripts/make_docs.py
 	$(BIN)/python scripts/make_resource_docs.py
 	$(BIN)/python scripts/make_openapi.py

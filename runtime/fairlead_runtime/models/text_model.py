@@ -102,6 +102,9 @@ def config_to_load(folder: Path, config: Mapping[str, Any]) -> PretrainedConfig:
         text["tie_word_embeddings"] = whole.tie_word_embeddings if tied is None else tied
         factory: Any = CONFIG_MAPPING[parts.text]  # transformers' classes are untyped
         full = factory.from_dict(text)
+    for part in (full, text_of(full)):
+        # A pass gives an object with hidden states of its last layer, whatever a file says.
+        part.return_dict, part.output_hidden_states = True, False
     _clear(text_of(full))
     return full
 

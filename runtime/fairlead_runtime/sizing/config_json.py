@@ -10,10 +10,18 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from fairlead_runtime.sizing.declared import problem_of, problem_of_kinds
 from fairlead_runtime.sizing.families.judged import SIZED
 from fairlead_runtime.sizing.families.makers import nearest, working_of
 from fairlead_runtime.sizing.families.other_names import OTHER_NAMES
-from fairlead_runtime.sizing.families.refusals import INNER, NO_TEXT, NO_WHOLE, OWN_INPUTS, REFUSED
+from fairlead_runtime.sizing.families.refusals import (
+    ENCODER_DECODER,
+    INNER,
+    NO_TEXT,
+    NO_WHOLE,
+    OWN_INPUTS,
+    REFUSED,
+)
 from fairlead_runtime.sizing.families.wholes import WHOLES
 from fairlead_runtime.sizing.families.with_states import WITH_STATES
 from fairlead_runtime.sizing.family import Family, Parts
@@ -137,6 +145,8 @@ def family_of(config: Mapping[str, Any]) -> tuple[Family, Mapping[str, Any]]:
         raise _refused("model_type", name, REFUSED[name])
     _check_texts(name, config)
     check_counts(config)
+    if config.get("is_encoder_decoder"):
+        raise _refused("is_encoder_decoder", name, ENCODER_DECODER)
     if has_parts(config):
         return _family_of_text(name, config)
     if name in TEXTS:
@@ -151,15 +161,24 @@ def _meant(
     family: Family, kind: str, settings: Mapping[str, Any]
 ) -> tuple[Family, Mapping[str, Any]]:
     settings = _by_one_name(kind, settings)
+    layers = family.aliases.get("num_hidden_layers", "num_hidden_layers")
+    count = settings.get(layers, family.defaults.get("num_hidden_layers"))
+    for field, problem in (problem_of(kind, settings), problem_of_kinds(settings, count)):
+        if problem:
+            raise ShapeError(field, problem)
     return family.variant(family, settings) if family.variant else (family, settings)
 
 
 def _by_one_name(kind: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """The settings without other names for them. Raises ShapeError for one that is given by two
-    names with two values: which of them a class takes is its own affair.
+    names with two values: which of them a class takes is its own affair. Also for null by another
+    name, which a class takes last: it is what it makes of its own name's null, overwritten.
     """
     names = {other: name for other, name in OTHER_NAMES.get(kind, {}).items() if other in settings}
     for other, name in names.items():
+        if settings[other] is None:
+            problem = f"must not be null: its class makes nothing of it by this name of {name}"
+            raise ShapeError(other, problem)
         if name in settings and settings[name] != settings[other]:
             given, taken = (str(settings[key])[:40] for key in (other, name))
             problem = f"is {given} where {name}, the same setting, is {taken}: remove one of them"
@@ -211,6 +230,9 @@ def _refused(field: str, name: str, reason: str) -> ShapeError:
 
 def _family_of_text(name: str, config: Mapping[str, Any]) -> tuple[Family, Mapping[str, Any]]:
     parts = WHOLES[name]
+    field, problem = problem_of(name, config)
+    if problem:
+        raise ShapeError(field, problem)
     text = _text_settings(config, parts)
     kind = str(text.get("model_type"))
     # A text with states is served in the whole that is published with it.
@@ -249,7 +271,7 @@ def _with_outer(
     text: Mapping[str, Any], config: Mapping[str, Any], parts: Parts
 ) -> Mapping[str, Any]:
     """The text's settings, with its type and the tie of its head where the whole says them."""
-    outer = {key: config[key] for key in ("dtype", "torch_dtype") if config.get(key)}
+    outer = {key: config[key] for key in ("dtype", "torch_dtype") if config.get(key) is not None}
     own = text.get(_TIED)
     tied = config.get(_TIED, own if parts.tied is None else parts.tied)
     # transformers compares the two where the text denies it, and may hold both.
@@ -386,12 +408,11 @@ def _check_own(s: ConfigReader, family: Family) -> None:
 
 def dtype_of(config: Mapping[str, Any]) -> str | None:
     """The checkpoint's own type, None when the config does not name one."""
-    value = config.get("dtype") or config.get("torch_dtype")
-    if value is None:
-        return None
-    name = str(value)[:40].removeprefix("torch.")
-    if name not in DTYPE_BYTES:
-        raise ShapeError(
-            "dtype", f"{name!r} is not supported; supported are {', '.join(DTYPE_BYTES)}"
-        )
-    return name
+    names = [config[key] for key in ("dtype", "torch_dtype") if config.get(key) is not None]
+    for value in names[:1]:  # the newer key's, if both say one
+        name = str(value)[:40].removeprefix("torch.")
+        if name not in DTYPE_BYTES:
+            problem = f"{name!r} is not supported; supported are {', '.join(DTYPE_BYTES)}"
+            raise ShapeError("dtype", problem)
+        return name
+    return None

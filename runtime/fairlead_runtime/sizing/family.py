@@ -80,6 +80,7 @@ class Family:
     # full_attention alone.
     window: str = ""
     window_if: str = ""  # the setting that switches windows on
+    listed_slide: bool = False  # layers that layer_types lists slide whether it is on or off
     # Default of layer_types: layers n, 2n, ... are full, the others slide.
     full_every: int | str = 0
     full_first: str = ""  # the same of layers 0, n, 2n, ...: the setting that says n

@@ -30,7 +30,9 @@ def windows_of(s: ConfigReader, family: Family, layers: int) -> tuple[int | None
     """One entry per layer: with W, position p sees the keys p-W+1..p; with None, all of 0..p.
     Raises ShapeError.
     """
-    on = family.window in ("all", "types") and (not family.window_if or s.flag(family.window_if))
+    switch = s.flag(family.window_if) if family.window_if else True
+    listed = family.listed_slide and s.get("layer_types") is not None
+    on = family.window in ("all", "types") and (switch or listed)
     # Which layers share keys is told by their kinds, which only a window tells apart here.
     read = s.integer if family.shared else s.optional
     # Classes take 0 and -1 where no layer slides.

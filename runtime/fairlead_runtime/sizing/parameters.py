@@ -26,7 +26,8 @@ class ParameterCount:
     float16; numbers beside all these: ``buffers`` in float32 in any model, ``typed`` in its type,
     and what whole panels add to the matrices of torch's linear layers, ``padding`` to those that
     are packed in any model, ``narrow`` to those that are so where they are quantized or sums have
-    one order; ``joined`` to those of a fused layer, which has all products of one input in one.
+    one order; ``joined`` to those of a fused layer, which has all products of one input in one;
+    ``fours``: the most that columns to whole fours add where products are of integers.
     """
 
     matrices: int = 0
@@ -41,6 +42,7 @@ class ParameterCount:
     padding: int = 0
     narrow: int = 0
     joined: int = 0
+    fours: int = 0
 
     def __add__(self, addend: "ParameterCount") -> "ParameterCount":
         return ParameterCount(
@@ -56,6 +58,7 @@ class ParameterCount:
             self.padding + addend.padding,
             self.narrow + addend.narrow,
             self.joined + addend.joined,
+            self.fours + addend.fours,
         )
 
     def __mul__(self, times: int) -> "ParameterCount":
@@ -72,6 +75,7 @@ class ParameterCount:
             self.padding * times,
             self.narrow * times,
             self.joined * times,
+            self.fours * times,
         )
 
 
@@ -98,12 +102,13 @@ def _panels(inputs: int, *widths: int, least: int = PANEL) -> ParameterCount:
     added = [inputs * (-width % PANEL) for width in widths if width >= least]
     total = inputs * sum(-width % PANEL for width in widths)
     joined = inputs * (-sum(widths) % PANEL)
-    return ParameterCount(padding=sum(added), narrow=total - sum(added), joined=joined)
+    fours = -inputs % 4 * sum(width + -width % PANEL for width in widths)
+    return ParameterCount(padding=sum(added), narrow=total - sum(added), joined=joined, fours=fours)
 
 
 def _without_panels(count: ParameterCount) -> ParameterCount:
     """The same where no linear layer of torch holds the matrices."""
-    return replace(count, padding=0, narrow=0, joined=0)
+    return replace(count, padding=0, narrow=0, joined=0, fours=0)
 
 
 def count_layer(
@@ -331,6 +336,7 @@ def _experts(s: ConfigReader, family: Family) -> tuple[ParameterCount, int]:
     """Parameters of one layer's experts and their router, and the elements they keep per token."""
     hidden = s.integer("hidden_size")
     inner, experts = (s.integer(k) for k in (family.experts, "num_local_experts"))
+    _check_choice(s, experts)
     latent = s.optional(family.expert_latent) if family.expert_latent else None
     taken = latent or hidden
     expert = _columns(taken, (2 if family.gated else 1) * inner, bias=family.expert_bias)
@@ -349,10 +355,25 @@ def _experts(s: ConfigReader, family: Family) -> tuple[ParameterCount, int]:
     if latent:
         biased = s.flag_or_constant(family.mlp_bias)
         count += _columns(hidden, latent, bias=biased) + _rows(latent, hidden, bias=biased)
+    count += ParameterCount(rest=hidden * family.shared_gate)  # of a shared expert of no width, too
     if shared := _shared_width(s, family):
-        gate = ParameterCount(rest=hidden if family.shared_gate else 0)
-        count += _dense(s, family, shared) + gate
+        count += _dense(s, family, shared)
     return count, experts_width(s, family)
+
+
+def _check_choice(s: ConfigReader, experts: int) -> None:
+    """Raise ShapeError unless so many experts are as many as each token meets, and make the groups
+    of which routers choose some first, by the best two of each.
+    """
+    chosen = s.integer("num_experts_per_tok")
+    if chosen > experts:
+        problem = f"{chosen} experts a token are more than there are, {experts}"
+        raise ShapeError("num_experts_per_tok", problem)
+    groups, taken = (s.integer(k) if s.says(k) else 1 for k in ("n_group", "topk_group"))
+    if groups > 1 and (experts % groups or experts < 2 * groups):
+        raise ShapeError("n_group", f"{groups} groups of two or more are not {experts} experts")
+    if taken > groups:
+        raise ShapeError("topk_group", f"{taken} groups are more than there are, {groups}")
 
 
 def experts_width(s: ConfigReader, family: Family, *, half: bool = False) -> int:

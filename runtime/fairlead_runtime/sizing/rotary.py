@@ -29,7 +29,7 @@ _GROWTH, _SECTIONS = "llama_4_scaling_beta", "mrope_section"
 
 def check_rope(s: ConfigReader) -> None:
     """Raise ShapeError for settings of rotary embeddings of which transformers builds none."""
-    if s.family.positions:
+    if s.family.positions and not (s.get("rope_scaling") or s.get("rope_parameters")):
         return
     _thetas(s)
     for kind, (field, parameters) in _settings(s).items():
@@ -279,14 +279,18 @@ def _check_sections(field: str, value: object, pairs: int | None, *, given: bool
 def count_frequencies(s: ConfigReader, dims: Mapping[str, int]) -> int:
     """Numbers in float32 that rotary embeddings keep beside a model's parameters: a frequency for
     each pair of a head's rotated elements, twice, since some change them. ``dims``: elements of a
-    head, by the types of its layers.
+    head, by the types of its layers. Raises ShapeError for heads without a pair for each element.
     """
     rotary = _rotary(s)
     name, value = rotary.switch
     if s.family.positions or rotary.absent or (name and s.get(name) != value):
         return 0
     tables = s.integer("num_hidden_layers") if s.family.layer_rotary else 1 + len(_thetas(s))
-    return tables * sum(2 * -(-width // 2) for width in _rotated(s, rotary, dims))
+    widths = [*_rotated(s, rotary, dims)]
+    for dim, width in widths:
+        if width == dim and dim % 2:
+            raise ShapeError("head_dim", f"{dim} elements of a head do not make pairs to rotate")
+    return tables * sum(2 * -(-width // 2) for _, width in widths)
 
 
 def _thetas(s: ConfigReader) -> set[float]:
@@ -303,12 +307,12 @@ def _thetas(s: ConfigReader) -> set[float]:
     return {float(theta) for theta in thetas if theta}
 
 
-def _rotated(s: ConfigReader, rotary: Rotary, dims: Mapping[str, int]) -> Iterator[int]:
-    """The elements of a head that have a frequency, of each type of layers."""
+def _rotated(s: ConfigReader, rotary: Rotary, dims: Mapping[str, int]) -> Iterator[tuple[int, int]]:
+    """The elements of a head, and those that have a frequency, of each type of layers."""
     said = s.get("rope_parameters") or s.get("rope_scaling")
     if rotary.by_type in ("each", "raw") and not said:
         for kind, share in zip((_FULL, _SLIDING), rotary.shares, strict=True):
-            yield int(dims.get(kind, 0) * share)
+            yield dims.get(kind, 0), int(dims.get(kind, 0) * share)
         return
     for kind, (field, parameters) in _settings(s).items():
         setting, theta = _theta(s, kind, field, parameters)
@@ -317,7 +321,8 @@ def _rotated(s: ConfigReader, rotary: Rotary, dims: Mapping[str, int]) -> Iterat
         name = str(_name(parameters))
         scaled = s.family.rope_names.get(name, name)
         share = 1.0 if scaled == "proportional" else _share(s, scaled, field, parameters)
-        yield int((dims.get(kind, 0) if kind else s.head_dim) * share)
+        dim = dims.get(kind, 0) if kind else s.head_dim
+        yield dim, int(dim * share)
 
 
 def longest_text(s: ConfigReader, *, rotary: bool = True) -> int:

@@ -142,6 +142,7 @@ class ModelShape:
     wide_norms: int = 0
     buffers: int = 0
     typed_buffers: int = 0
+    fours_padding: int = 0  # elements that columns to whole fours add, where rounded to int8
     mask_bytes: int = 0  # of a mask of positions that its class keeps
     states: Mapping[int, tuple[StatePart, ...]] = field(default_factory=dict)
     # Elements in float32 that a layer with a state keeps alive per token, of a row that is filled
@@ -306,6 +307,7 @@ class ModelShape:
             kv_parameters=body.kv,
             wide=body.wide,
             wide_norms=body.wide_norms + count_last_norm(s, family) * family.wide_norms,
+            fours_padding=body.fours,
             buffers=body.buffers + count_frequencies(s, dims),
             typed_buffers=body.typed + numbers_outside(s, family),
             mask_bytes=s.integer("max_position_embeddings") ** 2 * family.position_mask,

@@ -97,9 +97,11 @@ def _packed_weights(shape: ModelShape, config: EngineConfig, element: int) -> in
     if config.quantization == "none":
         return plain + (panel_rows(shape) + narrow * config.deterministic) * element
     plain += panel_rows(shape) + narrow
+    plain += shape.fours_padding
     matrices, channels = shape.layer_matrices, shape.layer_channels
     if not shape.quantized and element == 4 and not shape.states:
         matrices, channels = matrices + rows * shape.hidden, channels + shape.vocab
+        plain += rows * (-shape.hidden % 4)
     return plain - matrices * (element - 1) + 4 * channels
 
 

@@ -35,12 +35,12 @@ from fairlead_runtime.device.model.fused_layers import FusedRun
 from fairlead_runtime.device.model.paged_model import PagedModel
 from fairlead_runtime.device.proof import selftest
 from fairlead_runtime.device.warmup import profiling
-from fairlead_runtime.models import loading
+from fairlead_runtime.models import families, loading
 from fairlead_runtime.models.model_error import SelfTestError
 from fairlead_runtime.models.quantized import QuantizedLinear
 from fairlead_runtime.sizing.arithmetic import PANEL
 from fairlead_runtime.sizing.shape import ModelShape
-from support import flashinfer_standin, tiny
+from support import flashinfer_standin, tiny, tiny_any
 from support.engine_rig import attend_once, paged
 from support.full import LONG_FORM
 from support.operation_cases import interpreted
@@ -53,6 +53,7 @@ NO_NORM = "does not normalize the input of its attention"
 OTHER_NORM = "is no root-mean-square or layer norm"
 OTHER_MLP = "its MLP is not two or three matrices"
 LIMITED = "its MLP computes something else with large numbers"
+LIMITED_HEADS = "its attention gets something else of large numbers"
 ROPE = "are not projected and rotated as Llama's or GLM's"
 REFUSED: dict[str, str] = {
     **dict.fromkeys(("olmo", "olmo2", "olmo3", "exaone4", "gemma3n_text"), NO_NORM),
@@ -673,6 +674,14 @@ def limit_input(_module: Any, inputs: Any) -> Any:
     return (inputs[0].clamp(-7.0, 7.0),)
 
 
+def limit_far(_module: Any, _inputs: Any, output: Any) -> Any:
+    return output.clamp(-50.0, 50.0)
+
+
+def limit_input_far(_module: Any, inputs: Any) -> Any:
+    return (inputs[0].clamp(-50.0, 50.0),)
+
+
 # Changes of a llama layer of which no name of a module or a class tells.
 CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {
     "attention": (lambda layer: layer.self_attn.o_proj.register_forward_hook(double), "no single"),
@@ -692,6 +701,18 @@ CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {
     "large numbers": (lambda layer: layer.mlp.up_proj.register_forward_hook(limit), LIMITED),
     "large inputs": (lambda layer: layer.mlp.register_forward_pre_hook(limit_input), LIMITED),
     "large results": (lambda layer: layer.mlp.register_forward_hook(limit), LIMITED),
+    "large queries": (
+        lambda layer: layer.self_attn.q_proj.register_forward_hook(limit_far),
+        LIMITED_HEADS,
+    ),
+    "large values": (
+        lambda layer: layer.self_attn.v_proj.register_forward_hook(limit_far),
+        LIMITED_HEADS,
+    ),
+    "large attention": (
+        lambda layer: layer.self_attn.o_proj.register_forward_pre_hook(limit_input_far),
+        LIMITED_HEADS,
+    ),
     "shared weights": (
         lambda layer: setattr(layer.mlp.up_proj, "weight", layer.mlp.gate_proj.weight),
         "shares weights",
@@ -715,6 +736,17 @@ def test_a_layer_that_computes_something_else_is_not_fused(change: str, kernels:
     assert fused.reason.startswith("layer 1: ")
     assert reason in fused.reason
     assert selftest.check(model, attention, expected).delta < 1e-4
+
+
+@pytest.mark.parametrize(("limit", "fuses"), [(50.0, 0), (1e9, 3)])
+def test_projections_that_the_model_limits_are_not_fused(limit: float, fuses: int) -> None:
+    """DBRX's, which a recording does not reach; GPUs would fuse them around its experts."""
+    settings = tiny_any.settings_of("dbrx")
+    settings["attn_config"]["clip_qkv"] = limit
+    model: Any = tiny_any.build("dbrx", **settings)
+    fused = fuse(PagedModel(model, families.check(model.config)), TorchOperations())
+    assert (fused.fused, fused.around_mlp) == (0, fuses)
+    assert (LIMITED_HEADS in fused.reason) is (fuses == 0)
 
 
 def test_an_mlp_without_a_module_that_limits_large_numbers_is_not_fused() -> None:

@@ -211,12 +211,18 @@ def test_public_checkpoints_have_their_published_size(name: str) -> None:
         ("mellum", {"num_experts": 6, "num_local_experts": None}),
         ("ernie4_5_moe", {"moe_layer_end_index": 2, "moe_layer_start_index": 0}),
         ("qwen2_moe", {"mlp_only_layers": [1], "decoder_sparse_step": 1}),
+        ("qwen2_moe", {"shared_expert_intermediate_size": 0}),
         ("opt", {"do_layer_norm_before": False}),
         ("persimmon", {"qk_layernorm": False}),
         ("gpt_bigcode", {"n_head": 8}),
         (
             "smollm3",
             {"use_sliding_window": True, "sliding_window": 9, "no_rope_layers": [1, 0, 1, 0]},
+        ),
+        (
+            "smollm3",  # layers that a file lists slide whether the switch is on or off
+            {"use_sliding_window": False, "sliding_window": 9, "num_hidden_layers": 2}
+            | {"layer_types": ["sliding_attention", "full_attention"]},
         ),
         ("hy_v3", {"mlp_layer_types": ["sparse", "dense", "dense", "sparse"]}),
         ("cohere2_moe", {"prefix_dense_sliding_window_pattern": 2, "first_k_dense_replace": 2}),
@@ -236,6 +242,22 @@ def bad_values() -> Iterator[tuple[str, dict[str, Any], str]]:
     yield "hy_v3", {"mlp_layer_types": ["dense"]}, "mlp_layer_types"
     yield "hy_v3", {"mlp_layer_types": ["odd"] * 80}, "mlp_layer_types"
     yield "hy_v3", {"num_shared_experts": -1}, "num_shared_experts"
+    yield "hy_v3", {"num_shared_experts": 0}, "num_shared_experts"
+    yield "glm4_moe", {"num_experts_per_tok": 129}, "num_experts_per_tok: 129 .* more than"
+    yield "glm4_moe", {"n_group": 3}, "n_group: 3 groups"
+    yield "glm4_moe", {"topk_group": 2}, "topk_group: 2 groups"
+    yield "afmoe", {"route_scale": None}, "route_scale"
+    yield "afmoe", {"head_dim": None}, "head_dim"
+    yield "llama", {"rms_norm_eps": 1}, "rms_norm_eps: must be a number with a decimal point"
+    yield "llama", {"hidden_act": "geglu"}, "hidden_act: 'geglu' is none of"
+    yield "llama", {"attention_dropout": -1}, "attention_dropout: must be a share"
+    yield "llama", {"is_encoder_decoder": True}, "is_encoder_decoder"
+    yield "llama", {"layer_types": ["full_attention"]}, "layer_types: must be a list of 32"
+    yield "llama", {"id2label": {"x": "y"}}, "id2label"
+    yield "llama", {"dtype": ""}, "dtype"
+    yield "mistral", {"head_dim": 15}, "head_dim: 15 elements"
+    yield "stablelm", {"num_attention_heads": 12}, "num_attention_heads"
+    yield "gpt_bigcode", {"rope_scaling": -1}, "rope_scaling"
     yield (
         "smollm3",
         {"use_sliding_window": True, "sliding_window": 8, "no_rope_layers": 1},
@@ -247,8 +269,8 @@ def bad_values() -> Iterator[tuple[str, dict[str, Any], str]]:
     yield "ernie4_5_moe", {"moe_layer_end_index": -2}, "moe_layer_end_index"
     yield "gpt_bigcode", {"multi_query": None}, "multi_query"
     yield "dbrx", {}, r"attn_config\.rope_theta"
-    yield "dbrx", {"attn_config": [1]}, r"attn_config\.rope_theta"
-    yield "dbrx", {"attn_config": {"rope_theta": 1e4}, "ffn_config": [1]}, "moe_intermediate_size"
+    yield "dbrx", {"attn_config": [1]}, "attn_config: must be an object"
+    yield "dbrx", {"attn_config": {"rope_theta": 1e4}, "ffn_config": [1]}, "ffn_config"
     yield "dbrx", {"attn_config": {"rope_theta": 1e4}, "tie_word_embeddings": True}, "tie_word"
     yield "jetmoe", {"num_experts_per_tok": 9}, "num_experts_per_tok: must be at most"
     yield "laguna", {"num_attention_heads_per_layer": [48] * 39}, "num_attention_heads_per_layer"

@@ -12,7 +12,7 @@ from fairlead_runtime.sizing.config_json import ShapeError
 from fairlead_runtime.sizing.families.judged import SIZED
 from fairlead_runtime.sizing.families.other_names import OTHER_NAMES
 from fairlead_runtime.sizing.families.with_states import WITH_STATES
-from fairlead_runtime.sizing.family_table import FAMILIES, TEXTS
+from fairlead_runtime.sizing.family_table import FAMILIES, PARTS, TEXTS
 from fairlead_runtime.sizing.shape import ModelShape
 from support import tiny_any
 
@@ -46,7 +46,7 @@ def whole(own: dict[str, Any]) -> dict[str, Any]:
     "kind", [kind for kind, names in OTHER_NAMES.items() if any("experts" in x for x in names)]
 )
 def test_experts_are_counted_by_either_name(kind: str) -> None:
-    plain = tiny_any.settings_of(kind) if kind in ALONE else {}
+    plain = tiny_any.settings_of(kind) if kind in ALONE else {"num_experts_per_tok": 2}
     for other, name in OTHER_NAMES[kind].items():
         if "experts" not in other:
             continue
@@ -57,6 +57,21 @@ def test_experts_are_counted_by_either_name(kind: str) -> None:
         )
         assert of_name == of_other == of_both
         assert 3 in (of_name.experts, of_name.experts_per_token)
+
+
+@pytest.mark.parametrize(("kind", "other"), [(kind, other) for kind, other, _ in PAIRS])
+def test_null_by_another_name_is_refused(kind: str, other: str) -> None:
+    """A class takes it last, over what it makes of its own name's null."""
+    wholes = [name for name, parts in PARTS.items() if kind in TEXTS and parts.text == kind]
+    text: dict[str, Any] = {"model_type": kind, other: None}
+    config = {"model_type": wholes[0], "text_config": text} if wholes else text
+    with pytest.raises(ShapeError, match=rf"{other}: must not be null"):
+        ModelShape.from_config(config)
+
+
+def test_no_layers_are_not_those_of_the_default() -> None:
+    with pytest.raises(ShapeError, match="num_hidden_layers"):
+        ModelShape.from_config({"model_type": "nemotron_h", "layers_block_type": []})
 
 
 def test_a_name_that_a_class_does_not_know_is_not_read() -> None:

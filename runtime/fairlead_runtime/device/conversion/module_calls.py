@@ -76,22 +76,27 @@ def record_calls(modules: Iterable[nn.Module]) -> Iterator[list[Call]]:
         yield calls
 
 
-def play_back(run: Callable[[], object], calls: Sequence[Call], factor: float) -> list[Call]:
+def play_back(
+    run: Callable[[], object], calls: Sequence[Call], factor: float, count: int | None = None
+) -> list[Call]:
     """The calls that ``run`` makes of the modules of these ``calls``, in that order. Each that has
     weights, and no others with weights inside it, computes nothing: it gives ``factor`` times what
-    it gave.
+    it gave, in the first ``count`` of the calls, if not in all, and in the others just that.
     """
     results: dict[nn.Module, list[Any]] = {}
-    for call in calls:
+
+    def scale(x: Tensor) -> Tensor:
+        # Not of ids, as those of the experts that a router chose.
+        return factor * x if x.is_floating_point() else x
+
+    for index, call in enumerate(calls):
         if [part for part in call.module.modules() if has_weights(part)] == [call.module]:
-            results.setdefault(call.module, []).append(call.output)
+            scaled = count is None or index < count
+            output = tree_map_only(Tensor, scale, call.output) if scaled else call.output
+            results.setdefault(call.module, []).append(output)
 
     def play(outputs: Iterator[Any]) -> Callable[..., Any]:
-        # Not of ids, as those of the experts that a router chose.
-        def scale(x: Tensor) -> Tensor:
-            return factor * x if x.is_floating_point() else x
-
-        return lambda *_, **__: tree_map_only(Tensor, scale, next(outputs))
+        return lambda *_, **__: next(outputs)
 
     with ExitStack() as stack:
         for module, outputs in results.items():

@@ -17,6 +17,7 @@ from fairlead_kernels.cpu.cpu_operations import CpuOperations
 from fairlead_kernels.cpu.cpu_products import BiasedWeight, CpuMlp, CpuProducts, alike
 from fairlead_kernels.interface import reference
 from fairlead_kernels.interface.layer import Activation
+from fairlead_runtime.device.conversion.closeness import close
 from fairlead_runtime.device.conversion.float32_view import has_weights, widened_to_float32
 from fairlead_runtime.device.conversion.module_calls import (
     ModuleCall,
@@ -24,7 +25,7 @@ from fairlead_runtime.device.conversion.module_calls import (
     record_calls,
 )
 from fairlead_runtime.device.conversion.packed_norms import HALF_ROUNDING
-from fairlead_runtime.device.conversion.recognize_layer import DoesNotFitError, close, mlp_of
+from fairlead_runtime.device.conversion.recognize_layer import DoesNotFitError, mlp_of
 from fairlead_runtime.device.conversion.replacement import Replacement
 from fairlead_runtime.sizing.terms import WIDE_ROWS
 

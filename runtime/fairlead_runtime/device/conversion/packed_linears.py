@@ -25,6 +25,7 @@ from fairlead_kernels.cpu.cpu_products import BiasedWeight
 from fairlead_kernels.formats.quantize import Quantized
 from fairlead_kernels.interface.layer import Packed
 from fairlead_runtime.device.conversion import recognize_ends
+from fairlead_runtime.device.conversion.closeness import factor_of
 from fairlead_runtime.device.conversion.float32_view import widened_to_float32
 from fairlead_runtime.device.conversion.module_calls import ModuleCall, record_calls
 from fairlead_runtime.device.conversion.packed_blocks import find_mlps, in_parts, replacements
@@ -33,11 +34,7 @@ from fairlead_runtime.device.conversion.packed_norms import (
     gated_call,
     norm_replacements,
 )
-from fairlead_runtime.device.conversion.recognize_layer import (
-    DoesNotFitError,
-    factor_of,
-    matrix_of,
-)
+from fairlead_runtime.device.conversion.recognize_layer import DoesNotFitError, matrix_of
 from fairlead_runtime.device.conversion.replacement import Replacement
 from fairlead_runtime.device.conversion.rounding import SAMPLES, Noise
 from fairlead_runtime.device.model.paged_attention import ForwardPass

@@ -19,14 +19,10 @@ from fairlead_kernels.cpu.cpu_norms import CpuGatedNorm, CpuNorm
 from fairlead_kernels.cpu.cpu_operations import CpuOperations
 from fairlead_kernels.interface import reference
 from fairlead_kernels.interface.layer import GatedNorm, Norm
+from fairlead_runtime.device.conversion.closeness import CLOSE, close
 from fairlead_runtime.device.conversion.float32_view import widened_to_float32
 from fairlead_runtime.device.conversion.module_calls import Call, ModuleCall
-from fairlead_runtime.device.conversion.recognize_layer import (
-    CLOSE,
-    DoesNotFitError,
-    close,
-    norm_of,
-)
+from fairlead_runtime.device.conversion.recognize_layer import DoesNotFitError, norm_of
 from fairlead_runtime.device.conversion.replacement import Replacement
 
 HALF_ROUNDING = 2.0**-8  # of a number in bfloat16

@@ -23,13 +23,12 @@ from fairlead_kernels.formats.quantize import Quantized
 from fairlead_kernels.formats.row_chunks import row_chunks
 from fairlead_kernels.interface import reference
 from fairlead_kernels.interface.layer import Norm
+from fairlead_runtime.device.conversion.closeness import close, factor_of
 from fairlead_runtime.device.conversion.float32_view import has_weights
 from fairlead_runtime.device.conversion.module_calls import Call, record_calls
 from fairlead_runtime.device.conversion.recognize_layer import (
     DoesNotFitError,
     Matrix,
-    close,
-    factor_of,
     matrix_of,
     norm_of,
 )

@@ -27,6 +27,14 @@ from fairlead_kernels.interface.layer import (
     Norm,
     Packed,
 )
+from fairlead_runtime.device.conversion.closeness import close, factor_of, same_rows
+from fairlead_runtime.device.conversion.large_numbers import (
+    LARGE,
+    PlayBack,
+    Replay,
+    attention_is_same,
+    mlp_is_same,
+)
 from fairlead_runtime.device.conversion.module_calls import ModuleCall
 from fairlead_runtime.device.model.fused_layers import UnfusedMlp, halves_of
 from fairlead_runtime.device.model.paged_attention import AttentionCall
@@ -34,15 +42,11 @@ from fairlead_runtime.device.model.row_parallel import RowParallel
 from fairlead_runtime.models.published import StoredLinear
 from fairlead_runtime.models.quantized import QuantizedLinear
 
-# Two results of float32 are equal within this share of their size; other functions differ by more.
-CLOSE = 1e-4
-ROUNDING = 1e-6  # of the larger part of a sum
 OTHER_BEGIN = "its MLP does not begin with a norm of the residual or of the residual plus attention"
 OTHER_MLP = "its MLP is not two or three matrices with SiLU, GELU, ReLU or its square"
 FACTOR = "it multiplies what a norm after attention or MLP returns"
-LARGE = 1e4  # times the numbers of a recording, which may not reach what a model limits
 LIMITED_MLP = "its MLP computes something else with large numbers"
-PlayBack = Callable[[float], Sequence[ModuleCall]]
+LIMITED_ATTENTION = "its attention gets something else of large numbers"
 Mix = Callable[[Tensor, Activation], Tensor]
 
 
@@ -59,7 +63,8 @@ class Recording:
     ``blocks``: the calls after it of all modules with weights anywhere inside, inner ones first,
     which took and gave [1, T, width]; query, key and value [T, heads, dim] what attention got,
     ``attended`` what it returned. ``play_back`` with a factor: the calls of all modules where those
-    with weights give so many times what they gave.
+    with weights give so many times what they gave; ``attend_again``: where those before attention
+    give LARGE times as much.
     """
 
     input: Tensor
@@ -74,6 +79,7 @@ class Recording:
     attended: Tensor
     call: AttentionCall
     play_back: PlayBack
+    attend_again: Callable[[], Replay]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -196,33 +202,6 @@ def _bias(matrices: Sequence[Matrix]) -> Tensor | None:
     return torch.cat(biases)
 
 
-def close(got: Tensor, want: Tensor, residual: Tensor | None = None) -> bool:
-    """Whether both come from the same function; with ``residual``, whether ``got`` is the sum of
-    the others. A small ``want`` beside a large residual must be as exact as it is alone.
-
-    It compares torch with torch, one operation of a recognized part at a time, to tell functions
-    apart; whether other kernels compute that part is ``rounding``'s to say.
-    """
-    if got.shape != want.shape:
-        return False
-    difference, slack = got.double() - want.double(), 0.0
-    if residual is not None:
-        difference = difference - residual.double()
-        slack = ROUNDING * float(residual.abs().max())
-    largest = CLOSE * float(want.double().square().mean().sqrt()) + slack
-    return bool(difference.abs().max() <= largest)
-
-
-def factor_of(total: Tensor, residual: Tensor, branch: Tensor) -> float | None:
-    """The number f with ``total = residual + f * branch``, to six digits; None if there is none."""
-    if not total.shape == residual.shape == branch.shape:
-        return None
-    x = branch.double()
-    share = ((total.double() - residual.double()) * x).sum() / x.square().sum()
-    factor = float(f"{float(share):.6g}")
-    return factor if close(total, factor * branch, residual) else None
-
-
 @dataclass(slots=True, eq=False)
 class _Calls:
     """The recorded calls of one half of a layer; ``take`` hands each out once."""
@@ -295,6 +274,8 @@ def recognize(recording: Recording) -> LayerStructure:
     if len(outs) != 1:
         raise DoesNotFitError("no single matrix multiplies what its attention returns")
     ((out, branch),) = outs
+    if not attention_is_same(r.attend_again(), (r.query, r.key, r.value), out.module):
+        raise DoesNotFitError(LIMITED_ATTENTION)
     after_attention = calls.norm(branch)
     branch = branch if after_attention is None else after_attention[1]
     begin = calls.norm_of_sum(r.input, branch)
@@ -579,30 +560,8 @@ def _mlp(
                 matrices = [products[i][0] for i in order]
                 inputs = {matrix.module: LARGE * normed for matrix in matrices}
                 inputs[down.module] = mix(LARGE * gate_up, activation)
-                outputs = {x.module: LARGE * branch for x in blocks if _same_rows(x.output, branch)}
-                _check_large(play_back(LARGE), inputs, outputs)
+                outputs = {x.module: LARGE * branch for x in blocks if same_rows(x.output, branch)}
+                if not mlp_is_same(play_back(LARGE), inputs, outputs):
+                    raise DoesNotFitError(LIMITED_MLP)
                 return MlpStructure(matrices, activation, down), branch
     raise DoesNotFitError(OTHER_MLP)
-
-
-def _same_rows(got: Tensor, want: Tensor) -> bool:
-    """Whether both have the same rows, ``want`` [T, N]."""
-    return got.numel() == want.numel() and close(got.reshape(want.shape), want)
-
-
-def _check_large(
-    calls: Sequence[ModuleCall],
-    inputs: dict[nn.Module, Tensor],
-    outputs: dict[nn.Module, Tensor],
-) -> None:
-    """Raise DoesNotFitError unless in these calls modules got these inputs [T, K] and gave these
-    outputs [T, N].
-    """
-    got = {call.module: call for call in calls}
-    same = (
-        {*inputs, *outputs} <= {*got}
-        and all(_same_rows(got[module].input, want) for module, want in inputs.items())
-        and all(_same_rows(got[module].output, want) for module, want in outputs.items())
-    )
-    if not same:
-        raise DoesNotFitError(LIMITED_MLP)

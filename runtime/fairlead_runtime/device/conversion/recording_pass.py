@@ -4,7 +4,7 @@ Owns that pass. A layer of another type is recorded in float32, with its weights
 widened: what is compared with it later can then tell a wrong function from rounding.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 from fairlead_kernels.formats.row_chunks import row_chunks
 from fairlead_runtime.device.conversion import recognize_ends
 from fairlead_runtime.device.conversion.float32_view import has_weights, widened_to_float32
+from fairlead_runtime.device.conversion.large_numbers import LARGE, Replay
 from fairlead_runtime.device.conversion.module_calls import (
     Call,
     ModuleCall,
@@ -140,15 +141,27 @@ def recording_of(recorded: Recorded) -> tuple[Recording, str]:
         attended=attended,
         call=call,
         play_back=partial(_played_back, recorded),
+        attend_again=partial(_attended_again, recorded),
     ), name
 
 
 def _played_back(recorded: Recorded, factor: float) -> list[ModuleCall]:
     """The calls of a layer's modules as ``play_back`` has them."""
+    step = ProbePass(torch.tensor([0], device=recorded.call.inputs[0].device))
+    return [x.unary for x in play_back(_repeat_in(recorded, step), recorded.calls, factor)]
+
+
+def _attended_again(recorded: Recorded) -> Replay:
+    step = _ReplayPass(torch.tensor([0], device=recorded.call.inputs[0].device))
+    run = _repeat_in(recorded, step)
+    calls = play_back(run, recorded.calls, LARGE, count=recorded.attended_at)
+    return Replay([x.unary for x in calls], step.attention)
+
+
+def _repeat_in(recorded: Recorded, step: ProbePass) -> Callable[[], Tensor]:
+    """What runs the layer with what it got, in this pass."""
     call = recorded.call
-    step = ProbePass(torch.tensor([0], device=call.inputs[0].device))
-    run = partial(_run, call.module, call.inputs[0], call.arguments, step)
-    return [x.unary for x in play_back(run, recorded.calls, factor)]
+    return partial(_run, call.module, call.inputs[0], call.arguments, step)
 
 
 def _run(layer: nn.Module, hidden: Tensor, arguments: dict[str, Any], step: ProbePass) -> Tensor:
@@ -159,6 +172,19 @@ def _run(layer: nn.Module, hidden: Tensor, arguments: dict[str, Any], step: Prob
         return out
     finally:
         CURRENT_PASS.reset(token)
+
+
+class _ReplayPass(ProbePass):
+    """Keeps what the attention of one layer gets and returns."""
+
+    attention: tuple[Tensor, ...] = ()
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
+    ) -> Tensor:
+        out = super().attend(layer, query, key, value, call)
+        self.attention = (query, key, value, out)
+        return out
 
 
 class _ChangingPass(ProbePass):

@@ -243,6 +243,7 @@ DENSE: Mapping[str, Family] = {
         mlp_bias="mlp_bias",
         window="types",
         window_if="use_sliding_window",
+        listed_slide=True,
         slides_without="no_rope_layers",
         full_every="no_rope_layer_interval",
         **ATTENTION_BIAS,

@@ -70,6 +70,7 @@ LAYER_NORMS: Mapping[str, Family] = {
         qk_norm="flat",
         qk_norm_if="qk_layernorm",
         reads_head_dim=False,
+        even_heads=True,
         rope_types=_OF_SHARES,
     ),
     "phi": Family(

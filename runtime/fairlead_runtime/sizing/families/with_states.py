@@ -118,7 +118,7 @@ _NEMOTRON_KINDS = {"M": "linear_attention", "E": "moe", "*": "full_attention", "
 
 def _of_nemotron(family: Family, settings: Mapping[str, Any]) -> tuple[Family, Mapping[str, Any]]:
     """The number of layers is that of their kinds, which older files give as one text."""
-    kinds = settings.get("layers_block_type") or settings.get("layer_types")
+    kinds = settings.get("layers_block_type")
     pattern = settings.get("hybrid_override_pattern")
     if kinds is None and isinstance(pattern, str):
         kinds = [_NEMOTRON_KINDS.get(letter, letter) for letter in pattern]
