@@ -36,7 +36,6 @@ from fairlead_runtime.request.text_facts import TextFacts
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
 from fairlead_runtime.settings.startup_parts import Report, unreported
 from fairlead_runtime.settings.supported import check_supported
-from fairlead_runtime.sizing.checkpoint_formats import as_stored
 from fairlead_runtime.sizing.checkpoint_formats import published as stored_format
 from fairlead_runtime.sizing.config_json import has_parts
 from fairlead_runtime.sizing.element_types import matrix_dtype_of
@@ -128,7 +127,7 @@ def inspect(
         )
     dtype = _dtype(files, shape, settings)
     resolved = replace(settings, dtype=str(dtype).removeprefix("torch."))
-    matrix_dtype = DTYPES[matrix_dtype_of(shape, as_stored(resolved, shape.quantized))]
+    matrix_dtype = DTYPES[matrix_dtype_of(shape, resolved)]
     return InspectedModel(files, shape, dtype, matrix_dtype, settings.max_model_len or model_len)
 
 
