@@ -45,6 +45,20 @@ ON_COMPARISON = ("unit/kernels/test_comparison.py",)
 
 BUGS = (
     PackageBug(
+        "a panel that is widened for several blocks of rows has its halves over each other",
+        PRODUCT_C,
+        "      wide += P;\n",
+        "      wide += W;\n",
+        ON_PRODUCTS,
+    ),
+    PackageBug(
+        "of a wide matrix every part of a panel but the first is read as the first was widened",
+        PRODUCT_C,
+        "if (block == 0) {",
+        "if (block == 0 && !accumulate) {",
+        ON_PRODUCTS,
+    ),
+    PackageBug(
         "the gate's bias is added to both halves of an MLP",
         MLP_H,
         "up.bias, first, width);",

@@ -4,6 +4,7 @@ from planted.bug import PackageBug
 
 PUBLISHED = ("functional/engine/test_published_weights.py",)
 STORED_WEIGHTS = ("unit/models/test_published.py",)
+MATRIX_TYPES = ("functional/engine/test_matrix_types.py",)
 PRODUCT_TESTS = ("functional/engine/test_packed_products.py",)
 LOAD_MEMORY = ("functional/engine/test_load_memory.py",)
 RANKS, FUSED_RANKS = "functional/engine/test_ranks.py", "unit/device/test_fused_ranks.py"
@@ -508,6 +509,69 @@ BUGS = (
         "plain = config",
         "plain = shape.mixed or config",
         ("unit/sizing/test_memory_plan.py",),
+    ),
+    PackageBug(
+        "matrices that a CPU's kernels do not multiply by are planned in two bytes",
+        "fairlead_runtime.sizing.element_types:matrix_dtype_of",
+        "and shape.packs_all",
+        "and shape.layers",
+        ("unit/sizing/test_terms.py",),
+    ),
+    PackageBug(
+        "a model in float32 is planned in bfloat16 as a whole",
+        "fairlead_runtime.sizing.weight_bytes:_packed_weights",
+        "* packed + rest * element",
+        "* packed + rest * packed",
+        ("unit/sizing/test_terms.py",),
+    ),
+    PackageBug(
+        "matrices of few rows that are packed have no rows of padding",
+        "fairlead_runtime.sizing.weight_bytes:_packed_weights",
+        "else shape.padding + shape.narrow_padding",
+        "else shape.padding",
+        ("unit/sizing/test_terms.py",),
+    ),
+    PackageBug(
+        "weights that are packed in two bytes are loaded in two",
+        "fairlead_runtime.sizing.load_peak:loading_bytes",
+        "loaded = held_weights(shape, plain, 1, kind, loading=True)",
+        "loaded = held_weights(shape, plain, 1, kind)",
+        ("unit/sizing/test_terms.py",),
+    ),
+    PackageBug(
+        "numbers that bfloat16 lacks are rounded to it in a model in float32",
+        "fairlead_runtime.models.loading:check_exact",
+        "isinstance(module, nn.Embedding)",
+        "isinstance(module, nn.Module)",
+        MATRIX_TYPES,
+    ),
+    PackageBug(
+        "inputs of a model in float32 are rounded to bfloat16, as its matrices are stored",
+        "fairlead_runtime.device.conversion.packed_linears:_packed",
+        "pairs = dtype is packed_dtype",
+        "pairs = True",
+        MATRIX_TYPES,
+    ),
+    PackageBug(
+        "matrices are held in the model's type whatever was planned",
+        "fairlead_runtime.device.model.paged_model:prepare",
+        "model.matrix_dtype = loaded.matrix_dtype",
+        "model.matrix_dtype = loaded.dtype",
+        MATRIX_TYPES,
+    ),
+    PackageBug(
+        "matrices of few rows stay in four bytes where two are planned",
+        "fairlead_runtime.device.conversion.packed_linears:pack_products",
+        "every or dtypes[0] is not dtypes[1]",
+        "every",
+        MATRIX_TYPES,
+    ),
+    PackageBug(
+        "the head is packed in the model's type whatever was planned",
+        "fairlead_runtime.device.conversion.fusion:_proven_ends",
+        "run, operations, model.matrix_dtype)",
+        "run, operations, model.heads.dtype)",
+        MATRIX_TYPES,
     ),
     PackageBug(
         "a plan knows no rows that fill a mixer's panels",
@@ -3103,7 +3167,7 @@ BUGS = (
     PackageBug(
         "a bfloat16 model's weights are packed in float32",
         "fairlead_runtime.device.conversion.fusion:_fused.packed",
-        "structure.pack(operations, model.heads.dtype)",
+        "structure.pack(operations, model.matrix_dtype)",
         "structure.pack(operations)",
         ("functional/engine/test_fused_layers.py",),
     ),
@@ -4967,7 +5031,7 @@ BUGS = (
     PackageBug(
         "a bfloat16 model's head is packed in float32",
         "fairlead_runtime.device.conversion.fusion:_proven_ends",
-        "(ends, run, operations, model.heads.dtype)",
+        "(ends, run, operations, model.matrix_dtype)",
         "(ends, run, operations)",
         ("functional/engine/test_whole_model.py",),
     ),

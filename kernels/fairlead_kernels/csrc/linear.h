@@ -120,17 +120,21 @@ void multiply_panel_of(const Weight& weight, int panel, const float* x, int rows
                        bool last) {
   const int columns = int(weight.columns);
   const T* data = static_cast<const T*>(weight.data) + int64_t(panel) * columns * P;
+  // Widening a bfloat16 for each block of rows takes time from products.
+  constexpr bool widens = std::is_same_v<T, bfloat16>;
   if (rows <= MAX_ROWS || columns <= 2 * DEEP) {
+    float* const wide = widens && columns <= 2 * DEEP ? scratch(size_t(columns) * P) : nullptr;
     product<T>(rows, x, columns, data, columns, tile, P, false,
-               last ? nullptr : data + int64_t(columns) * P);
+               last ? nullptr : data + int64_t(columns) * P, wide);
     return;
   }
+  float* const wide = widens ? scratch(size_t(DEEP) * P) : nullptr;
   for (int from = 0; from < columns; from += DEEP) {
     const int depth = columns - from < DEEP ? columns - from : DEEP;
     const bool more = !last || from + depth < columns;
     const T* part = data + int64_t(from) * P;
     product<T>(rows, x + from, columns, part, depth, tile, P, from > 0,
-               more ? part + int64_t(depth) * P : nullptr);
+               more ? part + int64_t(depth) * P : nullptr, wide);
   }
 }
 

@@ -8,6 +8,8 @@
 
 #include "simd.h"
 
+#include <type_traits>
+
 namespace fairlead {
 
 constexpr int P = 2 * W;
@@ -34,9 +36,10 @@ struct Fetch {
   int lines = 0;
 };
 
-template <class T, int M>
+// With WIDENS the panel is left in `wide` as floats.
+template <class T, bool WIDENS, int M>
 void product_block(const float* x, int64_t x_stride, const T* panel, int k_count, float* y,
-                   int64_t y_stride, bool accumulate, Fetch fetch) {
+                   int64_t y_stride, bool accumulate, Fetch fetch, float* wide) {
   Vec sums[M][2];
 #pragma GCC unroll 16
   for (int i = 0; i < M; i++) {
@@ -49,6 +52,11 @@ void product_block(const float* x, int64_t x_stride, const T* panel, int k_count
     __builtin_prefetch(panel + 16 * W, 0, 3);
     if (P * sizeof(T) > 64) __builtin_prefetch(panel + 17 * W, 0, 3);
     panel += P;
+    if constexpr (WIDENS) {
+      store(wide, low);
+      store(wide + W, high);
+      wide += P;
+    }
 #pragma GCC unroll 16
     for (int i = 0; i < M; i++) {
       const Vec factor = splat(x[i * x_stride + k]);
@@ -75,20 +83,22 @@ void product_block(const float* x, int64_t x_stride, const T* panel, int k_count
 }
 
 template <class T>
-using Block = void (*)(const float*, int64_t, const T*, int, float*, int64_t, bool, Fetch);
+using Block = void (*)(const float*, int64_t, const T*, int, float*, int64_t, bool, Fetch, float*);
 
-template <class T, int... I>
+template <class T, bool WIDENS, int... I>
 constexpr Block<T> block_of(int rows, std::integer_sequence<int, I...>) {
-  constexpr Block<T> blocks[] = {product_block<T, I + 1>...};
+  constexpr Block<T> blocks[] = {product_block<T, WIDENS, I + 1>...};
   return blocks[rows - 1];
 }
 
 // y [rows, P] = x [rows, k_count] · panel, or += with `accumulate`. Rows are spread evenly over
 // blocks. With `next`, the panel that is needed after this one, several blocks fetch it meanwhile;
-// one fetches its own panel, a little ahead, and the beginning of the next.
+// one fetches its own panel, a little ahead, and the beginning of the next. With `wide`, memory for
+// a panel of bfloat16 as floats, the first of several blocks widens it for all.
 template <class T>
 inline void product(int rows, const float* x, int64_t x_stride, const T* panel, int k_count,
-                    float* y, int64_t y_stride, bool accumulate, const T* next = nullptr) {
+                    float* y, int64_t y_stride, bool accumulate, const T* next = nullptr,
+                    float* wide = nullptr) {
   const int most = most_rows(x_stride), blocks = (rows + most - 1) / most;
   const int lines_of_4 = (4 * P * int(sizeof(T)) + 63) / 64;
   Fetch fetch;
@@ -98,12 +108,24 @@ inline void product(int rows, const float* x, int64_t x_stride, const T* panel, 
     fetch = {soon, (lines_of_4 - 1) / blocks + 1};
   }
   const char* end = fetch.at + size_t(k_count) * P * sizeof(T);
+  const bool widens = std::is_same_v<T, bfloat16> && wide != nullptr && blocks > 1;
   for (int block = 0, row = 0; block < blocks; block++) {
     const int count = (rows - row + blocks - block - 1) / (blocks - block);
     if (fetch.at >= end) fetch.lines = 0;
-    block_of<T>(count, std::make_integer_sequence<int, MAX_ROWS>())(
-        x + row * x_stride, x_stride, panel, k_count, y + row * y_stride, y_stride, accumulate,
-        fetch);
+    const auto multiply = [&](auto multiply_rows, const auto* numbers) {
+      multiply_rows(x + row * x_stride, x_stride, numbers, k_count, y + row * y_stride, y_stride,
+                    accumulate, fetch, wide);
+    };
+    constexpr std::make_integer_sequence<int, MAX_ROWS> all{};
+    if (!widens) {
+      multiply(block_of<T, false>(count, all), panel);
+    } else if constexpr (std::is_same_v<T, bfloat16>) {
+      if (block == 0) {
+        multiply(block_of<T, true>(count, all), panel);
+      } else {
+        multiply(block_of<float, false>(count, all), wide);
+      }
+    }
     fetch.at += size_t(fetch.lines) * 64 * (k_count / 4);
     row += count;
   }

@@ -109,7 +109,7 @@ def load_rank(
         )
     report("profile")
     model, choice = served.model, served.choice
-    if served.fusion.stored is not torch.float32:
+    if served.fusion.stored is not torch.float32 or model.matrix_dtype is not torch.float32:
         release_memory()  # of the weights in float32, before they were packed
     log.info("kernels: %s, %s", choice, served.fusion)
     if rank_device.type == "cuda":

@@ -12,18 +12,20 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from torch import nn
 from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
+from fairlead_kernels.formats.row_chunks import row_chunks
 from fairlead_runtime.models import architecture, published, text_model
 from fairlead_runtime.models import files as model_files
 from fairlead_runtime.models.files import ModelFiles
@@ -36,6 +38,7 @@ from fairlead_runtime.settings.startup_parts import Report, unreported
 from fairlead_runtime.settings.supported import check_supported
 from fairlead_runtime.sizing.checkpoint_formats import published as stored_format
 from fairlead_runtime.sizing.config_json import has_parts
+from fairlead_runtime.sizing.element_types import matrix_dtype_of
 from fairlead_runtime.sizing.shape import ModelShape
 
 log = logging.getLogger(__name__)
@@ -48,13 +51,14 @@ _STORED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 class InspectedModel:
     """A model whose files and settings have been checked; no weight has been read.
 
-    ``dtype`` is the type it will run in, ``max_model_len`` the configured limit or the model's own,
-    in tokens.
+    ``dtype`` is the type it will run in, ``matrix_dtype`` that in which a CPU's kernels hold its
+    matrices; ``max_model_len`` the configured limit or the model's own, in tokens.
     """
 
     files: ModelFiles
     shape: ModelShape
     dtype: torch.dtype
+    matrix_dtype: torch.dtype
     max_model_len: int
 
     @property
@@ -78,7 +82,8 @@ class LoadedModel:
 
     ``identity`` (32 bytes) differs whenever cached keys and values would; ``eos_ids`` are all ids
     that end a text; ``max_model_len`` is the configured limit or the model's own, in tokens.
-    ``read_tokenizer`` reads it, unless this process has.
+    ``matrix_dtype``: in which a CPU's kernels hold its matrices. ``read_tokenizer`` reads it,
+    unless this process has.
     """
 
     model: PreTrainedModel
@@ -90,6 +95,7 @@ class LoadedModel:
     eos_ids: frozenset[int]
     max_model_len: int
     dtype: torch.dtype
+    matrix_dtype: torch.dtype
     config_json: Mapping[str, Any]
 
     @property
@@ -120,7 +126,9 @@ def inspect(
             f"set at most {model_len}",
         )
     dtype = _dtype(files, shape, settings)
-    return InspectedModel(files, shape, dtype, settings.max_model_len or model_len)
+    resolved = replace(settings, dtype=str(dtype).removeprefix("torch."))
+    matrix_dtype = DTYPES[matrix_dtype_of(shape, resolved)]
+    return InspectedModel(files, shape, dtype, matrix_dtype, settings.max_model_len or model_len)
 
 
 def load(
@@ -148,6 +156,8 @@ def load(
     sharded = settings.tensor_parallel > 1
     model = _load_weights(inspected, torch.device(device), report, sharded=sharded)
     model.requires_grad_(False).eval()
+    if torch.device(device).type == "cpu" and inspected.matrix_dtype is not inspected.dtype:
+        check_exact(model, inspected.matrix_dtype)
     log.info("loaded %s in %.1f s", size, time.monotonic() - started)
     facts = text() if text is not None else None
     if facts is None:
@@ -170,8 +180,29 @@ def load(
         eos_ids=eos_ids(model, facts, inspected.shape.vocab),
         max_model_len=inspected.max_model_len,
         dtype=inspected.dtype,
+        matrix_dtype=inspected.matrix_dtype,
         config_json=inspected.config_json,
     )
+
+
+def check_exact(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Raise ConfigError unless all matrices that the model multiplies by have the same numbers in
+    ``dtype``, in which its kernels are to hold them.
+    """
+    for name, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            if parameter.dim() != 2 or isinstance(module, nn.Embedding):
+                continue
+            chunks = (parameter.data[chunk] for chunk in row_chunks(*parameter.shape))
+            if not all(torch.equal(chunk.to(dtype).to(chunk.dtype), chunk) for chunk in chunks):
+                stored = str(dtype).removeprefix("torch.")
+                raise ConfigError(
+                    "dtype",
+                    f"float32, but config.json says {stored}, in which the memory plan counts "
+                    f"matrices, and {name} has other numbers",
+                    f"use auto or {stored}, which round them, or write dtype float32 into "
+                    "config.json",
+                )
 
 
 def eos_ids(model: PreTrainedModel, text: TextFacts, vocab: int) -> frozenset[int]:

@@ -17,6 +17,21 @@ def bytes_of(shape: ModelShape, config: EngineConfig) -> int:
     return DTYPE_BYTES[dtype_of(shape, config)]
 
 
+def matrix_dtype_of(shape: ModelShape, config: EngineConfig) -> str:
+    """The type in which a CPU's kernels hold the matrices that they multiply by, unless quantized:
+    the model's, but bfloat16 in a model in float32 whose checkpoint is that. They widen it in
+    registers, so no bit of a result differs.
+    """
+    dtype = dtype_of(shape, config)
+    widens = (
+        (shape.dtype, dtype) == ("bfloat16", "float32")
+        and (config.quantization, shape.quantized) == ("none", "")
+        and shape.packs_all
+        and packs_on_cpu(shape, config)
+    )
+    return "bfloat16" if widens else dtype
+
+
 def cache_bytes_of(shape: ModelShape, config: EngineConfig) -> int:
     """Bytes of one element of a cached key or value."""
     return 1 if config.fp8_cache else bytes_of(shape, config)

@@ -7,7 +7,8 @@ while the layers of a CPU are quantized and packed, one after the other. Pure: r
 from dataclasses import replace
 
 from fairlead_runtime.settings.engine_config import EngineConfig
-from fairlead_runtime.sizing.element_types import bytes_of, packs_on_cpu
+from fairlead_runtime.sizing.config_json import DTYPE_BYTES
+from fairlead_runtime.sizing.element_types import bytes_of, matrix_dtype_of, packs_on_cpu
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.terms import PROCESS, RANK_WORD_BYTES
 from fairlead_runtime.sizing.weight_bytes import held_weights
@@ -40,7 +41,7 @@ def loading_bytes(shape: ModelShape, config: EngineConfig, kind: str) -> int:
                 + CHUNK_TEMPORARIES
             )
         return held_weights(shape, plain, 1, kind) if rounds else 0
-    loaded = held_weights(shape, plain, 1, kind)
+    loaded = held_weights(shape, plain, 1, kind, loading=True)
     tested = 4 * TESTED_ROWS * shape.vocab  # compared in float32
     # The HTTP process reads its tokenizer afterwards.
     process = PROCESS + shape.vocab * RANK_WORD_BYTES
@@ -68,7 +69,7 @@ def _peak_beside_weights(shape: ModelShape, config: EngineConfig, *, rounds: boo
     projected = max((kind.projected_width for kind in shape.head_kinds), default=0)
     ordered = projected * shape.hidden
     if not rounds:
-        packed = 1 if shape.quantized else element
+        packed = 1 if shape.quantized else DTYPE_BYTES[matrix_dtype_of(shape, config)]
         ordered *= 1 if shape.quantized else 4
         return max(4 * widened + packed * layer + ordered, vocab_matrices) + temporaries
     # By the time the head is rounded the layers take a quarter of what they were loaded with.

@@ -150,6 +150,7 @@ class ModelShape:
     mixer_width: int = 0
     mixer_chunk: int = 1
     reads_weights: bool = False  # its mixers' code, of their linear layers itself
+    packs_all: bool = False  # a CPU's kernels multiply by all matrices of its layers, and its head
 
     @property
     def kv_width(self) -> int:
@@ -315,6 +316,8 @@ class ModelShape:
             mixer_width=mixer.alive if mixer else 0,
             mixer_chunk=mixer.chunk if mixer else 1,
             reads_weights=mixer is not None and mixer.reads_weights,
+            # No linear layer holds the matrices of experts.
+            packs_all=not experts and not (mixer is not None and mixer.reads_weights),
         )
 
     @classmethod

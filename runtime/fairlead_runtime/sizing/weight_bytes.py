@@ -8,24 +8,34 @@ from fairlead_kernels.packages.humming_memory import OWN_PAIR, PAIR, takes
 from fairlead_runtime.settings.engine_config import EngineConfig
 from fairlead_runtime.sizing.arithmetic import PANEL, ceil_div
 from fairlead_runtime.sizing.config_json import DTYPE_BYTES
-from fairlead_runtime.sizing.element_types import bytes_of, dtype_of, packs_on_cpu
+from fairlead_runtime.sizing.element_types import (
+    bytes_of,
+    dtype_of,
+    matrix_dtype_of,
+    packs_on_cpu,
+)
 from fairlead_runtime.sizing.shape import ModelShape
 
 FLOAT32 = DTYPE_BYTES["float32"]
 
 
-def held_weights(shape: ModelShape, config: EngineConfig, tp: int, kind: str) -> int:
+def held_weights(
+    shape: ModelShape, config: EngineConfig, tp: int, kind: str, *, loading: bool = False
+) -> int:
     """Bytes of the weights on one of ``tp`` accelerators that share the model, or on a CPU, with
-    what is float32 in a model of 16 bits and buffers, which no rank splits.
+    what is float32 in a model of 16 bits and buffers, which no rank splits. ``loading``: all in the
+    model's type, as they are before they are packed.
     """
     dtype = dtype_of(shape, config)
     wide = shape.wide + (shape.wide_norms if dtype == "float16" else 0)
     element = DTYPE_BYTES[dtype]
     more = wide * (FLOAT32 - element) + shape.buffers * FLOAT32 + shape.typed_buffers * element
-    return weights(shape, config, tp, kind) + more + shape.mask_bytes
+    return weights(shape, config, tp, kind, loading=loading) + more + shape.mask_bytes
 
 
-def weights(shape: ModelShape, config: EngineConfig, tp: int, kind: str) -> int:
+def weights(
+    shape: ModelShape, config: EngineConfig, tp: int, kind: str, *, loading: bool = False
+) -> int:
     """The same of parameters in the model's type alone. Of layers only the matrices are quantized.
     They are split with the biases of their outputs, those of keys and values by heads; so is an
     output matrix that is not the embedding. The rest is whole on each, as the scales of matrices
@@ -33,7 +43,8 @@ def weights(shape: ModelShape, config: EngineConfig, tp: int, kind: str) -> int:
     """
     element = bytes_of(shape, config)
     if kind == "cpu" and tp == 1 and packs_on_cpu(shape, config):
-        return _packed_weights(shape, config, element)
+        dtype = (dtype_of if loading else matrix_dtype_of)(shape, config)
+        return _packed_weights(shape, config, element, DTYPE_BYTES[dtype])
     if config.quantization != "none" and tp == 1:
         # A byte each and a float32 scale per row. int4: half of one, a scale and a zero point per
         # group, and the order of columns, if they have one.
@@ -87,11 +98,18 @@ def _layer_shares(shape: ModelShape, tp: int) -> tuple[int, int]:
     return matrices + shared * shape.hidden, channels + shared + hidden_rows
 
 
-def _packed_weights(shape: ModelShape, config: EngineConfig, element: int) -> int:
-    """Bytes of the weights in the C++ kernels for CPUs: the head has rows to a whole panel. int8,
-    unless a checkpoint brings it, is in float32 the head's type, too.
+def _packed_weights(shape: ModelShape, config: EngineConfig, element: int, packed: int) -> int:
+    """Bytes of the weights in the C++ kernels for CPUs, ``packed`` of each in a matrix: the head
+    has rows to a whole panel. int8, unless a checkpoint brings it, is in float32 the head's type,
+    too.
     """
     rows = ceil_div(shape.vocab, PANEL) * PANEL
+    if packed < element:
+        # So that it is known how many there are, matrices of few rows are packed, too.
+        padding = shape.joined_padding if shape.slab_width else shape.padding + shape.narrow_padding
+        matrices, head = shape.layer_matrices, shape.vocab * shape.hidden
+        rest = shape.parameters - matrices - head
+        return (matrices + padding + rows * shape.hidden) * packed + rest * element
     plain = (shape.parameters + (rows - shape.vocab) * shape.hidden) * element
     narrow = shape.narrow_padding if shape.states else 0
     if config.quantization == "none":

@@ -88,6 +88,20 @@ def test_a_row_is_the_same_bits_beside_any_others(instruction_set: str, columns:
         assert torch.equal(ours.linear(x[rows], part.weight, part.bias), whole[rows])
 
 
+@every_product_set
+@pytest.mark.parametrize("columns", [70, 1024, 1040])
+def test_numbers_in_bfloat16_give_the_bits_of_the_same_in_float32(
+    instruction_set: str, columns: int
+) -> None:
+    """For many rows they are widened once, in parts of as many columns as others are read in."""
+    ours = cpu_operations.load(instruction_set)
+    weight = (torch.randn(100, columns) / columns**0.5).bfloat16().float()
+    half, whole = (ours.pack([weight], dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
+    for rows in (1, 6, 8, 14, 15, 29, 300):
+        x = torch.randn(rows, columns)
+        assert torch.equal(ours.linear(x, half), ours.linear(x, whole)), rows
+
+
 def unpacked(ours: cpu_operations.CpuOperations, part: BiasedWeight) -> Tensor:
     return ours.unpack(part.weight, 0, part.weight.rows)
 

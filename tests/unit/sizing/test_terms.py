@@ -10,7 +10,9 @@ from fairlead_runtime.settings.engine_config import EngineConfig
 from fairlead_runtime.sizing import tensor_parallel as ranks
 from fairlead_runtime.sizing import terms
 from fairlead_runtime.sizing.arithmetic import ceil_div
+from fairlead_runtime.sizing.element_types import matrix_dtype_of
 from fairlead_runtime.sizing.layer_heads import LayerHeads
+from fairlead_runtime.sizing.load_peak import loading_bytes
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.terms import (
     GIB,
@@ -20,7 +22,7 @@ from fairlead_runtime.sizing.terms import (
     terms_of,
     unit_bytes,
 )
-from fairlead_runtime.sizing.weight_bytes import packaged
+from fairlead_runtime.sizing.weight_bytes import held_weights, packaged
 
 SHAPE = ModelShape.from_config(
     {
@@ -136,6 +138,46 @@ def test_layers_of_a_split_model_on_a_cpu_are_planned_in_float32() -> None:
     fused, plain = planned(CPU, shared), planned(CPU, replace(shared, kernels="torch"))
     assert fused["activations"] == 2 * plain["activations"]
     assert fused["weights"] == plain["weights"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "stored", "matrix_dtype"),
+    [
+        ({"dtype": "float32"}, {}, "bfloat16"),
+        ({"dtype": "float32", "deterministic": True}, {}, "bfloat16"),
+        ({"dtype": "auto"}, {}, "bfloat16"),
+        ({"dtype": "auto"}, {"dtype": None}, "float32"),
+        ({"dtype": "float32"}, {"dtype": "float16"}, "float32"),
+        ({"dtype": "float32"}, {"dtype": "float32"}, "float32"),
+        ({"dtype": "float32"}, {"packs_all": False}, "float32"),
+        ({"dtype": "float32", "kernels": "torch"}, {}, "float32"),
+        ({"dtype": "float32", "quantization": "int8"}, {}, "float32"),
+        ({"dtype": "float32", "cache_dtype": "fp8"}, {}, "float32"),
+        ({"dtype": "float32", "tensor_parallel": 2}, {}, "float32"),
+    ],
+)
+def test_a_cpu_holds_matrices_in_bfloat16_where_they_are_stored_so_and_its_kernels_multiply(
+    settings: dict[str, Any], stored: dict[str, Any], matrix_dtype: str
+) -> None:
+    shape, config = replace(SHAPE, **stored), replace(CONFIG, **settings)
+    assert matrix_dtype_of(shape, config) == matrix_dtype
+
+
+def test_of_a_model_in_float32_with_matrices_in_bfloat16_the_rest_takes_four_bytes() -> None:
+    """Embeddings and norms; while it loads, all."""
+    wide = replace(CONFIG, dtype="float32")
+    vocab = SHAPE.vocab * SHAPE.hidden
+    matrices = SHAPE.layer_matrices + vocab
+    assert planned(CPU, wide)["weights"] == 4 * SHAPE.parameters - 2 * matrices + 4 * SHAPE.buffers
+    assert planned(GPU, wide)["weights"] == 4 * (SHAPE.parameters + SHAPE.buffers)
+    # Of layers that do not fuse matrices of few rows are packed, too.
+    unfused = replace(SHAPE, slab_width=0, narrow_padding=640)
+    weights = held_weights(unfused, wide, 1, "cpu")
+    assert weights == planned(CPU, wide)["weights"] + 2 * (640 + SHAPE.padding)
+    loading = held_weights(SHAPE, wide, 1, "cpu", loading=True)
+    assert loading == 4 * (SHAPE.parameters + SHAPE.buffers)
+    plain = replace(wide, kernels="torch")
+    assert loading_bytes(SHAPE, wide, "cpu") >= loading_bytes(SHAPE, plain, "cpu")
 
 
 def test_activations_and_logits_grow_with_their_limits_only() -> None:

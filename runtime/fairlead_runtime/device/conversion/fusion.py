@@ -277,7 +277,7 @@ def _fuse_layers(
         places = enumerate(run.layers)
         Replacement({layers[x.index]: run.forward_of(place) for place, x in places}).apply()
     reason = "; ".join(f"layer {index}: {text}" for text, index in reasons.items())
-    stored = {layer.layer.qkv.data.dtype for layer in fused} or {model.heads.dtype}
+    stored = {layer.layer.qkv.data.dtype for layer in fused} or {model.matrix_dtype}
     smallest = min(stored, key=lambda dtype: dtype.itemsize)
     around = sum(layer.unfused_mlp is not None for layer in fused)
     return Fusion(len(fused) - around, total, reason, around, smallest), runs
@@ -325,7 +325,7 @@ def _proven_ends(
     expected, noise = recognize_ends.logits_and_noise(
         model, decoder_layers(model), several, rounding, samples
     )
-    fused_model = recognize_ends.FusedModel(ends, run, operations, model.heads.dtype)
+    fused_model = recognize_ends.FusedModel(ends, run, operations, model.matrix_dtype)
     restore = partial(fused_model.restore, ends)
     replacement = Replacement(weights=ends.head_weights, restore=restore)
     step = _ScratchPass(model)
@@ -427,7 +427,7 @@ def _fused(
         call = structure.call
         spec = spec_of(call, model.windows[index])
         argument = RopeArgument(rope if structure.rotates else "", structure.rope_in_pairs)
-        layer = structure.pack(operations, model.heads.dtype)
+        layer = structure.pack(operations, model.matrix_dtype)
         x = recording.input
         cos, sin = recording.rope if structure.rotates else (x[:, :0], x[:, :0])
         angles = argument.read((cos[None], sin[None]))

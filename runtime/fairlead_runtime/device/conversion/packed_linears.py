@@ -133,12 +133,13 @@ def pack_products(
     model: PagedModel, operations: CpuOperations, step: ForwardPass, *, every: bool = False
 ) -> PackedProducts:
     """Pack the matrices that the model's own code multiplies by, each proven in a pass of ``step``,
-    which keeps the logits of all tokens. ``every``: also those that gain nothing by it.
+    which keeps the logits of all tokens. ``every``: also those that gain nothing by it, as where
+    the plan counts all in a narrower type than the model's.
     """
     head: Any = model.model.get_output_embeddings()
     embedding: Any = model.model.get_input_embeddings()
-    dtype, owners = model.heads.dtype, owners_of(model.model)
-    half = dtype is not torch.float32
+    dtypes, owners = (model.heads.dtype, model.matrix_dtype), owners_of(model.model)
+    half, every = dtypes[0] is not torch.float32, every or dtypes[0] is not dtypes[1]
     smallest = 1 if every else SMALLEST
     calls, gated_calls = _record(model, step)
     mlps = find_mlps(calls)
@@ -162,12 +163,12 @@ def pack_products(
             if shares == 1:
                 fewest_rows = 1 if every else PANEL // 2 if module in mixers else PANEL
                 product = _packed(
-                    call, operations, dtype, widens=module is head, fewest_rows=fewest_rows
+                    call, operations, dtypes, widens=module is head, fewest_rows=fewest_rows
                 )
             elif shares == 2 and module is head and embedding in calls:
                 fewest_rows = 1 if every else PANEL
                 product = _packed(
-                    call, operations, dtype, calls[embedding], widens=True, fewest_rows=fewest_rows
+                    call, operations, dtypes, calls[embedding], widens=True, fewest_rows=fewest_rows
                 )
             else:
                 continue
@@ -201,7 +202,7 @@ def pack_products(
         return PackedProducts(reason=f"its code reads weights itself: {type(error).__name__}")
     model.packed += [tensor for product in products for tensor in product.weight.tensors]
     heads = [product for product in products if product.module is head]
-    stored = str(dtype).removeprefix("torch.") if heads else ""
+    stored = str(model.matrix_dtype).removeprefix("torch.") if heads else ""
     return PackedProducts(len(products) - len(heads), stored, blocks=len(around))
 
 
@@ -244,17 +245,17 @@ def _has_matrix(module: nn.Module, smallest: int) -> bool:
 def _packed(
     call: ModuleCall,
     operations: CpuOperations,
-    dtype: torch.dtype,
+    dtypes: tuple[torch.dtype, torch.dtype],
     embedded: ModuleCall | None = None,
     *,
     widens: bool,
     fewest_rows: int = PANEL,
 ) -> _Product:
     """The module's product, and the embedding's rows where ``embedded`` is the call of one that
-    shares its matrix, proven on these calls. Raises DoesNotFitError, also for fewer rows than
-    ``fewest_rows``.
+    shares its matrix, proven on these calls. ``dtypes``: of the model, and in which its matrix is
+    packed. Raises DoesNotFitError, also for fewer rows than ``fewest_rows``.
     """
-    module = call.module
+    module, (dtype, packed_dtype) = call.module, dtypes
     parameters = dict(module.named_parameters(recurse=False))
     parameter = next(p for p in parameters.values() if p.dim() == 2)
     scales = parameters.pop("scales", None) if isinstance(module, QuantizedLinear) else None
@@ -274,6 +275,7 @@ def _packed(
         else:
             transposed = stored.stride() != parameter.stride()
             factor = 1.0 if embedded is None else _factor(embedded, stored)
+        pairs = dtype is packed_dtype  # they round what they multiply
         batch = x.expand(SAMPLES, *x.shape)
         noise = Noise.of(want, lambda c: module(c.of(batch, x.shape[-1])), rounding)
         product = _Product(
@@ -281,7 +283,7 @@ def _packed(
             parameter,
             scales,
             transposed,
-            operations.pack([stored], dtype=dtype, releases=True, pairs=True),
+            operations.pack([stored], dtype=packed_dtype, releases=True, pairs=pairs),
             next((p for p in parameters.values() if p.dim() == 1), None),
             operations,
             None if embedded is None else embedded.module,

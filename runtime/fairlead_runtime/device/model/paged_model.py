@@ -165,6 +165,9 @@ class PagedModel:
         except ValueError as error:
             raise families.unsupported(model.config.model_type, str(error)) from error
         self.heads = self._probe()
+        # Of the matrices that a CPU's kernels multiply by, unless quantized: the model's, or one
+        # in which they have the same numbers.
+        self.matrix_dtype = self.heads.dtype
 
     def _select_logits(self) -> None:
         if not self.selects_logits:
@@ -390,6 +393,8 @@ def prepare(
     windows = families.check(loaded.config)
     rope.pin(loaded.model, loaded.max_model_len)
     model = PagedModel(loaded.model, windows, device, fp8_cache=fp8_cache)
+    if model.device.type == "cpu":
+        model.matrix_dtype = loaded.matrix_dtype
     shape, heads = loaded.shape, model.heads
     sizes = (shape.heads, shape.kv_heads, shape.head_dim, shape.value_dim)
     states = model.state_layout_of(shape.states)
