@@ -560,13 +560,6 @@ BUGS = (
         MATRIX_TYPES,
     ),
     PackageBug(
-        "matrices of few rows stay in four bytes where two are planned",
-        "fairlead_runtime.device.conversion.packed_linears:pack_products",
-        "every or dtypes[0] is not dtypes[1]",
-        "every",
-        MATRIX_TYPES,
-    ),
-    PackageBug(
         "the head is packed in the model's type whatever was planned",
         "fairlead_runtime.device.conversion.fusion:_proven_ends",
         "run, operations, model.matrix_dtype)",
