@@ -263,7 +263,12 @@ def bad_values() -> Iterator[tuple[str, dict[str, Any], str]]:
         {"use_sliding_window": True, "sliding_window": 8, "no_rope_layers": 1},
         "no_rope",
     )
-    yield "dots1", {"n_shared_experts": 1}, "num_local_experts"
+    yield "dots1", {"n_shared_experts": 1}, "n_group"
+    yield (
+        "dots1",
+        {"n_shared_experts": 1, "n_group": 1, "topk_group": 1},
+        "num_local_experts",
+    )
     yield "dots1", {"n_routed_experts": 4}, "n_shared_experts"
     yield "stablelm", {"use_parallel_residual": 1}, "use_parallel_residual"
     yield "ernie4_5_moe", {"moe_layer_end_index": -2}, "moe_layer_end_index"

@@ -1016,8 +1016,8 @@ def test_lists_of_numbers_of_layers_and_widths_are_no_counts() -> None:
 
 
 def test_bidirectional_attention_of_images_alone_leaves_a_text_causal() -> None:
-    config = {"model_type": "gemma3_text", "use_bidirectional_attention": "vision"}
-    assert ModelShape.from_config(config).layers == 26
+    config = {"model_type": "gemma4_text", "use_bidirectional_attention": "vision"}
+    assert ModelShape.from_config(config).layers == 30
     for whole in ("all", True):
         with pytest.raises(ShapeError, match="use_bidirectional_attention"):
             ModelShape.from_config(config | {"use_bidirectional_attention": whole})

@@ -256,7 +256,7 @@ def test_an_empty_config_takes_the_class_defaults(family: str) -> None:
         ({"model_type": "bamba", "attn_layer_indices": 3}, "attn_layer_indices"),
         ({"model_type": "jamba", "attn_layer_period": 0}, "attn_layer_period"),
         ({"model_type": "nemotron_h", "hybrid_override_pattern": "MX"}, "layers_block_type"),
-        ({"model_type": "nemotron_h", "layers_block_type": 4}, "num_hidden_layers"),
+        ({"model_type": "nemotron_h", "layers_block_type": 4}, "layers_block_type"),
         ({"model_type": "lfm2", "block_ff_dim": "wide"}, "intermediate_size"),
         ({"model_type": "granitemoehybrid", "num_local_experts": -1}, "num_local_experts"),
     ],
