@@ -6,6 +6,7 @@ table.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from fairlead_runtime.models.headers import Header
@@ -50,7 +51,13 @@ def check(
         shape = unlisted.shape_of(config, weights or {})
     except ShapeError as error:
         raise unsupported_shape(error) from error
-    return shape
+    return replace(shape, packs_all=shape.packs_all and not _has_wide_matrix(weights or {}))
+
+
+def _has_wide_matrix(weights: Mapping[str, Header]) -> bool:
+    """Whether kernels that hold matrices in bfloat16 would round one."""
+    entries = (entry for header in weights.values() for entry in header.tensors.values())
+    return any(len(entry.shape) == 2 and entry.dtype != "BF16" for entry in entries)
 
 
 def _in_transformers(model_type: object) -> bool:

@@ -18,14 +18,12 @@ from typing import Any
 
 import torch
 import transformers
-from torch import nn
 from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
-from fairlead_kernels.formats.row_chunks import row_chunks
 from fairlead_runtime.models import architecture, published, text_model
 from fairlead_runtime.models import files as model_files
 from fairlead_runtime.models.files import ModelFiles
@@ -156,8 +154,6 @@ def load(
     sharded = settings.tensor_parallel > 1
     model = _load_weights(inspected, torch.device(device), report, sharded=sharded)
     model.requires_grad_(False).eval()
-    if torch.device(device).type == "cpu" and inspected.matrix_dtype is not inspected.dtype:
-        check_exact(model, inspected.matrix_dtype)
     log.info("loaded %s in %.1f s", size, time.monotonic() - started)
     facts = text() if text is not None else None
     if facts is None:
@@ -183,26 +179,6 @@ def load(
         matrix_dtype=inspected.matrix_dtype,
         config_json=inspected.config_json,
     )
-
-
-def check_exact(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Raise ConfigError unless all matrices that the model multiplies by have the same numbers in
-    ``dtype``, in which its kernels are to hold them.
-    """
-    for name, module in model.named_modules():
-        for parameter in module.parameters(recurse=False):
-            if parameter.dim() != 2 or isinstance(module, nn.Embedding):
-                continue
-            chunks = (parameter.data[chunk] for chunk in row_chunks(*parameter.shape))
-            if not all(torch.equal(chunk.to(dtype).to(chunk.dtype), chunk) for chunk in chunks):
-                stored = str(dtype).removeprefix("torch.")
-                raise ConfigError(
-                    "dtype",
-                    f"float32, but config.json says {stored}, in which the memory plan counts "
-                    f"matrices, and {name} has other numbers",
-                    f"use auto or {stored}, which round them, or write dtype float32 into "
-                    "config.json",
-                )
 
 
 def eos_ids(model: PreTrainedModel, text: TextFacts, vocab: int) -> frozenset[int]:

@@ -145,8 +145,10 @@ def family_of(config: Mapping[str, Any]) -> tuple[Family, Mapping[str, Any]]:
         raise _refused("model_type", name, REFUSED[name])
     _check_texts(name, config)
     check_counts(config)
-    if config.get("is_encoder_decoder"):
-        raise _refused("is_encoder_decoder", name, ENCODER_DECODER)
+    text = config.get(TEXT)
+    for part in (config, text) if isinstance(text, Mapping) else (config,):
+        if part.get("is_encoder_decoder") is True:
+            raise _refused("is_encoder_decoder", name, ENCODER_DECODER)
     if has_parts(config):
         return _family_of_text(name, config)
     if name in TEXTS:
@@ -233,6 +235,8 @@ def _family_of_text(name: str, config: Mapping[str, Any]) -> tuple[Family, Mappi
     field, problem = problem_of(name, config)
     if problem:
         raise ShapeError(field, problem)
+    if config.get("rope_scaling") and not isinstance(config["rope_scaling"], Mapping):
+        raise ShapeError("rope_scaling", "must be an object or null, of the whole, too")
     text = _text_settings(config, parts)
     kind = str(text.get("model_type"))
     # A text with states is served in the whole that is published with it.
@@ -249,6 +253,9 @@ def _family_of_text(name: str, config: Mapping[str, Any]) -> tuple[Family, Mappi
             raise ShapeError(key, f"must be that of {TEXT}: the head of {name!r} has this size")
     if family.layer_inputs and kind != parts.text:
         raise _refused(f"{TEXT}.model_type", kind, OWN_INPUTS)
+    field, problem = problem_of(kind, {key: text[key] for key in (_TIED,) if key in text})
+    if problem:  # that of the whole may be taken in its place
+        raise ShapeError(f"{TEXT}.{field}", problem)
     # The head is the whole's, which has no bias.
     row = replace(family, head_bias=False, framed=parts.framed)
     return _meant(row, kind, _with_outer(text, config, parts))

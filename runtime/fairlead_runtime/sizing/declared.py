@@ -59,6 +59,11 @@ def _declared() -> Mapping[str, Mapping[str, tuple[str, ...]]]:
     return table
 
 
+def declares(kind: str, field: str) -> bool:
+    """Whether the class of this model_type declares the setting: others take any value of it."""
+    return field in _declared().get(kind, {})
+
+
 def problem_of(kind: str, settings: Mapping[str, Any]) -> tuple[str, str]:
     """The first setting that the class of this model_type refuses, and what it must be; two empty
     texts where it takes all.

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from fairlead_runtime.sizing.arithmetic import PANEL
 from fairlead_runtime.sizing.config_json import ConfigReader, ShapeError
+from fairlead_runtime.sizing.declared import declares
 from fairlead_runtime.sizing.family import Family
 from fairlead_runtime.sizing.layer_heads import LayerHeads
 from fairlead_runtime.sizing.layer_kinds import FULL, MLPS, attends, mixes
@@ -369,7 +370,11 @@ def _check_choice(s: ConfigReader, experts: int) -> None:
     if chosen > experts:
         problem = f"{chosen} experts a token are more than there are, {experts}"
         raise ShapeError("num_experts_per_tok", problem)
-    groups, taken = (s.integer(k) if s.says(k) else 1 for k in ("n_group", "topk_group"))
+    kind = str(s.get("model_type"))
+    chooses = declares(kind, "n_group")  # another class has no use for it
+    groups, taken = (
+        s.integer(k) if chooses and s.says(k) else 1 for k in ("n_group", "topk_group")
+    )
     if groups > 1 and (experts % groups or experts < 2 * groups):
         raise ShapeError("n_group", f"{groups} groups of two or more are not {experts} experts")
     if taken > groups:

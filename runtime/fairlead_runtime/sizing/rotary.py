@@ -285,11 +285,15 @@ def count_frequencies(s: ConfigReader, dims: Mapping[str, int]) -> int:
     name, value = rotary.switch
     if s.family.positions or rotary.absent or (name and s.get(name) != value):
         return 0
+    if not s.family.reads_head_dim and s.get("head_dim") not in (None, s.head_dim):
+        problem = f"must be {s.head_dim}, hidden_size over the heads: only rotations read it"
+        raise ShapeError("head_dim", problem)
     tables = s.integer("num_hidden_layers") if s.family.layer_rotary else 1 + len(_thetas(s))
     widths = [*_rotated(s, rotary, dims)]
     for dim, width in widths:
-        if width == dim and dim % 2:
-            raise ShapeError("head_dim", f"{dim} elements of a head do not make pairs to rotate")
+        if width % 2 and (width == dim or rotary.even_width):
+            problem = f"{width} of {dim} elements of a head do not make pairs to rotate"
+            raise ShapeError("head_dim", problem)
     return tables * sum(2 * -(-width // 2) for _, width in widths)
 
 

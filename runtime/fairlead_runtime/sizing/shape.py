@@ -316,8 +316,10 @@ class ModelShape:
             mixer_width=mixer.alive if mixer else 0,
             mixer_chunk=mixer.chunk if mixer else 1,
             reads_weights=mixer is not None and mixer.reads_weights,
-            # No linear layer holds the matrices of experts.
-            packs_all=not experts and not (mixer is not None and mixer.reads_weights),
+            # No linear layer holds the matrices of experts. Those of inputs of layers are too small
+            # to gain, and a projected embedding is narrower than the head that shares it.
+            packs_all=not (experts or family.layer_inputs or family.embedding_width)
+            and not (mixer is not None and mixer.reads_weights),
         )
 
     @classmethod

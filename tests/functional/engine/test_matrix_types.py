@@ -16,9 +16,9 @@ from fairlead_runtime.device.conversion.fusion import _ScratchPass, fuse
 from fairlead_runtime.device.conversion.pack_states import pack_states
 from fairlead_runtime.device.model.paged_model import PagedModel
 from fairlead_runtime.llm import LLM
-from fairlead_runtime.models import families, loading, rope
+from fairlead_runtime.models import families, rope
 from fairlead_runtime.request.sequence import SamplingParams
-from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
+from fairlead_runtime.settings.engine_config import EngineConfig
 from fairlead_runtime.sizing.arithmetic import PANEL
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.weight_bytes import held_weights
@@ -97,13 +97,23 @@ def test_a_checkpoint_in_bfloat16_served_in_float32_gives_the_text_of_generate(
     assert terms["weights"]["measuredBytes"] < 1.3 * stored
 
 
-def test_numbers_that_bfloat16_lacks_are_refused_where_the_plan_counts_it(tmp_path: Path) -> None:
-    path = tiny.save(tiny.build("llama"), tmp_path)
+def test_matrices_that_are_stored_wider_than_config_json_says_are_held_in_float32(
+    tmp_path: Path,
+) -> None:
+    model = tiny.build("llama", vocab_size=288)
+    path = tiny.save(model, tmp_path)
     file = path / "config.json"
-    config = json.loads(file.read_text()) | {"dtype": "bfloat16"}
-    file.write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match=r"dtype.*config.json says bfloat16.*q_proj") as refusal:
-        loading.load(path, config=EngineConfig(dtype="float32"))
-    assert refusal.value.field == "dtype"
-    # As it is for torch, which holds them in float32.
-    loading.load(path, config=EngineConfig(dtype="float32", kernels="torch"))
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"dtype": "bfloat16"}))
+    prompt = [17, 4, 9, 200, 31, 8, 99, 54, 12, 7, 120]
+    ids = torch.tensor([prompt])
+    settings: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    want = model.generate(ids, attention_mask=torch.ones_like(ids), eos_token_id=2, **settings)
+    sizes = {"num_blocks": 100, "block_size": 8, "max_batch_tokens": 256, "max_requests": 4}
+    with LLM(str(path), dtype="float32", **sizes) as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=12)
+        (answer,) = llm.generate([{"prompt_token_ids": prompt}], params)
+        report = llm.built_engine.memory.as_dict()
+    assert list(answer.outputs[0].token_ids) == want[0, len(prompt) :].tolist()
+    (weights,) = (term for term in report["terms"] if term["name"] == "weights")
+    assert sum(x.nbytes for x in model.parameters()) <= weights["measuredBytes"]
+    assert weights["measuredBytes"] <= weights["plannedBytes"]

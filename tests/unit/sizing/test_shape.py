@@ -572,8 +572,8 @@ def test_a_whole_that_the_self_test_judges_is_sized_as_transformers_builds_it(
 @pytest.mark.parametrize(
     ("family", "stray"),
     [
-        *((family, {"head_dim": 24}) for family in ("qwen2_vl", "qwen2_5_vl", "glm4v", "glmga")),
-        *((family, {"head_dim": 24}) for family in ("stablelm", "gpt_neox")),
+        ("gpt_neox", {"head_dim": 24}),
+        *(("qwen3_moe", {"n_group": n, "topk_group": 4}) for n in (None, 0, 8, False)),
         *((f, {"decoder_sparse_step": 2}) for f in ("mixtral", "gpt_oss", "olmoe", "hy_v3")),
         *((family, {"mlp_only_layers": [1, 2]}) for family in ("mixtral", "granitemoe", "mellum")),
     ],

@@ -272,6 +272,7 @@ DENSE: Mapping[str, Family] = {
     ),
     "bitnet": Family(
         defaults(128256, 2560, 6912, 30, 20, 2048, num_key_value_heads=5),
+        exact_heads=True,
         shardable=False,
         fuses=False,
         fuses_nowhere=True,

@@ -103,6 +103,7 @@ LAYER_NORMS: Mapping[str, Family] = {
         qk_norm_if="qk_layernorm",
         qk_norm_bias=True,
         rope_types=_OF_SHARES,
+        reads_head_dim=False,
     ),
     "biogpt": Family(
         defaults(42384, 1024, 4096, 24, 16, 1024, tie_word_embeddings=True),

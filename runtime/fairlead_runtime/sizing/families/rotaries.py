@@ -27,7 +27,8 @@ class Rotary:
     settings may say how many of a head's pairs each axis of positions has, "all" of them together,
     or of three "interleaved" axes any; ``own_sections``: of "all", its class's own where settings
     say none. ``absent``: it has no embeddings; ``switch``: none where this setting has another
-    value; ``null_theta``: none where theta is null.
+    value; ``null_theta``: none where theta is null. ``even_width``: its layers cut off a share of a
+    head that must be pairs; others cut off what their tables have.
     """
 
     by_type: str = ""
@@ -51,6 +52,7 @@ class Rotary:
     absent: bool = False
     switch: tuple[str, str] = ("", "")
     null_theta: bool = False
+    even_width: bool = False
 
 
 _NEVER = Rotary(by_type="never")
@@ -89,7 +91,8 @@ ROTARIES: Mapping[str, Rotary] = {
     "olmo3": _ADDED,
     "modernbert-decoder": Rotary("both", "global_rope_theta", "local_rope_theta"),
     **dict.fromkeys(("glm", "glm4", "glm4_moe"), _HALF),
-    **dict.fromkeys(("nemotron", "persimmon", "phi"), replace(_HALF, needs_share=True)),
+    "nemotron": replace(_HALF, needs_share=True),
+    **dict.fromkeys(("persimmon", "phi"), replace(_HALF, needs_share=True, even_width=True)),
     "glm4v_text": replace(_PART, sections="all", own_sections=(8, 12, 12)),
     "solar_open": replace(_PART, whole_heads=True),
     "minimax_m3_vl_text": replace(_PART, by_type="never"),
@@ -105,5 +108,5 @@ ROTARIES: Mapping[str, Rotary] = {
     "gpt_neox": Rotary("", "rotary_emb_base", "", 0.25, "rotary_pct", True, True),
     "minimax_m2": replace(_PART, width_name="rotary_dim"),
     **dict.fromkeys(("phi3", "phi4_multimodal"), replace(_PART, strict=True)),
-    "stablelm": replace(_PART, share=0.25, strict=True),
+    "stablelm": replace(_PART, share=0.25, strict=True, even_width=True),
 }
