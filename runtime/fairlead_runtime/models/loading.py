@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -31,7 +31,7 @@ from fairlead_runtime.models.identity import identity
 from fairlead_runtime.models.model_error import ModelError, first_line
 from fairlead_runtime.models.tokenizer_files import load_tokenizer, text_facts
 from fairlead_runtime.request.text_facts import TextFacts
-from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
+from fairlead_runtime.settings.engine_config import ConfigError, Dtype, EngineConfig
 from fairlead_runtime.settings.startup_parts import Report, unreported
 from fairlead_runtime.settings.supported import check_supported
 from fairlead_runtime.sizing.checkpoint_formats import published as stored_format
@@ -124,7 +124,7 @@ def inspect(
             f"set at most {model_len}",
         )
     dtype = _dtype(files, shape, settings)
-    resolved = replace(settings, dtype=str(dtype).removeprefix("torch."))
+    resolved = replace(settings, dtype=cast(Dtype, str(dtype).removeprefix("torch.")))
     matrix_dtype = DTYPES[matrix_dtype_of(shape, resolved)]
     return InspectedModel(files, shape, dtype, matrix_dtype, settings.max_model_len or model_len)
 

@@ -48,9 +48,10 @@ def test_a_layer_is_packed_beside_all_weights_and_the_head_is_not() -> None:
 
 
 def test_the_largest_layer_counts_where_layers_differ() -> None:
-    dense = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-    dense |= {"mlp_only_layers": [1]}
-    shape = ModelShape.from_config(MODEL | {"model_type": "qwen3_moe", "head_dim": 128} | dense)
+    sizes = {"head_dim": 128, "num_experts": 4, "num_experts_per_tok": 2}
+    sizes |= {"moe_intermediate_size": 64}
+    dense = {"model_type": "qwen3_moe", "mlp_only_layers": [1]}
+    shape = ModelShape.from_config(MODEL | sizes | dense)
     assert shape.largest_layer == LAYER > shape.layer_matrices / 2
 
 
