@@ -124,7 +124,7 @@ def inspect(
             f"set at most {model_len}",
         )
     dtype = _dtype(files, shape, settings)
-    resolved = replace(settings, dtype=cast(Dtype, str(dtype).removeprefix("torch.")))
+    resolved = replace(settings, dtype=cast("Dtype", str(dtype).removeprefix("torch.")))
     matrix_dtype = DTYPES[matrix_dtype_of(shape, resolved)]
     return InspectedModel(files, shape, dtype, matrix_dtype, settings.max_model_len or model_len)
 
