@@ -94,6 +94,11 @@ FLOAT32 = {
     "vLLM on CPU": Kind.of("vllm", peers.VLLM),
     "llama.cpp": Kind.of("llama.cpp", peers.LLAMA_CPP),
 }
+# The models with states are stored in bfloat16, and ours holds matrices so in float32, too.
+STORED_HALF = {
+    **FLOAT32,
+    OURS: Kind("fairlead", lambda: sys.executable, _our_versions, (2, 2)),
+}
 # vLLM's CPU build takes 8-bit weights of dense models from converted checkpoints only.
 INT8 = {
     OURS: Kind("fairlead-int8", lambda: sys.executable, _our_versions, (1, 1)),
@@ -339,7 +344,7 @@ PARTS: Mapping[str, tuple[Sequence[Part], int]] = {
     **dict.fromkeys(models.SHAPES, (ON_SHAPES, SLOTS)),
     **dict.fromkeys(
         models.STATES_BESIDE_PEERS,
-        ((Part(ON_STATES, FLOAT32), Part(IN_BFLOAT16, BFLOAT16)), 32),
+        ((Part(ON_STATES, STORED_HALF), Part(IN_BFLOAT16, BFLOAT16)), 32),
     ),
     models.GPT2: ([Part(ON_GPT2, FLOAT32)], TUTORIAL_SLOTS),
     models.SMOLLM2: ([Part(ON_REAL_WEIGHTS, REAL)], SLOTS),

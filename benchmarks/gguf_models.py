@@ -15,8 +15,8 @@ from typing import Any
 import gguf
 import numpy as np
 import numpy.typing as npt
+import safetensors
 from benchmarks import gguf_states
-from safetensors.numpy import load_file
 
 Matrix = npt.NDArray[np.float32]
 Weights = Mapping[str, Matrix]
@@ -57,7 +57,7 @@ def save(model: Path, dtype: str) -> Path:
     if file.exists():
         return file
     config = json.loads((model / "config.json").read_text())
-    weights = load_file(model / "model.safetensors")
+    weights = dict(_weights(model / "model.safetensors"))
     kind = config["model_type"]
     writer = gguf.GGUFWriter(str(file), gguf_states.NAMES.get(kind, kind))
     writer.add_tokenizer_model("no_vocab")
@@ -83,6 +83,18 @@ def save(model: Path, dtype: str) -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return file
+
+
+def _weights(file: Path) -> Iterator[tuple[str, Matrix]]:
+    """The tensors in float32. numpy has no bfloat16, which is the upper half of a float32."""
+    deserialize: Any = safetensors.deserialize  # untyped
+    for name, stored in deserialize(file.read_bytes()):
+        if stored["dtype"] == "BF16":
+            halves = np.frombuffer(stored["data"], np.uint16)
+            values = (halves.astype(np.uint32) << 16).view(np.float32)
+        else:
+            values = np.frombuffer(stored["data"], np.float32)
+        yield name, values.reshape(stored["shape"])
 
 
 def _describe_llama(writer: Any, config: Mapping[str, Any]) -> None:

@@ -105,9 +105,9 @@ class Size(NamedTuple):
 
 
 def save(name: str, folder: Path) -> Size:
-    """Write the model ``name``, of SHAPES or STATES, GPT2 or SMOLLM2, in float32 with no end of
-    sequence, and its tokenizer. With random weights every character of a prompt is a token, and
-    every token has a text.
+    """Write the model ``name``, of SHAPES or STATES, GPT2 or SMOLLM2, in float32, but those of
+    STATES in bfloat16, as such models are published, with no end of sequence, and its tokenizer.
+    With random weights every character of a prompt is a token, and every token has a text.
     """
     import torch
     from transformers import (
@@ -131,7 +131,8 @@ def save(name: str, folder: Path) -> Size:
         model = GPT2LMHeadModel(GPT2Config(**ids))
     elif name in STATES:
         shape = limits | STATES[name] | {"tie_word_embeddings": True} | ids
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape))
+        config = AutoConfig.for_model(**shape)
+        model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
     else:
         model = LlamaForCausalLM(
             LlamaConfig(**limits | SHAPES[name], tie_word_embeddings=True, **ids)
