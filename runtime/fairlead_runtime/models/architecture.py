@@ -51,7 +51,9 @@ def check(
         shape = unlisted.shape_of(config, weights or {})
     except ShapeError as error:
         raise unsupported_shape(error) from error
-    return replace(shape, packs_all=shape.packs_all and not _has_wide_matrix(weights or {}))
+    if not shape.quantized and _has_wide_matrix(weights or {}):
+        shape = replace(shape, packs_all=False)
+    return shape
 
 
 def _has_wide_matrix(weights: Mapping[str, Header]) -> bool:
