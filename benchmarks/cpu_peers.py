@@ -17,8 +17,8 @@ first round does not run in the others; with --full, over three times as long.
   and with 8-bit weights, ours in bfloat16, too; ratios are to ours in float32.
 
 Weights and cache are float32; mixed and alone come again with 8-bit weights, on the models with
-states in bfloat16, as these are published: so their files are, and ours holds matrices in 16 bits in
-float32, too, which it widens to the same numbers. The output names what else an engine rounds then:
+states in bfloat16, as these are published: so their files are, and ours holds matrices in 16 bits
+in float32, too, which it widens to the same numbers. The output names what else an engine rounds:
 each has its own default, which is its fastest. Prompts that share no text make llama.cpp give each
 request a cache of its own, others share one (`llama_engine.py`).
 
