@@ -230,13 +230,6 @@ BUGS = (
         ("unit/processes/test_cli.py",),
     ),
     PackageBug(
-        "what does not fit a CPU is refused after the imports",
-        "fairlead_runtime.build.first_checks:check_model",
-        "        resolve(config, shape, device, dtype=dtype)\n",
-        "",
-        ON_A_TERMINAL,
-    ),
-    PackageBug(
         "a wrong flag before the command has no nearest",
         "fairlead_runtime.cli:_nearest",
         "[*commands, *FLAGS]",

@@ -9,8 +9,6 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from fairlead_runtime.build.host import memory_limit
-from fairlead_runtime.build.resolve import resolve
 from fairlead_runtime.hub import source
 from fairlead_runtime.models import architecture, files
 from fairlead_runtime.settings.engine_config import ConfigError, EngineConfig
@@ -18,7 +16,6 @@ from fairlead_runtime.settings.preflight import check_chat_template, check_recor
 from fairlead_runtime.settings.supported import check_supported
 from fairlead_runtime.sizing.config_json import ShapeError, UnknownFamilyError
 from fairlead_runtime.sizing.shape import ModelShape
-from fairlead_runtime.sizing.terms import DeviceFacts
 from fairlead_runtime.sizing.verdict import check_against
 
 # The extra `runtime`, without what only some commands need.
@@ -54,10 +51,6 @@ def check_model(model: str, config: EngineConfig) -> ModelShape | None:
     trusted = config.trust_remote_code
     shape = architecture.check(local.config, maps, trusted=trusted, weights=local.weights)
     check_against(shape, config)
-    dtype = shape.dtype if config.dtype == "auto" else config.dtype
-    if config.device == "cpu" and dtype:  # else torch finds it, or weights tell the type
-        device = DeviceFacts("cpu", memory_limit() // config.tensor_parallel)
-        resolve(config, shape, device, dtype=dtype)
     return shape
 
 
