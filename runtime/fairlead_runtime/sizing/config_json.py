@@ -145,10 +145,6 @@ def family_of(config: Mapping[str, Any]) -> tuple[Family, Mapping[str, Any]]:
         raise _refused("model_type", name, REFUSED[name])
     _check_texts(name, config)
     check_counts(config)
-    text = config.get(TEXT)
-    for part in (config, text) if isinstance(text, Mapping) else (config,):
-        if part.get("is_encoder_decoder") is True:
-            raise _refused("is_encoder_decoder", name, ENCODER_DECODER)
     if has_parts(config):
         return _family_of_text(name, config)
     if name in TEXTS:
@@ -165,21 +161,30 @@ def _meant(
     settings = _by_one_name(kind, settings)
     layers = family.aliases.get("num_hidden_layers", "num_hidden_layers")
     count = settings.get(layers, family.defaults.get("num_hidden_layers"))
-    for field, problem in (problem_of(kind, settings), problem_of_kinds(settings, count)):
-        if problem:
-            raise ShapeError(field, problem)
+    _check_declared(kind, settings)
+    if kinds := problem_of_kinds(settings, count):
+        raise ShapeError(*kinds)
     return family.variant(family, settings) if family.variant else (family, settings)
+
+
+def _check_declared(kind: str, settings: Mapping[str, Any], place: str = "") -> None:
+    """Raise ShapeError for the first of the settings at ``place`` that the class of this model_type
+    refuses.
+    """
+    if refusal := problem_of(kind, settings):
+        field, problem = refusal
+        raise ShapeError(place + field, problem)
 
 
 def _by_one_name(kind: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """The settings without other names for them. Raises ShapeError for one that is given by two
     names with two values: which of them a class takes is its own affair. Also for null by another
-    name, which a class takes last: it is what it makes of its own name's null, overwritten.
+    name: a class that makes a number of its own name's null sets null in its place.
     """
     names = {other: name for other, name in OTHER_NAMES.get(kind, {}).items() if other in settings}
     for other, name in names.items():
         if settings[other] is None:
-            problem = f"must not be null: its class makes nothing of it by this name of {name}"
+            problem = f"must not be null, which only {name}, the same setting, may be: remove it"
             raise ShapeError(other, problem)
         if name in settings and settings[name] != settings[other]:
             given, taken = (str(settings[key])[:40] for key in (other, name))
@@ -195,9 +200,13 @@ def family_named(name: str) -> Family | None:
 
 
 def _check_texts(name: str, config: Mapping[str, Any]) -> None:
-    """Raise ShapeError where the whole or its text has settings of a text under another key."""
+    """Raise ShapeError where the whole or its text encodes, too, or has settings of a text under
+    another key.
+    """
     text = config.get(TEXT)
     for part in (config, text) if isinstance(text, Mapping) else (config,):
+        if part.get("is_encoder_decoder"):  # as a pod has it: a text is true
+            raise _refused("is_encoder_decoder", name, ENCODER_DECODER)
         strays = STRAY_TEXTS if part is config else (*STRAY_TEXTS, TEXT)
         for key in (*OTHER_TEXTS, *strays):
             value = part.get(key)
@@ -232,9 +241,7 @@ def _refused(field: str, name: str, reason: str) -> ShapeError:
 
 def _family_of_text(name: str, config: Mapping[str, Any]) -> tuple[Family, Mapping[str, Any]]:
     parts = WHOLES[name]
-    field, problem = problem_of(name, config)
-    if problem:
-        raise ShapeError(field, problem)
+    _check_declared(name, config)
     if config.get("rope_scaling") and not isinstance(config["rope_scaling"], Mapping):
         raise ShapeError("rope_scaling", "must be an object or null, of the whole, too")
     text = _text_settings(config, parts)
@@ -253,9 +260,8 @@ def _family_of_text(name: str, config: Mapping[str, Any]) -> tuple[Family, Mappi
             raise ShapeError(key, f"must be that of {TEXT}: the head of {name!r} has this size")
     if family.layer_inputs and kind != parts.text:
         raise _refused(f"{TEXT}.model_type", kind, OWN_INPUTS)
-    field, problem = problem_of(kind, {key: text[key] for key in (_TIED,) if key in text})
-    if problem:  # that of the whole may be taken in its place
-        raise ShapeError(f"{TEXT}.{field}", problem)
+    if _TIED in text:  # that of the whole may be taken in its place
+        _check_declared(kind, {_TIED: text[_TIED]}, f"{TEXT}.")
     # The head is the whole's, which has no bias.
     row = replace(family, head_bias=False, framed=parts.framed)
     return _meant(row, kind, _with_outer(text, config, parts))
@@ -415,11 +421,13 @@ def _check_own(s: ConfigReader, family: Family) -> None:
 
 def dtype_of(config: Mapping[str, Any]) -> str | None:
     """The checkpoint's own type, None when the config does not name one."""
-    names = [config[key] for key in ("dtype", "torch_dtype") if config.get(key) is not None]
-    for value in names[:1]:  # the newer key's, if both say one
-        name = str(value)[:40].removeprefix("torch.")
-        if name not in DTYPE_BYTES:
-            problem = f"{name!r} is not supported; supported are {', '.join(DTYPE_BYTES)}"
-            raise ShapeError("dtype", problem)
-        return name
-    return None
+    value = config.get("dtype")
+    if value is None:
+        value = config.get("torch_dtype")  # the older key
+    if value is None:
+        return None
+    name = str(value)[:40].removeprefix("torch.")
+    if name not in DTYPE_BYTES:
+        problem = f"{name!r} is not supported; supported are {', '.join(DTYPE_BYTES)}"
+        raise ShapeError("dtype", problem)
+    return name

@@ -64,46 +64,48 @@ def declares(kind: str, field: str) -> bool:
     return field in _declared().get(kind, {})
 
 
-def problem_of(kind: str, settings: Mapping[str, Any]) -> tuple[str, str]:
-    """The first setting that the class of this model_type refuses, and what it must be; two empty
-    texts where it takes all.
+def problem_of(kind: str, settings: Mapping[str, Any]) -> tuple[str, str] | None:
+    """The first setting that the class of this model_type refuses, and what it must be; None where
+    it takes all.
     """
     declared = _declared().get(kind, {})
     for field, value in settings.items():
-        types = declared.get(field, ())
-        if types and not any(_is(value, name) for name in types):
-            words = " or ".join(_word(name) for name in types)
-            return field, f"must be {words}, not {str(value)[:40]}"
-        if field in _FUNCTIONS and types and value is not None and value not in ACTIVATIONS.split():
+        if field not in declared:
+            continue
+        types = declared[field]
+        if not any(_is(value, name) for name in types):
+            words = map(_word, sorted(types, key=_is_list))  # what a list has comes last
+            return field, f"must be {' or '.join(words)}, not {str(value)[:40]}"
+        if field in _FUNCTIONS and value is not None and value not in ACTIVATIONS.split():
             return field, f"{str(value)[:40]!r} is none of {', '.join(ACTIVATIONS.split())}"
-        if value is None and field in _NUMBERS and types:
+        if value is None and field in _NUMBERS:
             return field, "must be a number, not null"
-        count = _LENGTHS.get(field, 0) if types else 0
+        count = _LENGTHS.get(field)
         if count and isinstance(value, list) and len(value) != count:
             return field, f"must be a list of {count} numbers, not {len(value)}"
         share = "drop" in field or field == "initializer_range"
-        if share and types and isinstance(value, int | float) and not 0 <= value <= 1:
+        if share and isinstance(value, int | float) and not 0 <= value <= 1:
             return field, f"must be a share from 0 to 1, not {str(value)[:40]}"
     labels = settings.get("id2label")
     if labels is not None and not _are_labels(labels):
         return "id2label", "must be an object with a number for each name"
-    return "", ""
+    return None
 
 
-def problem_of_kinds(settings: Mapping[str, Any], layers: object) -> tuple[str, str]:
+def problem_of_kinds(settings: Mapping[str, Any], layers: object) -> tuple[str, str] | None:
     """The same of lists with a name for each of so many layers, which all classes check, those that
     read none, too.
     """
     for field, known in (("layer_types", LAYER_TYPES), ("mlp_layer_types", MLP_LAYER_TYPES)):
         kinds = settings.get(field)
-        if kinds is None:
-            return "", ""
+        if kinds is None:  # classes then do not look at the second
+            return None
         listed = isinstance(kinds, list | tuple)
         if not listed or not all(isinstance(kind, str) and kind in known.split() for kind in kinds):
             return field, f"must be a list of names, of {', '.join(known.split())}"
         if len(kinds) != layers:
             return field, f"must be a list of {layers} names, one per layer, not {len(kinds)}"
-    return "", ""
+    return None
 
 
 def _are_labels(labels: object) -> bool:
@@ -114,9 +116,13 @@ def _are_labels(labels: object) -> bool:
 
 
 def _word(name: str) -> str:
-    if name.startswith("list["):
+    if _is_list(name):
         return f"a list, each {' or '.join(map(_word, _inner(name)))}"
     return _WORDS.get(name, name.removeprefix("="))
+
+
+def _is_list(name: str) -> bool:
+    return name.startswith("list[")
 
 
 def _inner(name: str) -> list[str]:
@@ -125,7 +131,7 @@ def _inner(name: str) -> list[str]:
 
 def _is(value: object, name: str) -> bool:
     """Whether a value of JSON has this type, as transformers' checks have it."""
-    if name.startswith("list["):
+    if _is_list(name):
         parts = _inner(name)
         return isinstance(value, list | tuple) and all(
             any(_is(entry, part) for part in parts) for entry in value
