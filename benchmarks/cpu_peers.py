@@ -96,10 +96,7 @@ FLOAT32 = {
     "llama.cpp": Kind.of("llama.cpp", peers.LLAMA_CPP),
 }
 # The models with states are stored in bfloat16, and ours holds matrices so in float32, too.
-STORED_HALF = {
-    **FLOAT32,
-    OURS: Kind("fairlead", lambda: sys.executable, _our_versions, (2, 2)),
-}
+STORED_HALF = FLOAT32 | {OURS: FLOAT32[OURS]._replace(weight=(2, 2))}
 # vLLM's CPU build takes 8-bit weights of dense models from converted checkpoints only.
 INT8 = {
     OURS: Kind("fairlead-int8", lambda: sys.executable, _our_versions, (1, 1)),
